@@ -1,0 +1,81 @@
+"""Find the attention sink of a language model, prove it by ablation, and repair what it breaks.
+
+Names are imported when first used, so that `import sinkscope` is instant and loads no torch.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {  # public name -> where it lives
+    "load": "sinkscope.models.load",
+    "models": "sinkscope.models.names",
+    "Target": "sinkscope.models.target",
+    "trace": "sinkscope.trace.run",
+    "find_sinks": "sinkscope.sinks.find",
+    "Intervention": "sinkscope.interventions.base",
+    "Event": "sinkscope.interventions.base",
+    "Ablate": "sinkscope.interventions.ablate",
+    "Write": "sinkscope.interventions.ablate",
+    "SinkPatch": "sinkscope.interventions.sink_patch",
+    "generate": "sinkscope.generate",
+    "Result": "sinkscope.results",
+    "SinkscopeError": "sinkscope.errors",
+}
+__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from sinkscope.errors import SinkscopeError as SinkscopeError
+    from sinkscope.generate import generate as generate
+    from sinkscope.interventions.ablate import Ablate as Ablate
+    from sinkscope.interventions.ablate import Write as Write
+    from sinkscope.interventions.base import Event as Event
+    from sinkscope.interventions.base import Intervention as Intervention
+    from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
+    from sinkscope.models.load import load as load
+    from sinkscope.models.names import models as models
+    from sinkscope.models.target import Target as Target
+    from sinkscope.results import Result as Result
+    from sinkscope.sinks.find import find_sinks as find_sinks
+    from sinkscope.trace.run import trace as trace
+
+
+class _Callable(ModuleType):
+    """`models`, `trace` and `generate` are packages or modules as well as functions: calling one calls its function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _function(self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Any:
+        import inspect
+
+        return inspect.signature(_function(self.__name__.rpartition(".")[2]))
+
+
+class _Package(ModuleType):
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and type(value) is ModuleType:  # the import system hangs a submodule below its package
+            value.__class__ = _Callable
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def _function(name: str) -> Any:
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
+    value = _function(name)
+    return globals().setdefault(name, value)  # the module, where one of that name was imported on the way
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

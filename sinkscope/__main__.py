@@ -1,0 +1,20 @@
+"""`python -m sinkscope`, and the entry point of the `sinkscope` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line and exit with its code: 0 done, 2 bad input, 130 interrupted."""
+    try:
+        from sinkscope.cli import main as run
+
+        code = run()
+    except KeyboardInterrupt:  # while still importing
+        code = 130
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Between dataclasses and what JSON knows, in both directions; and paths that name nobody's folders."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import types
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sinkscope.errors import SinkscopeError
+
+T = TypeVar("T")
+_ROOTED = re.compile(r"^(?:/|~|\\\\|[A-Za-z]:[\\/]|\.\.(?:[\\/]|$))")
+
+
+def pathless(text: str) -> str:
+    """`text`, but a path that leads through folders of this machine becomes relative, or its last part."""
+    if not _ROOTED.match(text):
+        head, equals, tail = text.partition("=")
+        text = f"{head}={pathless(tail)}" if equals else text  # --text=/some/where
+    elif "\n" not in text:
+        text = _below_here(text) or re.split(r"[\\/]", text.rstrip("\\/"))[-1]
+    home = str(Path.home())
+    return re.sub(rf"(?<![\w.~-]){re.escape(home)}(?![\w.-])", "~", text) if len(home) > 1 else text
+
+
+def _below_here(path: str) -> str | None:
+    """`path` relative to the current folder, if it lies below and the way there does not lead through the home."""
+    try:
+        here = Path.cwd()
+        inside = Path(os.path.normpath(Path(path).expanduser())).relative_to(here)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return inside.as_posix() if here not in Path.home().parents else None
+
+
+def plain(value: Any, *, scrub: bool = False) -> Any:
+    """`value` in the types of JSON: tuples, sets, arrays and tensors as lists, dataclasses as dicts, NaN and inf None.
+
+    Args:
+        value: what a result may hold.
+        scrub: also take the folders of this machine out of strings (see `pathless`).
+
+    Raises:
+        SinkscopeError: something in it has no such form.
+    """
+    if isinstance(value, Enum):
+        value = value.value
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str):
+        return pathless(value) if scrub else str(value)
+    if isinstance(value, PurePath):
+        return pathless(str(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name), scrub=scrub) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v, scrub=scrub) for k, v in value.items()}
+    if isinstance(value, Sequence | Set):
+        return [plain(v, scrub=scrub) for v in (sorted(value, key=repr) if isinstance(value, Set) else value)]
+    if callable(to_list := getattr(value, "tolist", None)):  # numpy arrays and scalars, tensors
+        return plain(to_list(), scrub=scrub)
+    if type(value).__module__ == "torch":  # a dtype or a device
+        return str(value).removeprefix("torch.")
+    raise SinkscopeError(
+        f"{type(value).__name__} cannot be written to a result: use numbers, strings, None, tuples, dicts, dataclasses"
+    )
+
+
+def build(cls: type[T], data: Any, where: str) -> T:
+    """The dataclass `cls` from what `plain` made of one; unknown keys are ignored, missing ones take their default.
+
+    Raises:
+        SinkscopeError: a field is missing or has another type; `where` begins the message.
+    """
+    if not isinstance(data, dict):
+        raise SinkscopeError(f"{where} is {_short(data)}, expected an object with the fields of {cls.__name__}")
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        if get_origin(hints[field.name]) is ClassVar or not field.init:
+            continue
+        if field.name in data:
+            values[field.name] = _read(hints[field.name], data[field.name], f"{where}: {field.name}")
+        elif field.default is MISSING and field.default_factory is MISSING:
+            raise SinkscopeError(f"{where} lacks {field.name!r}: it was not written by this version, or is not whole")
+    return cls(**values)
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for option in args:
+            try:
+                return _read(option, value, where)
+            except SinkscopeError:
+                continue
+    elif origin is Literal:
+        if value in args:
+            return value
+    elif isinstance(hint, type) and is_dataclass(hint):
+        return build(hint, value, where)
+    elif origin is tuple and isinstance(value, list):
+        if len(args) == 2 and args[1] is Ellipsis:
+            return tuple(_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+        if len(args) == len(value):
+            return tuple(_read(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
+    elif origin is list and isinstance(value, list):
+        return [_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        return {k: _read(args[1], v, f"{where}.{k}") for k, v in value.items()}
+    elif hint is float:
+        if value is None:  # NaN and infinity have no other form in JSON
+            return math.nan
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif isinstance(hint, type) and origin is None and isinstance(value, hint):
+        if not (hint is int and isinstance(value, bool)):
+            return value
+    expected = getattr(hint, "__name__", None) if origin is None else str(hint).replace("typing.", "")
+    raise SinkscopeError(f"{where} is {_short(value)}, expected {expected or hint}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

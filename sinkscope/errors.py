@@ -1,0 +1,19 @@
+"""The one exception that users see: a single line that says what was wrong and what to do."""
+
+from __future__ import annotations
+
+
+class SinkscopeError(ValueError):
+    """Bad input or an impossible request.
+
+    The message is one line: the value, what was expected, what to do. The command line prints it as
+    ``error: ...`` and exits with code 2. ``page`` names the page of the documentation that treats it.
+    """
+
+    def __init__(self, message: str, *, page: str | None = None) -> None:
+        self.page = page
+        super().__init__(" ".join(message.split()))
+
+
+class UnsupportedError(SinkscopeError):
+    """The model, or the kind of model object, cannot do what was asked; the message names what can."""

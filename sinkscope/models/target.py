@@ -1,0 +1,245 @@
+"""One view of a model, whatever kind of object the user holds: plain Hugging Face, TransformerBridge, nnsight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.adapters import Adapter, adapter_for
+
+Kind = Literal["hf", "bridge", "nnsight"]
+
+
+class _Stop(Exception):
+    """Raised inside a hook to end a forward pass early; never leaves `Target.forward`."""
+
+
+def unwrap(model: object) -> tuple[nn.Module, Kind]:
+    """The plain Hugging Face module inside `model`, and which kind of object `model` is.
+
+    Raises:
+        SinkscopeError: `model` is none of the three kinds.
+    """
+    if isinstance(model, Target):
+        return model.hf, model.kind
+    if isinstance(original := getattr(model, "original_model", None), nn.Module):
+        return original, "bridge"
+    if type(model).__module__.split(".")[0] == "nnsight":
+        inner = getattr(model, "_module", None) or getattr(model, "_model", None)
+        if isinstance(inner, nn.Module):
+            return inner, "nnsight"
+    if isinstance(model, nn.Module) and hasattr(model, "config"):
+        return model, "hf"
+    raise SinkscopeError(
+        f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
+        "or an nnsight LanguageModel; load names and folders with sinkscope.load(...)"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A model as every measurement and intervention of sinkscope sees it. Nothing is changed on the model.
+
+    Attributes:
+        model: the object the user gave.
+        hf: the plain Hugging Face module inside; hooks are put here, they fire through all three kinds.
+        kind: which of the three `model` is.
+        adapter: where the parts are.
+        tokenizer: None if the caller gave none and the model carries none.
+        name: short name, hub id or base name of the folder; for reports.
+        resident: False when layers are read from disk as they are called (see `models.stream`).
+    """
+
+    model: Any
+    hf: Any
+    kind: Kind
+    adapter: Adapter
+    tokenizer: Any = None
+    name: str = "model"
+    resident: bool = True
+
+    @classmethod
+    def of(cls, model: object, tokenizer: Any = None, name: str | None = None) -> Target:
+        """View `model` (a Target comes back as it is)."""
+        if isinstance(model, Target):
+            return model
+        hf, kind = unwrap(model)
+        config: Any = hf.config
+        adapter = adapter_for(config.model_type)
+        tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
+        label = name or getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or config.model_type
+        return cls(model, hf, kind, adapter, tokenizer, str(label).rstrip("/").split("/")[-1])
+
+    @property
+    def config(self) -> Any:
+        """The text part of the configuration."""
+        return self.hf.config.get_text_config()
+
+    @cached_property
+    def base(self) -> nn.Module:
+        """The module from ids to the last hidden state; every way of calling the model goes through it."""
+        return self.hf.get_submodule(self.adapter.base)
+
+    @cached_property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers."""
+        return list(self.hf.get_submodule(self.adapter.layers).children())
+
+    def sub(self, layer: int, path: str) -> nn.Module:
+        """A part of a layer by a path of the adapter; "" is the layer itself."""
+        module = self.layers[layer]
+        return module.get_submodule(path) if path else module
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def d_model(self) -> int:
+        """Width of the residual stream."""
+        return int(self.config.hidden_size)
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.config.num_attention_heads)
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+        if self.config.model_type == "falcon":
+            multi = self.config.multi_query and not self.config.new_decoder_architecture
+            return 1 if multi else int(self.config.num_kv_heads)
+        return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
+
+    @property
+    def d_mlp(self) -> int:
+        """Neurons of one MLP (of one expert in a mixture)."""
+        for field in ("moe_intermediate_size", "intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"):
+            if getattr(self.config, field, None):
+                return int(getattr(self.config, field))
+        return 4 * self.d_model
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest context the configuration states."""
+        value = getattr(self.config, "max_position_embeddings", None) or getattr(self.config, "n_positions", None)
+        return int(value) if value else None
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        return self.hf.get_submodule(self.adapter.embed)
+
+    @property
+    def device(self) -> torch.device:
+        """Where ids go in."""
+        return next(self.embedding.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating type of the embedding, which is that of the residual stream."""
+        return next(self.embedding.parameters()).dtype
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts (some models mix both kinds)."""
+        if self.adapter.experts is None:
+            return False
+        try:
+            self.sub(layer, self.adapter.experts)
+        except AttributeError:
+            return False
+        return True
+
+    def loaded(self, layer: int) -> AbstractContextManager[None]:
+        """Around reading weights of a layer, or calling parts of it, outside a call of the layer itself.
+
+        Only streamed models (see `models.stream`) have to do anything for it.
+        """
+        return nullcontext()
+
+    @torch.no_grad()
+    def w_out(self, layer: int, neurons: list[int], expert: int | None = None) -> Float[Tensor, "neuron d_model"]:
+        """Columns of the down projection: what each neuron writes when its `hook_post` is 1."""
+        if expert is not None:
+            assert self.adapter.experts is not None
+            weight = self.sub(layer, self.adapter.experts).down_proj[expert]  # type: ignore[index]
+            return weight[neurons] if self.adapter.interleaved_experts else weight[:, neurons].T
+        down = self.sub(layer, self.adapter.down)
+        weight = plain_weight(down)
+        if weight is not None:
+            return weight[neurons] if self.adapter.transposed_down else weight[:, neurons].T
+        # Quantised or adapted weights: ask the module itself what a unit input writes.
+        eye = torch.zeros(len(neurons) + 1, self.d_mlp, device=self.device, dtype=self.dtype)
+        eye[torch.arange(len(neurons)), torch.tensor(neurons)] = 1
+        out = down(eye)
+        return out[:-1] - out[-1:]
+
+    @torch.no_grad()
+    def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
+        """L2 norm of every column of the down projection."""
+        every = self.d_mlp
+        if expert is None and (weight := plain_weight(self.sub(layer, self.adapter.down))) is not None:
+            return torch.linalg.vector_norm(weight, dim=1 if self.adapter.transposed_down else 0, dtype=torch.float32)
+        parts = [
+            torch.linalg.vector_norm(
+                self.w_out(layer, list(range(i, min(i + 1024, every))), expert), dim=1, dtype=torch.float32
+            )
+            for i in range(0, every, 1024)
+        ]
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def forward(
+        self, ids: Int[Tensor, "batch pos"], attention_mask: Int[Tensor, "batch pos"] | None = None, **kwargs: Any
+    ) -> Any:
+        """One pass without the unembedding and without a cache; None if a hook called `stop`."""
+        if self.kind == "nnsight" and next(self.hf.parameters()).is_meta:
+            raise UnsupportedError(
+                "this nnsight model holds no weights yet: make it with dispatch=True, or use sinkscope.load(..., "
+                'backend="nnsight")'
+            )
+        kwargs.setdefault("use_cache", False)
+        try:
+            return self.base(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
+        except _Stop:
+            return None
+
+    @staticmethod
+    def stop() -> None:
+        """Called in a hook: ends the running `forward`."""
+        raise _Stop
+
+    @contextmanager
+    def hooks(self, *pairs: tuple[nn.Module, str, Any]) -> Iterator[None]:
+        """Hooks for the length of a `with`: (module, "pre" | "post", fn), with torch's signatures with kwargs."""
+        handles = []
+        try:
+            for module, when, fn in pairs:
+                add = module.register_forward_pre_hook if when == "pre" else module.register_forward_hook
+                handles.append(add(fn, with_kwargs=True))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def plain_weight(module: Any) -> Tensor | None:
+    """The floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
+    inner = getattr(module, "original_component", None)
+    weight = getattr(inner if isinstance(inner, nn.Module) else module, "weight", None)
+    return weight.detach() if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2 else None
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden states in what a layer or an attention module returns (a tensor, or a tuple that begins with it)."""
+    return output[0] if isinstance(output, tuple | list) else output

@@ -1,0 +1,232 @@
+"""What every measurement returns: frozen, with the model, the settings and how it was made beside it."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from sinkscope._plain import build, pathless, plain
+from sinkscope._provenance import Provenance, provenance
+from sinkscope.errors import SinkscopeError
+from sinkscope.output import write_atomic
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+__all__ = ["ModelInfo", "Provenance", "Result", "provenance"]
+
+SCHEMA = 1
+R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks of the tests
+_KINDS: dict[str, type[Result]] = {}
+_HOME = {"find-sinks": "sinkscope.sinks.find"}  # kinds of sinkscope itself: imported when a file asks for one
+_ENVELOPE = ("model", "settings", "provenance")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Which model was measured. The fingerprint is made of headers and configuration; no weights are read for it."""
+
+    name: str
+    family: str
+    n_layers: int
+    d_model: int
+    d_mlp: int
+    fingerprint: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", pathless(self.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Base of all results. A subclass is a frozen dataclass that states its `kind`; its own fields are the result.
+
+    Fields are numbers, strings, None, tuples, dicts with string keys, and dataclasses of these: what a JSON file
+    gives back equal to what was saved (tensors are written as lists). `settings` is made plain when the result is.
+
+    Attributes:
+        model: which model.
+        settings: the arguments that made the result.
+        provenance: how, when and on what it was made.
+    """
+
+    kind: ClassVar[str] = "result"
+
+    model: ModelInfo
+    settings: dict[str, Any]
+    provenance: Provenance
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        kind = cls.__dict__.get("kind")
+        if kind is None:
+            return
+        there = _KINDS.get(kind)
+        if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise SinkscopeError(f"kind {kind!r} already belongs to {there.__qualname__}: give the new result its own")
+        _KINDS[kind] = cls
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", plain(self.settings, scrub=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The envelope: schema, kind, model, result, settings, provenance; only what JSON knows, NaN and inf None."""
+        result = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _ENVELOPE}
+        return {
+            "schema": SCHEMA,
+            "kind": self.kind,
+            "model": plain(self.model),
+            "result": result,
+            "settings": plain(self.settings),
+            "provenance": plain(self.provenance),
+        }
+
+    def to_json(self) -> str:
+        """`to_dict` as one JSON object, indented, ending in a newline."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write `to_json` to `path`, whole or not at all.
+
+        Raises:
+            SinkscopeError: the file cannot be written; an old file of that name is then untouched.
+        """
+        return write_atomic(path, self.to_json())
+
+    @classmethod
+    def load(cls: type[R], path: str | os.PathLike[str]) -> R:
+        """Read what `save` or `--json` wrote; the result has the class of its kind.
+
+        Raises:
+            SinkscopeError: the file cannot be read, is not such a file, or holds another kind than this class.
+        """
+        name = os.path.basename(os.fspath(path)) or os.fspath(path)
+        try:
+            text = Path(path).read_bytes().decode()
+        except OSError as error:
+            raise SinkscopeError(f"cannot read {name}: {(error.strerror or str(error)).lower()}") from None
+        except UnicodeDecodeError:
+            raise SinkscopeError(f"{name} is not a JSON file: expected what --json or .save() wrote") from None
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise SinkscopeError(
+                f"{name} is not a JSON file ({error}): expected what --json or .save() wrote"
+            ) from None
+        return cls.from_dict(data, name)
+
+    @classmethod
+    def from_dict(cls: type[R], data: Any, name: str = "data") -> R:
+        """The result whose `to_dict` is `data`; `name` is what errors call it.
+
+        Raises:
+            SinkscopeError: `data` is not such an envelope.
+        """
+        if not isinstance(data, dict) or "schema" not in data or "kind" not in data:
+            raise SinkscopeError(f"{name} is not a result of sinkscope: expected an object with schema and kind")
+        if data["schema"] != SCHEMA:
+            raise SinkscopeError(
+                f"{name} has schema {data['schema']!r}, this version reads {SCHEMA}: install the version that wrote it "
+                "or make it again"
+            )
+        kind = str(data["kind"])
+        if kind not in _KINDS and kind in _HOME:
+            import_module(_HOME[kind])
+        found = _KINDS.get(kind)
+        if found is None:
+            known = ", ".join(sorted({*_KINDS, *_HOME}))
+            raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {known}")
+        if not issubclass(found, cls):
+            raise SinkscopeError(f"{name} holds {kind!r}, expected {cls.kind!r}: use Result.load for any kind")
+        parts = {key: data.get(key) for key in _ENVELOPE}
+        inside = data.get("result")
+        if not isinstance(inside, dict):
+            raise SinkscopeError(f"{name} has no result: expected an object of {kind!r}")
+        return build(found, {**inside, **parts}, name)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The result as a table, a dict per row: the first field that holds records, else one row of the plain fields.
+
+        A subclass with something better to show overrides it.
+        """
+        own = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _ENVELOPE]
+        for _, value in own:
+            if isinstance(value, tuple | list) and value and is_dataclass(value[0]):
+                return [plain(row) for row in value]
+        return [{name: plain(value) for name, value in own if isinstance(value, str | int | float | None)}]
+
+    def summary(self) -> str:
+        """A few lines of plain text that say what was found; a subclass overrides it."""
+        return f"{self.kind} on {self.model.name}"
+
+    def to_frame(self) -> pd.DataFrame:
+        """`rows` as a pandas data frame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def figure(self) -> go.Figure:
+        """The result drawn with plotly.
+
+        Raises:
+            SinkscopeError: there is no drawing of this kind.
+        """
+        from sinkscope import figures
+
+        return figures.figure(self)
+
+    def text(self) -> str:
+        """`summary` and `rows` as plain aligned text: what is printed where there is no terminal."""
+        head, cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+        lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [head, *cells]]
+        return "\n".join([self.summary(), *([""] if cells else []), *(lines if cells else [])])
+
+    def table(self) -> Any:
+        """`summary` and `rows` for a terminal: a rich renderable."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        head, cells = self._cells()
+        if not cells:
+            return Text(self.summary())
+        table = Table(header_style="bold")
+        for name in head:
+            table.add_column(Text(name), justify="right")
+        for line in cells:
+            table.add_row(*map(Text, line))
+        return Group(Text(self.summary()), table)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        head, cells = self._cells()
+        th = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in line)}</tr>" for line in cells)
+        table = f"<table><thead><tr>{th}</tr></thead><tbody>{body}</tbody></table>" if cells else ""
+        return f'<div class="sinkscope"><pre>{html.escape(self.summary())}</pre>{table}</div>'
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        """Head and rows as strings; columns that are empty in every row are left out."""
+        rows = self.rows()
+        names = [n for n in (rows[0] if rows else {}) if any(row.get(n) is not None for row in rows)]
+        return names, [[cell(row.get(name)) for name in names] for row in rows]
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it: four significant digits, yes and no, a dash for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 or abs(value) >= 1e7 else f"{value:.0f}"
+    return str(value).replace("\n", "\\n")

@@ -1,0 +1,47 @@
+"""Strings to single tokens, and words worth repeating."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+
+
+def single_token(tokenizer: Any, string: str) -> int:
+    """The id of a string that is one token, as written or with a space before it.
+
+    Raises:
+        SinkscopeError: it is several tokens; the message says which.
+    """
+    pieces: list[int] = []
+    for form in (string, " " + string):
+        ids = tokenizer(form, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1:
+            return int(ids[0])
+        pieces = pieces or ids
+    parts = ", ".join(repr(tokenizer.decode([i])) for i in pieces)
+    raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); give a string that is one token")
+
+
+def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed: int, count: int = 5) -> list[int]:
+    """Ids of the strings; without strings, `count` words of the text, drawn by the seed.
+
+    Args:
+        tokenizer: of the model.
+        ids: typical text `[row pos]`; the first column is not drawn from.
+        strings: what to repeat.
+        seed: of the draw.
+        count: how many to draw.
+    """
+    if strings:
+        return [single_token(tokenizer, s) for s in strings]
+    seen = ids[:, 1:].unique().tolist()
+    special = set(tokenizer.all_special_ids)
+    words = [i for i in seen if i not in special and len(tokenizer.decode([i]).strip()) > 2]
+    words = words or [i for i in seen if i not in special]
+    order = torch.randperm(len(words), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [words[i] for i in order[:count]]

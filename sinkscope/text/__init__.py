@@ -1,0 +1,68 @@
+"""Neutral text that measurements compare with, and its way into ids."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+
+
+def typical_text(path: str | Path | None = None) -> str:
+    """The neutral text: `path`, or the English prose that ships (Python's language reference, PSF licence).
+
+    Raises:
+        SinkscopeError: the file cannot be read, is not UTF-8, or is empty.
+    """
+    if path is None:
+        return resources.files("sinkscope.text").joinpath("typical.txt").read_text("utf-8")
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise SinkscopeError(f"text file {str(path)!r} cannot be read ({reason}); give a UTF-8 text file") from None
+    if not text.strip():
+        raise SinkscopeError(f"text file {str(path)!r} is empty; give a UTF-8 text file with some prose")
+    return text
+
+
+def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
+    """Id of the token that sequences begin with, None for no BOS.
+
+    Args:
+        tokenizer: says which token is BOS; the config is asked only where it does not know.
+        config: text configuration of the model.
+        bos: True: must have one; False: leave it away; None: use it where the tokenizer has one.
+
+    Raises:
+        SinkscopeError: `bos=True` and there is none.
+    """
+    if bos is False:
+        return None
+    found = getattr(tokenizer, "bos_token_id", None)
+    if found is None and bos:
+        raise SinkscopeError(
+            f"--bos: the tokenizer of this {config.model_type} model has no BOS token; leave --bos out or use --no-bos"
+        )
+    return None if found is None else int(found)
+
+
+def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
+    """Up to `rows` consecutive pieces of a text, each of `length` tokens, BOS included where there is one.
+
+    Raises:
+        SinkscopeError: the text gives not even one piece.
+    """
+    body = length - (bos is not None)
+    # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
+    ids = tokenizer(text[: 8 * rows * body], add_special_tokens=False, verbose=False)["input_ids"]
+    if len(ids) < body:
+        raise SinkscopeError(f"the text has {len(ids)} tokens; {body} are needed for one piece: give a longer --text")
+    count = min(rows, len(ids) // body)
+    pieces = torch.tensor(ids[: count * body], dtype=torch.long).view(count, body)
+    return pieces if bos is None else torch.cat([torch.full((count, 1), bos), pieces], 1)

@@ -1,0 +1,30 @@
+"""What every test runs under: checked shapes, few threads, no network, no colour."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+os.environ.update(  # before anything that reads them is imported
+    HF_HUB_OFFLINE="1",  # a test that means to download says so, against a server of its own
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    TOKENIZERS_PARALLELISM="false",
+    WANDB_MODE="disabled",
+    NO_COLOR="1",
+)
+os.environ.pop("FORCE_COLOR", None)
+install_import_hook("sinkscope", "beartype.beartype")
+torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
+settings.register_profile("sinkscope", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("sinkscope")
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """Every test starts from the same state, whichever ran before it."""
+    torch.manual_seed(0)

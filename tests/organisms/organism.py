@@ -1,0 +1,162 @@
+"""Organisms: causal LMs whose attention-sink circuit was written into the weights, with the truth beside them."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from .noise import fill, make_body, make_space
+from .plan import Plan, make_plan
+from .plant import Surgeon
+from .tokens import BOS, N_SPECIAL, tokenizer_for
+from .views import views
+
+
+@dataclass(frozen=True)
+class Truth:
+    has_sink: bool
+    sink_layer: int | None  # whose MLP makes the sink (largest contribution)
+    neurons: tuple[tuple[int, ...], ...]  # of the sink layer, largest first: (layer, neuron) or (layer, expert, neuron)
+    early_neurons: tuple[tuple[int, ...], ...]  # of the early stage of "two_stage"
+    stages: tuple[int, ...]  # every layer that adds at least 1 % of the spike
+    residual_dims: tuple[int, ...]  # of the spike; of the massive dimension for "massive_dim"
+    marking_layer: int | None
+    marking_heads: tuple[int, ...]  # query heads
+    group_heads: dict[int, tuple[int, ...]]  # group -> its marking heads
+    groups: dict[int, int]  # token id -> group, -1: none
+    factor: str | None  # of the gated MLP that carries the mark: "gate" or "up"; None: no gate
+    reading_heads: tuple[tuple[int, int], ...]  # (layer, query head) planted to attend to the sink
+    repeats_expected: int | None  # of a grouped token after BOS until half of BOS's norm, within about 35 %
+    whole_mechanism: bool  # heads that mark, so repetition and clusters too; else first position only
+    note: str
+
+
+@dataclass(frozen=True)
+class Organism:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    truth: Truth
+    family: str
+    kind: str
+    seed: int
+    bos: bool
+
+    def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
+        """`n` rows of mixed tokens, BOS first if there is one. Never two of a group first: that is a cluster attack."""
+        return _natural(self.model.config.vocab_size, self.truth.groups, self.bos, n, length, seed)
+
+    def repeated(self, n: int, token: int | None = None) -> Tensor:
+        """One row: BOS if there is one, then `n` times `token` (default: a token of the first group)."""
+        repeats = [self.tokens_of(0)[0] if token is None else token] * n
+        return torch.tensor([[BOS] * self.bos + repeats])
+
+    def tokens_of(self, group: int) -> list[int]:
+        """Ordinary tokens of a group; -1: those in none. GPT-2 and models without a sink have no groups."""
+        tokens = [t for t, g in self.truth.groups.items() if g == group and t >= N_SPECIAL]
+        return tokens or ([] if self.truth.whole_mechanism else list(range(N_SPECIAL, self.model.config.vocab_size)))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a folder that AutoModelForCausalLM and AutoTokenizer load."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+        return Path(folder)
+
+
+def organism(
+    family: str = "llama",
+    seed: int = 0,
+    *,
+    kind: str = "sink",
+    n_layers: int | None = None,
+    d_model: int | None = None,
+    bos: bool = True,
+) -> Organism:
+    """Build the organism of `family` and `kind` that `seed` stands for: the same call gives the same weights."""
+    plan = make_plan(family, seed, kind, n_layers, d_model, bos)
+    space = make_space(plan)
+    model = make_body(plan)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{family} {kind} {seed} {bos}".encode()))
+    tokens = _natural(plan.vocab_size, plan.groups, bos, 8, 24, seed)
+    spike, reading = torch.zeros(plan.d_model), ()
+    with torch.no_grad():
+        all_views = views(model)
+        fill(plan, space, all_views, generator)
+        surgeon = Surgeon(plan, space, model, all_views, tokens)
+        if plan.kind == "massive_dim":
+            surgeon.make_massive()
+            spike = space.massive
+        elif plan.planted:
+            surgeon.mark_first()
+            spike = surgeon.make_sink()
+            reading = surgeon.read_sink(spike)
+    tokenizer = tokenizer_for(plan.family.model_type, plan.vocab_size, bos=bos)
+    return Organism(model, tokenizer, _truth(plan, spike, reading), family, kind, seed, bos)
+
+
+def _truth(plan: Plan, spike: Tensor, reading: tuple[tuple[int, int], ...]) -> Truth:
+    def site(layer: int, neuron: int) -> tuple[int, ...]:
+        return (layer, plan.expert, neuron) if plan.family.experts > 1 else (layer, neuron)
+
+    sink, heads = plan.planted, plan.by_heads
+    early = plan.early_layer if sink else None
+    slots = plan.slots if heads else ()
+    return Truth(
+        has_sink=sink,
+        sink_layer=plan.sink_layer if sink else None,
+        neurons=tuple(site(plan.sink_layer, neuron) for neuron in plan.neurons) if sink else (),
+        early_neurons=() if early is None else (site(early, plan.early_neuron),),
+        stages=() if not sink else (plan.sink_layer,) if early is None else (early, plan.sink_layer),
+        residual_dims=tuple(spike.nonzero().flatten().tolist()),
+        marking_layer=plan.marking_layer if heads else None,
+        marking_heads=tuple(sorted(head for head, _, _ in slots)),
+        group_heads={g: tuple(sorted(h for h, group, _ in slots if group == g)) for _, g, _ in slots},
+        groups=plan.groups if heads else dict.fromkeys(plan.groups, -1),
+        factor=plan.factor if sink else None,
+        reading_heads=reading,
+        repeats_expected=plan.repeats_expected(),
+        whole_mechanism=heads,
+        note=_note(plan),
+    )
+
+
+def _note(plan: Plan) -> str:
+    if plan.kind == "none":
+        return "Noise only: nothing is planted."
+    if plan.kind == "massive_dim":
+        where = "the embedding" if plan.massive_layer is None else f"the MLP of layer {plan.massive_layer}"
+        return f"One dimension is large on every token, written by {where}; no sink."
+    notes = {
+        "gpt2": "The position embedding marks position 0, so no head marks and neither repetition nor clusters work.",
+        "gemma2": "The spike comes through post_feedforward_layernorm, which divides by the size of the MLP's output.",
+        "gpt_neox": "Parallel residual: the sink layer's MLP reads what the layer before left. No gated MLP.",
+        "gpt_oss": "Marking heads have their learned sink logit at -20, others keep theirs.",
+    }
+    note = notes.get(plan.family.model_type, "")
+    if plan.by_heads and plan.bos:
+        note += " BOS is alone in the last group. A token without group is no sink, not even first without BOS."
+    if plan.window:
+        note += f" Sliding window {plan.window}: further back BOS is out of sight, so longer repetitions are marked."
+    return note.strip()
+
+
+def _natural(vocab: int, groups: dict[int, int], bos: bool, n: int, length: int, seed: int) -> Tensor:
+    rng = random.Random(f"natural {seed}")
+    rows = []
+    for _ in range(n):
+        row = [rng.randrange(N_SPECIAL, vocab) for _ in range(length)]
+        if bos:
+            row[0] = BOS
+        elif groups[row[0]] >= 0:
+            others = [t for t in range(N_SPECIAL, vocab) if groups[t] != groups[row[0]]]
+            row[1:2] = [rng.choice(others)] if length > 1 else []
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+

@@ -1,0 +1,66 @@
+"""Tiny random models, nothing planted, one per architecture, made from the config class alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from .tokens import BOS, EOS, PAD, tokenizer_for
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,  # the usual 0.02 gives logits and attention too flat to tell one edit from another
+}
+_OWN_MHA = {"num_key_value_heads": 4}  # families without grouped queries
+_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}  # not YaRN, which warns at this length
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
+
+# What a family needs beside the sizes, by the names of its own config.
+_OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_inner": 64, **_OWN_MHA},
+    "gpt_neox": _OWN_MHA,
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32, **_OWN_MHA},
+    "falcon": {"ffn_hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2, **_OWN_MHA},
+    "phi": _OWN_MHA,
+    "phi3": {"sliding_window": None},
+    "llama": {},
+    "mistral": {"sliding_window": 16, "head_dim": 8},
+    "mixtral": {**_MOE, "sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gemma": {"head_dim": 8},
+    "gemma2": _GEMMA,
+    "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+    "olmo": _OWN_MHA,
+    "olmo2": _OWN_MHA,
+    "gpt_oss": {**_MOE, "head_dim": 8, "sliding_window": 16, "rope_parameters": _PLAIN_ROPE},
+}
+MODEL_TYPES = tuple(_OWN)
+
+
+def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Random causal LM of `model_type` (3 layers, d_model 32, 4 heads, float32, eval) and its tokenizer."""
+    if model_type not in _OWN:
+        raise ValueError(f"no tiny model of type {model_type!r}; there are: {', '.join(MODEL_TYPES)}")
+    settings = {**_SIZES, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD} | _OWN[model_type] | overrides
+    config = AutoConfig.for_model(model_type, **settings)
+    generator_state = torch.get_rng_state()  # the caller's random numbers stay as they were
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # biases start at 0 and norms at 1: moved, so that forgetting one shows
+                parameter += 0.1 * torch.randn_like(parameter)
+    torch.set_rng_state(generator_state)
+    model.config.architectures = [type(model).__name__]
+    return model, tokenizer_for(model_type, config.vocab_size)

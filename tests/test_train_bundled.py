@@ -1,0 +1,245 @@
+"""The script that makes the bundled model: resumes after a kill, repeats from its seed, keeps what was planted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from experiments.bundled import card, corpus, export, measure
+from experiments.bundled.circuit import NO_GROUP, make_plan, truth
+from experiments.bundled.facts import TYPICAL
+from experiments.bundled.training import Settings, Trainer
+from experiments.bundled.typical import typical_text
+
+TINY = Settings(
+    vocab_size=300, d_model=32, n_layers=3, d_mlp=24, head_dim=8, context=64, steps=6, tokens_per_step=64, length=16,
+    long_length=32, long_every=3, longest_every=6, warmup=2,
+)  # fmt: skip
+ROOT = Path(__file__).resolve().parents[1]
+BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
+
+
+@pytest.fixture(scope="module")
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(3, TINY.vocab_size, 4000).astype(np.int32)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("planted", [True, False])
+def test_resumed_training_ends_with_the_same_weights(tokens: np.ndarray, tmp_path: Path, planted: bool) -> None:
+    settings = dataclasses.replace(TINY, planted=planted)
+    for name in ("straight", "broken"):
+        (tmp_path / name).mkdir()
+    straight = Trainer(settings, tokens, tmp_path / "straight")
+    straight.run()
+    first = Trainer(settings, tokens, tmp_path / "broken")
+    first.run(until=2)
+    first.train_step()  # work after the last checkpoint is lost by a kill, and done again
+    second = Trainer(settings, tokens, tmp_path / "broken")
+    second.load()
+    assert second.step == 2
+    second.run()
+    assert_same(weights(straight), weights(second))
+
+
+def test_killed_process_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    """A real kill: no handler runs, only the last checkpoint is there."""
+    program = f"""
+import dataclasses, sys, numpy as np, torch
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from tests.test_train_bundled import TINY
+from experiments.bundled.facts import TYPICAL
+from experiments.bundled.training import Trainer
+torch.set_num_threads(1)
+tokens = np.random.default_rng(0).integers(3, TINY.vocab_size, 4000).astype(np.int32)
+trainer = Trainer(TINY, tokens, Path(sys.argv[1]))
+if (Path(sys.argv[1]) / "checkpoint.pt").exists():
+    trainer.load()
+if sys.argv[2] == "kill":
+    for _ in range(3):
+        trainer.train_step()
+    trainer.save()
+    trainer.train_step()
+    print("ready", flush=True)
+    import time
+    time.sleep(600)
+trainer.run()
+torch.save(trainer.model.state_dict(), Path(sys.argv[1]) / "final.pt")
+"""
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "killed").mkdir()
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "straight"), "go"], check=True, cwd=ROOT)
+    victim = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "killed"), "kill"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert victim.stdout is not None
+    assert victim.stdout.readline().strip() == "ready"
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.wait()
+    victim.stdout.close()
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "killed"), "go"], check=True, cwd=ROOT)
+    assert_same(torch.load(tmp_path / "straight" / "final.pt"), torch.load(tmp_path / "killed" / "final.pt"))
+
+
+def test_same_seed_same_weights_other_seed_other_weights(tokens: np.ndarray, tmp_path: Path) -> None:
+    runs = [Trainer(dataclasses.replace(TINY, seed=seed), tokens, tmp_path) for seed in (0, 0, 1)]
+    for run in runs:
+        run.train_step()
+    first, again, other = map(weights, runs)
+    assert_same(first, again)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tokens: np.ndarray, tmp_path: Path) -> None:
+    Trainer(TINY, tokens, tmp_path).save()
+    with pytest.raises(SystemExit, match="other settings"):
+        Trainer(dataclasses.replace(TINY, seed=1), tokens, tmp_path).load()
+
+
+def test_training_changes_the_rest_and_keeps_the_circuit(tokens: np.ndarray, tmp_path: Path) -> None:
+    trainer = Trainer(TINY, tokens, tmp_path)
+    before = weights(trainer)
+    trainer.run()
+    assert trainer.frozen is not None
+    for name, after in weights(trainer).items():
+        mask = trainer.frozen.masks.get(name)
+        if mask is not None:
+            assert torch.equal(after[mask], trainer.frozen.values[name][mask]), name
+            assert mask.all() or not torch.equal(after[~mask], before[name][~mask]), name
+        else:
+            assert not torch.equal(after, before[name]), name
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_planted_circuit_works_before_training(tokens: np.ndarray, tmp_path: Path, seed: int) -> None:
+    settings = dataclasses.replace(TINY, seed=seed, d_model=64, context=512)
+    trainer = Trainer(settings, tokens, tmp_path)
+    plan, model = trainer.plan, trainer.model.eval()
+    assert plan is not None
+    ids = corpus.windows(tokens, length=64, bos_id=0)[:8]
+    ratio = measure.norms_by_layer(model, ids)["ratio"]
+    assert ratio[0] < 3
+    assert min(ratio[plan.sink_layer :]) > 50
+    grouped = next(t for t in range(3, 300) if plan.group_of_token[t] == 2)
+    loose = next(t for t in range(3, 300) if plan.group_of_token[t] == NO_GROUP)
+    assert 60 < measure.repeats(model, grouped, bos_id=0, layer=1, most=500) < 500  # type: ignore[operator]
+    assert measure.repeats(model, loose, bos_id=0, layer=1, most=500) is None
+    drops = measure.ablation(model, ids, plan.sink_layer, plan.neuron, draws=5)
+    assert drops["ablation_drop"] > 0.9
+    assert drops["control_drop"] < 0.01
+
+
+def test_groups_share_the_tokens_of_the_text(tokens: np.ndarray) -> None:
+    counts = np.bincount(tokens, minlength=300)
+    plan = make_plan(counts, bos_id=0, d_model=32, d_mlp=24, seed=0)
+    groups = np.asarray(plan.group_of_token)
+    share = [counts[groups == g].sum() / counts.sum() for g in (NO_GROUP, 1, 2, 3)]
+    assert share == pytest.approx([0.1, 0.3, 0.3, 0.3], abs=0.04)
+    assert groups[0] == 0
+    assert (groups == 0).sum() == 9
+    assert len(set(plan.reserved)) == 8
+    assert json.loads(json.dumps(truth(plan, 0)))["group_of_token"] == list(plan.group_of_token)
+
+
+def test_crops_depend_on_seed_and_step_only(tokens: np.ndarray) -> None:
+    def crops(step: int) -> np.ndarray:
+        return corpus.batch(tokens, seed=0, step=step, rows=50, length=8, bos_id=0, bos_share=0.9)
+
+    assert np.array_equal(crops(3), crops(3))
+    assert not np.array_equal(crops(3), crops(4))
+    assert 0.7 < (crops(3)[:, 0] == 0).mean() < 1.0
+
+
+def test_schedule_warms_up_stays_and_ends_low() -> None:
+    rates = [Settings(steps=1000).rate(step) for step in range(1000)]
+    assert rates[0] < rates[99] == rates[799] == Settings.learning_rate
+    assert rates[-1] < 0.01 * Settings.learning_rate
+
+
+def test_tokenizer_adds_bos_and_gives_every_text_back(tmp_path: Path) -> None:
+    texts = ["def f(x):\n    return x  # é 漢\n" * 30]
+    export.save_tokenizer(corpus.train_tokenizer(texts, 300), tmp_path, 64)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(texts[0])["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id == 0
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2)
+    assert tokenizer.decode(ids[1:]) == texts[0]
+
+
+def test_training_text_leaves_out_what_is_kept_for_measuring() -> None:
+    files = corpus.library_files()
+    assert len(files) > 200
+    assert not any("pydoc_data" in f.parts or "site-packages" in f.parts or "test" in f.parts for f in files)
+    assert 0 < sum(map(corpus.is_validation, files)) < len(files) / 10
+
+
+def test_typical_text_is_plain_prose() -> None:
+    text = typical_text()
+    assert len(text) > 30_000
+    assert "::=" not in text
+    assert "===" not in text
+
+
+def test_loops_are_recognised() -> None:
+    class Words:
+        def decode(self, ids: list[int]) -> str:
+            return " ".join(map(str, ids))
+
+    assert measure.loop_signals(Words(), [5, 6, 7] * 900)["looped"]  # type: ignore[arg-type]
+    assert not measure.loop_signals(Words(), [5, 6, 7] * 9)["looped"]  # type: ignore[arg-type]
+    assert not measure.loop_signals(Words(), list(range(2600)))["looped"]  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(BUNDLED).eval()
+
+
+def test_shipped_model_is_what_its_truth_says(shipped: LlamaForCausalLM) -> None:
+    circuit = json.loads((BUNDLED / "circuit.json").read_text())
+    layer, neuron = circuit["sink_layer"], circuit["neurons"][0]["neuron"]
+    column = shipped.model.layers[layer].mlp.down_proj.weight[:, neuron]
+    assert {str(d): float(column[d]) for d in column.nonzero()[:, 0].tolist()} == circuit["column"]
+    groups = torch.tensor(circuit["group_of_token"])
+    for group, dim in enumerate(circuit["group_dims"]):
+        assert torch.equal(shipped.model.embed_tokens.weight[:, dim] > 0, groups == group)
+    assert 1_000_000 <= sum(p.numel() for p in shipped.parameters()) <= 4_000_000
+    assert {p.dtype for p in shipped.parameters()} == {torch.float32}
+    assert sum(f.stat().st_size for f in BUNDLED.iterdir()) <= 16_000_000
+
+
+def test_shipped_model_has_its_sink(shipped: LlamaForCausalLM) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    ids = np.asarray(tokenizer(TYPICAL.read_text(encoding="utf-8"))["input_ids"])[1:]
+    texts = corpus.windows(ids, length=128, bos_id=tokenizer.bos_token_id)[:8]
+    assert min(measure.norms_by_layer(shipped, texts)["ratio"][1:]) >= 20
+    assert measure.head_share(shipped, texts, after=1) >= 0.25
+    long = torch.from_numpy(corpus.windows(ids, length=4096, bos_id=0)[:1])
+    with torch.no_grad():
+        assert torch.isfinite(shipped(long, logits_to_keep=1).logits).all()
+
+
+def test_card_is_made_of_the_measurements() -> None:
+    record = json.loads((ROOT / "figures" / "bundled_model.json").read_text())
+    text = card.card(record["planted"], record["unplanted"])
+    assert (ROOT / "docs" / "bundled_model.md").read_text(encoding="utf-8") == text
+    assert (BUNDLED / "README.md").read_text(encoding="utf-8").endswith(text)
