@@ -34,19 +34,20 @@ def find_sinks(result: Any) -> go.Figure:
     """Norms per layer, contributions of the neurons, and their ablation against the control."""
     layer = result.sink_layer
     found = "no sink" if layer is None else f"sink in layer {layer}"
+    titles = ["Norm of the residual stream", "What each neuron writes", "Norm lost by ablation"]
+    widths = [0.36, 0.28, 0.36]
+    shown = 3 if result.neurons else 1
     fig = make_subplots(
-        cols=3,
-        subplot_titles=("Norm of the residual stream", "What each neuron writes", "Norm lost by ablation"),
-        column_widths=[0.36, 0.28, 0.36],
-        horizontal_spacing=0.075,
+        cols=shown, subplot_titles=titles[:shown], column_widths=widths[:shown], horizontal_spacing=0.075
     )
     _norms(fig, result)
-    _contributions(fig, result.neurons)
-    _ablation(fig, result)
+    if result.neurons:
+        _contributions(fig, result.neurons)
+        _ablation(fig, result)
     fig.update_layout(
         title={"text": f"{html.escape(result.model.name)}: {found}", "x": 0.01, "xanchor": "left"},
         template="plotly_white",
-        width=1400,
+        width=1400 if shown == 3 else 800,
         height=460,
         margin={"l": 70, "r": 20, "t": 90, "b": 110},
         font={"size": 13},
@@ -58,34 +59,30 @@ def find_sinks(result: Any) -> go.Figure:
 
 
 def _norms(fig: go.Figure, result: Any) -> None:
-    first = list(result.first_token_norm)
-    low, middle, high = zip(*map(_spread, result.typical_norm), strict=True) if result.typical_norm else ((), (), ())
-    layers = list(range(len(first)))
-    known = [i for i in range(len(low)) if low[i] is not None and high[i] is not None]
-    if known:
-        fig.add_scatter(
-            x=known + known[::-1],
-            y=[high[i] for i in known] + [low[i] for i in reversed(known)],
-            fill="toself", fillcolor=_BAND, mode="none", name="typical text, 5-95 %", hoverinfo="skip", row=1, col=1,
-        )  # fmt: skip
-    style = {"mode": "lines+markers", "row": 1, "col": 1}
-    fig.add_scatter(x=layers[: len(middle)], y=middle, name="typical text, median", line={"color": GREY}, **style)
-    fig.add_scatter(x=layers, y=first, name="first token", line={"color": BLUE, "width": 3}, **style)
+    layers = list(range(len(result.first_token_norm)))
+    known = [i for i in layers if result.typical_low[i] is not None]
+    style = {"row": 1, "col": 1}
+    fig.add_scatter(
+        x=known + known[::-1],
+        y=[result.typical_high[i] for i in known] + [result.typical_low[i] for i in reversed(known)],
+        fill="toself",
+        fillcolor=_BAND,
+        mode="none",
+        name="typical text, 5-95 %",
+        hoverinfo="skip",
+        **style,
+    )
+    style["mode"] = "lines+markers"
+    fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line={"color": GREY}, **style)
+    fig.add_scatter(x=layers, y=result.first_token_norm, name="first token", line={"color": BLUE, "width": 3}, **style)
     if result.sink_layer is not None:
-        fig.add_vline(
-            result.sink_layer, line={"color": RED, "dash": "dash"}, annotation_text=f"layer {result.sink_layer}",
-            annotation_font_color=RED, annotation_position="bottom right", row=1, col=1,
+        fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, row=1, col=1)
+        fig.add_annotation(
+            x=result.sink_layer, y=0.5, yref="y domain", text=f" layer {result.sink_layer}", font={"color": RED},
+            showarrow=False, xanchor="left", row=1, col=1,
         )  # fmt: skip
-    fig.update_xaxes(title_text="layer", dtick=max(1, len(first) // 12), row=1, col=1)
-    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", dtick=1, row=1, col=1)
-
-
-def _spread(entry: Any) -> tuple[float | None, float | None, float | None]:
-    """(5 %, median, 95 %) of an entry of `typical_norm`: a number, or those three; None where not read."""
-    if entry is None or isinstance(entry, int | float):
-        return entry, entry, entry
-    get = entry.get if isinstance(entry, dict) else lambda name: getattr(entry, name)
-    return get("p5"), get("median"), get("p95")
+    fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=1, col=1)
+    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", row=1, col=1)
 
 
 def _label(neuron: Any) -> str:
@@ -107,24 +104,23 @@ def _contributions(fig: go.Figure, neurons: Any) -> None:
 
 
 def _ablation(fig: go.Figure, result: Any) -> None:
-    names = [_label(n) for n in result.neurons]
+    together = ["all<br>causal"] if result.set_drop is not None else []
+    names = [_label(n) for n in result.neurons] + together
     bars = (
-        ("first token", "ablation_drop", BLUE),
-        ("last repeated token", "repeat_drop", GREEN),
-        ("control: largest of 20 random draws", "control_drop", GREY),
+        ("lost at the first token", "ablation_drop", BLUE, result.set_drop),
+        ("lost at the last repeated token", "repeat_drop", GREEN, None),
+        ("lost in the control: largest of 20 random draws", "control_drop", GREY, result.set_control_drop),
     )
     lowest = 0.0
-    for name, field, color in bars:
-        values = [getattr(n, field) for n in result.neurons]
+    for name, field, color, of_set in bars:
+        values = [getattr(n, field) for n in result.neurons] + [of_set for _ in together]
         lowest = min([lowest, *(v for v in values if v is not None)])
         if any(value is not None for value in values):
             fig.add_bar(x=names, y=values, name=name, marker_color=color, row=1, col=3)
-    if result.set_drop is not None and result.neurons:
-        fig.add_bar(
-            x=["all<br>causal"], y=[result.set_drop], name="all causal neurons, first token", marker_color=ORANGE,
-            row=1, col=3,
-        )  # fmt: skip
-    fig.update_xaxes(title_text="neuron", type="category", tickangle=0, row=1, col=3)
+    fig.add_hline(0.1, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=3)
+    fig.update_xaxes(
+        title_text="neuron (dotted: least drop of a causal one)", type="category", tickangle=0, row=1, col=3
+    )
     fig.update_yaxes(
         title_text="share of the norm lost", tickformat=".0%", range=[max(lowest * 1.1, -1.0), 1.05], row=1, col=3
     )

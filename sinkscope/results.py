@@ -57,6 +57,7 @@ class Result:
     """
 
     kind: ClassVar[str] = "result"
+    _percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
 
     model: ModelInfo
     settings: dict[str, Any]
@@ -199,7 +200,7 @@ class Result:
             return Text(self.summary())
         table = Table(header_style="bold")
         for name in head:
-            table.add_column(Text(name), justify="right")
+            table.add_column(Text(name.replace("_", " ")), justify="right")
         for line in cells:
             table.add_row(*map(Text, line))
         return Group(Text(self.summary()), table)
@@ -218,15 +219,17 @@ class Result:
         """Head and rows as strings; columns that are empty in every row are left out."""
         rows = self.rows()
         names = [n for n in (rows[0] if rows else {}) if any(row.get(n) is not None for row in rows)]
-        return names, [[cell(row.get(name)) for name in names] for row in rows]
+        return names, [[cell(row.get(name), percent=name in self._percent) for name in names] for row in rows]
 
 
-def cell(value: Any) -> str:
-    """A value as a table shows it: four significant digits, yes and no, a dash for nothing."""
+def cell(value: Any, *, percent: bool = False) -> str:
+    """A value as a table shows it: four significant digits or per cent, yes and no, a dash for nothing."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
+        if percent:
+            return f"{value:.1%}".replace("-0.0%", "0.0%")
         return f"{value:.4g}" if abs(value) < 1e4 or abs(value) >= 1e7 else f"{value:.0f}"
     return str(value).replace("\n", "\\n")

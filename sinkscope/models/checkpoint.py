@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_PICKLED = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 _LFS = b"version "  # how a Git LFS pointer begins
 
 
@@ -32,7 +32,8 @@ def check_folder(folder: Path) -> None:
     for shard in _weight_files(folder):
         if shard.suffix == ".safetensors":
             header = read_header(shard)
-            if absent := [n for n, s in _index_map(folder).items() if s == shard.name and n not in header]:
+            named = {} if shard.name == _SINGLE else _index_map(folder)
+            if absent := [n for n, s in named.items() if s == shard.name and n not in header]:
                 raise SinkscopeError(
                     f"{shard.name} lacks tensor {absent[0]!r}, which {_INDEX} places there; download {shard.name} and "
                     f"{_INDEX} again, from one revision",
@@ -106,8 +107,8 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files transformers would load, all of which exist."""
-    for name in (_INDEX, _SINGLE, *_PICKLED):
+    """The files transformers would load, in its order of preference; all of them exist."""
+    for name in (_SINGLE, _INDEX, *_PICKLED):
         if not (folder / name).is_file():
             continue
         if not name.endswith("index.json"):
@@ -157,7 +158,7 @@ def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
             f"there is no model {repo!r} at {constants.ENDPOINT}, or it is private: check the spelling, or log in with "
             "`hf auth login`"
         )
-        page = "unknown-model"
+        page = "unknown-repo"
     except hub.RevisionNotFoundError:
         message, page = f"{repo} has no revision {revision!r}; give a branch, tag or commit of it", "unknown-revision"
     except hub.LocalEntryNotFoundError:
@@ -171,18 +172,17 @@ def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
     except hub.EntryNotFoundError:
         raise FileNotFoundError(f"{repo} has no {name}") from None
     except hub.HFValidationError:
-        message = f"{repo!r} is neither a folder nor a hub id; expected org/name, a folder or a short name"
-        page = "unknown-model"
+        message, page = f"{repo!r} is no hub id; expected org/name, or the path of a folder", "unknown-repo"
     except Exception as error:
         # Which class a broken transfer raises depends on the version of the hub's client.
         first = (str(error).splitlines() or [type(error).__name__])[0]
-        message = f"downloading {name} of {repo} failed: {first}; run it again, what has arrived is kept"
+        message = f"downloading {name} of {repo} failed: {first}; run it again, whole files are kept"
         page = "hub-unreachable"
     raise SinkscopeError(message, page=page)
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint in a folder or on a hub, read one by one.
+    """The tensors of a checkpoint in a folder (a Path) or on a hub (a str, org/name), read one by one.
 
     Of a hub repo, config.json and the index are downloaded at once, each shard when a tensor of it is first needed.
 
@@ -201,8 +201,8 @@ class SafetensorsSource:
         self.read: set[str] = set()
         self._repo: str | None = None
         self.commit: str | None = None
-        if isinstance(where, Path) or Path(where).is_dir():
-            self.folder = Path(where)
+        if isinstance(where, Path):
+            self.folder = where
             self.name = self.folder.resolve().name
             check_folder(self.folder)
             if not any((self.folder / name).is_file() for name in (_INDEX, _SINGLE)):
@@ -227,31 +227,19 @@ class SafetensorsSource:
     @cached_property
     def weight_map(self) -> dict[str, str]:
         """Tensor name -> name of the file it is in."""
-        if self._repo is None:
-            return _index_map(self.folder) or dict.fromkeys(read_header(self.folder / _SINGLE), _SINGLE)
-        try:
-            hub_file(self._repo, _INDEX, self.commit)
-            return _index_map(self.folder)
-        except FileNotFoundError:
-            pass
-        try:
-            return dict.fromkeys(read_header(hub_file(self._repo, _SINGLE, self.commit)), _SINGLE)
-        except FileNotFoundError:
-            raise self._not_safetensors() from None
+        # What is here comes first: offline, whether a repo has the other cannot be asked.
+        for name in sorted((_SINGLE, _INDEX), key=lambda n: not (self.folder / n).is_file()):
+            try:
+                file = self._file(name)
+            except FileNotFoundError:
+                continue
+            return _index_map(self.folder) if name == _INDEX else dict.fromkeys(read_header(file), name)
+        raise self._not_safetensors()
 
-    def file(self, shard: str) -> Path:
-        """The file of a shard, downloaded and checked if it was not here before."""
-        local = self.folder / shard
-        if self._repo is None or local.is_file():
-            return local
-        try:
-            arrived = hub_file(self._repo, shard, self.commit)
-        except FileNotFoundError:
-            raise SinkscopeError(
-                f"{self._repo} lacks {shard}, named in its {_INDEX}; try another revision", page="missing-shard"
-            ) from None
-        read_header(arrived)
-        return arrived
+    def _file(self, name: str) -> Path:
+        """A file of the checkpoint, downloaded if it is not here."""
+        local = self.folder / name
+        return local if self._repo is None or local.is_file() else hub_file(self._repo, name, self.commit)
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Read tensors by name, in the dtype they are stored in.
@@ -262,7 +250,15 @@ class SafetensorsSource:
 
         found: dict[str, Tensor] = {}
         for shard, group in groupby(sorted(names, key=self.weight_map.__getitem__), self.weight_map.__getitem__):
-            with safe_open(self.file(shard), "pt") as opened:
+            try:
+                file = self._file(shard)
+            except FileNotFoundError:
+                raise SinkscopeError(
+                    f"{self.name} lacks {shard}, named in its {_INDEX}; try another revision", page="missing-shard"
+                ) from None
+            if self._repo is not None:
+                read_header(file)  # a folder was checked when it was opened
+            with safe_open(file, "pt") as opened:
                 for name in group:
                     found[name] = opened.get_tensor(name)
                     self.read.add(name)

@@ -22,7 +22,11 @@ def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Te
 
 @torch.no_grad()
 def hidden_post(
-    module: Any, hidden: Float[Tensor, "token d_model"], expert: int, interleaved: bool, neurons: list[int] | None = None
+    module: Any,
+    hidden: Float[Tensor, "token d_model"],
+    expert: int,
+    interleaved: bool,
+    neurons: list[int] | None = None,
 ) -> Float[Tensor, "token neuron"]:
     """`hook_post` of one expert, before the routing weight.
 

@@ -8,25 +8,19 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import ADAPTERS, adapter_for
+from sinkscope.models.adapters import adapter_for
+from sinkscope.models.checks import check_finite, check_kind, check_vocabulary, parse_device, parse_dtype
 from sinkscope.models.source import Local, Source, local_files, locate
 from sinkscope.models.target import unwrap
 from sinkscope.models.wrap import BACKENDS, Backend, wrap
 
-_DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32, "float": torch.float32, "f32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16, "f16": torch.float16,
-    "float64": torch.float64, "fp64": torch.float64, "double": torch.float64,
-}  # fmt: skip
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def load(
@@ -79,8 +73,11 @@ def load(
             "quantization_config": quantization_config,
         }  # fmt: skip
         return _live(x, backend, tokenizer, settings)
-    if layers is not None and (not isinstance(layers, int) or layers < 1):
-        raise SinkscopeError(f"layers={layers!r}: zero layers make no model; expected a number of at least 1, or None")
+    if layers is not None and layers < 1:
+        raise SinkscopeError(
+            f"layers={layers!r}: zero layers make no model; expected a number of at least 1, or None",
+            page="zero-layers",
+        )
     place = _placement(device, device_map)
     wanted_dtype = parse_dtype(dtype)
     source = locate(x, revision)
@@ -102,90 +99,6 @@ def load(
 
             prove(model)
     return model
-
-
-def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A torch dtype from its name ("float32", "torch.bfloat16", "fp16", ...); None and "auto" give None.
-
-    Raises:
-        SinkscopeError: no floating type that models compute in.
-    """
-    if dtype is None or dtype == "auto":
-        return None
-    found = _DTYPES.get(dtype.lower().removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    if found not in _DTYPES.values():
-        raise SinkscopeError(
-            f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto",
-            page="unknown-dtype",
-        )
-    return found
-
-
-def parse_device(device: torch.device | str | None) -> torch.device:
-    """A device of this machine; None: the first cuda device if there is one, else the CPU.
-
-    Raises:
-        SinkscopeError: it is not there; the message lists those that are.
-    """
-    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
-    if torch.backends.mps.is_available():
-        here.append("mps")
-    if device is None:
-        return torch.device(here[1] if len(here) > 1 and here[1].startswith("cuda") else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        found = None
-    if found is not None:
-        index = f":{found.index or 0}" if found.type == "cuda" else ""
-        if f"{found.type}{index}" in here and (found.type == "cuda" or not found.index):
-            return found
-    raise SinkscopeError(
-        f"device {str(device)!r} is not there; this machine has {', '.join(here)}", page="no-device"
-    )
-
-
-def check_vocabulary(tokenizer: Any, hf: Any) -> None:
-    """Every token of the tokenizer has a row in the embedding (special tokens other than BOS and EOS excepted).
-
-    Some models ship a tokenizer with special tokens for images that a text model never gets to see (Gemma 3 1B).
-
-    Raises:
-        SinkscopeError: the tokenizer belongs to another model.
-    """
-    if tokenizer is None:
-        return
-    rows = hf.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) <= rows:
-        return
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    if beyond := sorted(i for i in tokenizer.get_vocab().values() if i >= rows and i not in special):
-        raise SinkscopeError(
-            f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows ({len(beyond):,} tokens have "
-            "none): they belong to different models; use the tokenizer that came with the weights",
-            page="vocabulary-mismatch",
-        )
-
-
-@torch.no_grad()
-def check_finite(hf: torch.nn.Module) -> None:
-    """No parameter holds NaN or infinity (those without data here, and quantised ones, are passed over).
-
-    Raises:
-        SinkscopeError: names the first that does.
-    """
-    for name, tensor in hf.named_parameters():
-        # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
-        if tensor.is_meta or tensor.dtype not in _DTYPES.values() or torch.isfinite(tensor.sum(dtype=torch.float64)):
-            continue
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
-            raise SinkscopeError(
-                f"tensor {name} holds {bad:,} values that are NaN or infinite (of {tensor.numel():,}, "
-                f"{str(tensor.dtype).removeprefix('torch.')}); download the checkpoint again, or try dtype=float32",
-                page="nan-weights",
-            )
 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
@@ -228,7 +141,7 @@ def _config(source: Source, local: Local, layers: int | None, trust_remote_code:
     raw: dict[str, Any] = {}
     if local.gguf is None:
         raw = json.loads((local.folder / "config.json").read_text(encoding="utf-8"))
-        _check_kind(source.name, raw)
+        check_kind(source.name, raw)
         config = AutoConfig.from_pretrained(local.folder, trust_remote_code=trust_remote_code)
     else:
         config = AutoConfig.from_pretrained(local.folder, gguf_file=local.gguf)
@@ -251,38 +164,6 @@ def _config(source: Source, local: Local, layers: int | None, trust_remote_code:
             if isinstance(per_layer := getattr(text, field, None), list):
                 setattr(text, field, per_layer[:layers])
     return config
-
-
-def _check_kind(name: str, raw: dict[str, Any]) -> None:
-    """Is this the configuration of a causal language model that has an adapter?"""
-    from transformers.models.auto import modeling_auto as auto
-
-    model_type = raw.get("model_type") if isinstance(raw, dict) else None
-    if not isinstance(model_type, str):
-        raise SinkscopeError(
-            f"the config.json of {name} has no model_type, so it is no transformers model; give one that has",
-            page="no-config",
-        )
-    classes: list[str] = raw.get("architectures") or []
-    causal = any(c.endswith(_CAUSAL) for c in classes)
-    if model_type in ADAPTERS and (causal or not classes):
-        return
-    what = ""
-    if raw.get("is_encoder_decoder"):
-        what = "an encoder-decoder model"
-    elif model_type in ADAPTERS:
-        what = "not a causal language model"
-    elif model_type in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES or "vision_config" in raw:
-        what = "a vision model"
-    elif model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not causal:
-        what = "an encoder-only model"
-    if not what:
-        adapter_for(model_type)
-    named = f"architectures {', '.join(classes)}" if classes else f"model type {model_type}"
-    raise UnsupportedError(
-        f"{name} is {what} ({named}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
-        page="not-causal-lm",
-    )
 
 
 def _tokenizer(local: Local, trust_remote_code: bool) -> Any:
@@ -308,14 +189,23 @@ def _weights(
             file=sys.stderr,
         )
         options["weights_only"] = True
-    model, info = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         local.folder,
         config=config,
         dtype=dtype or "auto",
         trust_remote_code=trust_remote_code,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, with names
         **{name: value for name, value in options.items() if value is not None},
     )
+    model, info = loaded
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, wanted = mismatched[0]
+        raise SinkscopeError(
+            f"tensor {name} of {source.name} has shape {tuple(found)}, its configuration asks for {tuple(wanted)}; the "
+            "weights belong to another config.json: download both from one revision",
+            page="missing-tensors",
+        )
     if missing := sorted(info["missing_keys"]):
         raise SinkscopeError(
             f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}; the "
@@ -326,7 +216,7 @@ def _weights(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Nothing on stdout, no progress bars unless stderr is a terminal, no reports on unused tensors."""
     from huggingface_hub import utils as hub
     from transformers.utils import logging
@@ -351,7 +241,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _explained(source: Source) -> Iterator[None]:
+def _explained(source: Source) -> Generator[None]:
     """Whatever goes wrong below, in one line."""
     try:
         yield
@@ -370,6 +260,12 @@ def _explained(source: Source) -> Iterator[None]:
                 f"the pickled weights of {source.name} hold more than tensors, or are damaged, and are refused: "
                 "loading them could run code; convert them to safetensors where you trust them",
                 page="pickled-weights",
+            ) from error
+        if source.kind == "gguf":
+            raise SinkscopeError(
+                f"{source.name} could not be read: {first}; "
+                + ("pip install gguf" if isinstance(error, ImportError) else "download it again, or give a folder"),
+                page="bad-gguf",
             ) from error
         raise SinkscopeError(
             f"{source.name} could not be loaded: {type(error).__name__}: {first}; if the files are whole, check that "

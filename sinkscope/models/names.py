@@ -76,9 +76,7 @@ _PUBLISHED: dict[str, Published] = {
     ),
     "mistral-7b-v0.3": Published(_OWEN, residual_dims=(2070,), massive_layers=(1, 29)),
     "mixtral-8x7b": Published(_ACCOUNTS, (1,), residual_dims=(2070, 3398), secondary=True),
-    "olmo-7b-0724": Published(
-        _YU, (1, 2, 7, 24), ((1, 7467), (2, 8275), (7, 453), (24, 2300)), (269,), secondary=True
-    ),
+    "olmo-7b-0724": Published(_YU, (1, 2, 7, 24), ((1, 7467), (2, 8275), (7, 453), (24, 2300)), (269,), secondary=True),
     "phi-2": Published(_OWEN, residual_dims=(743,), massive_layers=(2, 23)),
     "phi-3-mini-4k": Published(_YU, (2, 4), ((2, 808), (4, 2723)), (525, 1693, 1113), secondary=True),
     "phi-4": Published(_OWEN, residual_dims=(1367, 893), massive_layers=(1, 24)),

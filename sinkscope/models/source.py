@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +124,7 @@ class Local:
 
 
 @contextmanager
-def local_files(source: Source, layers: int | None = None, *, code: bool = False) -> Iterator[Local]:
+def local_files(source: Source, layers: int | None = None, *, code: bool = False) -> Generator[Local]:
     """A whole checkpoint on this machine, for the length of a `with`.
 
     Of a hub repo only the needed files are downloaded: safetensors before pickles, with `layers` only the shards that

@@ -128,7 +128,7 @@ class _Loader:
         """The base of the model, whole but for the weights of its layers, which are on meta."""
         shallow = copy.deepcopy(self._config)
         shallow.num_hidden_layers = 0
-        base = self._make(shallow, self._outside, "the embedding and the final norm")
+        base = self._make(shallow, self._outside, "the part around the layers")
         for module in base.modules():
             if hasattr(module, "config"):
                 module.config = self._config  # the passes below read depth and layer types from it
@@ -144,7 +144,7 @@ class _Loader:
             raise SinkscopeError(
                 f"{self._source.name} has no tensors of layer {index}, but its config.json says "
                 f"{self._config.num_hidden_layers} layers; get the whole checkpoint",
-                page="missing-shard",
+                page="missing-tensors",
             )
         single = copy.deepcopy(self._config)
         single.num_hidden_layers, single.vocab_size, single.pad_token_id = 1, 1, None
@@ -170,21 +170,29 @@ class _Loader:
             if "size" not in str(error) and "shape" not in str(error):
                 raise
             raise SinkscopeError(
-                f"the shapes in {self._source.name} are not those of its config.json ({what}): config and weights are "
-                "of different models; download both again from one revision",
-                page="missing-shard",
+                f"the shapes of {what} in {self._source.name} are not those of its config.json: config and weights are "
+                "of different models; download both from one revision",
+                page="missing-tensors",
             ) from error
-        if absent := sorted(k for k in info["missing_keys"] if k.startswith(part)):
+        if absent := sorted(k.removeprefix(f"{part}.") for k in info["missing_keys"] if k.startswith(part)):
             raise SinkscopeError(
                 f"{self._source.name} lacks tensors of {what}, the first is {absent[0]}; get the whole checkpoint",
-                page="missing-shard",
+                page="missing-tensors",
             )
+        for name, weight in module.named_parameters():
+            # One number per tensor: NaN and infinity survive a sum. What lies outside `part` holds nothing read.
+            if name.startswith(part) and not torch.isfinite(weight.sum(dtype=torch.float32)):
+                raise SinkscopeError(
+                    f"{name.removeprefix(f'{part}.')} of {what} of {self._source.name} holds values that are NaN or "
+                    "infinite; download the checkpoint again, or try dtype=float32",
+                    page="nan-weights",
+                )
         return module.eval().requires_grad_(False).to(self._device)
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """transformers reports each partial load as broken, with a progress bar; both are wanted here."""
+    """Transformers reports each partial load as broken, with a progress bar; both are wanted here."""
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -210,7 +218,8 @@ def open_stream(
     """View a checkpoint as a model whose layers are read as they are called and freed afterwards.
 
     Args:
-        source: a folder, a hub id, or an opened source (for a revision: ``SafetensorsSource(id, revision=...)``).
+        source: a folder (a Path), a hub id (a str), or an opened source, as in
+            ``SafetensorsSource("org/name", revision="v2")``.
         dtype: of the weights in memory, whatever they are on disk.
         device: where layers are computed.
         resident: layers held in memory at a time.

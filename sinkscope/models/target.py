@@ -74,8 +74,9 @@ class Target:
         hf, kind = unwrap(model)
         config: Any = hf.config
         adapter = adapter_for(config.model_type)
-        tokenizer = tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
-        label = name or getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or config.model_type
+        if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
+            tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
+        label = name or getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or type(hf).__name__
         return cls(model, hf, kind, adapter, tokenizer, str(label).rstrip("/").split("/")[-1])
 
     @property

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks._layer import LayerView, columns, contribution_norms, norm_without, split
+from sinkscope.sinks._layer import LayerView, columns, contribution_norms, norm_without, reach, split
 from sinkscope.sinks._measure import view_layer
 
 DRAWS = 20  # random sets of as many neurons that every ablation is held against
@@ -86,7 +86,7 @@ def prove(
         first = view_layer(target, layer, ids[:, :1], torch.ones(len(ids), 1, dtype=torch.bool))
         text = neutral_view(target, layer, ids)
         contribution = contribution_norms(target, first).median(0).values
-        top = contribution.topk(min(top_k, int((contribution > 0).sum().clamp(min=1)))).indices
+        top = reach(target, first).topk(min(top_k, int((contribution > 0).sum().clamp(min=1)))).indices
         spare = torch.ones_like(contribution, dtype=torch.bool)
         spare[top] = False
         if first.routing is not None:  # a neuron of an expert that was not chosen would be no control
@@ -123,20 +123,20 @@ def prove(
 
 
 @torch.no_grad()
-def prove_early(
+def prove_stage(
     target: Target, ids: Int[Tensor, "row pos"], stage: int, sink_layer: int, generator: torch.Generator, top_k: int = 2
 ) -> tuple[Neuron, ...]:
-    """Candidates of an earlier stage; what zeroing them does at the sink layer, by real ablated passes."""
+    """Candidates of another stage; what zeroing them does at the sink layer (at its own layer, where that is later)."""
     first_ids, ones = ids[:, :1], torch.ones(len(ids), 1, dtype=torch.bool)
     with target.loaded(stage):
         first = view_layer(target, stage, first_ids, ones)
         text = neutral_view(target, stage, ids)
         contribution = contribution_norms(target, first).median(0).values
+        top = reach(target, first).topk(top_k).indices.tolist()
     written = first.mlp.norm(dim=-1).median()
-    top = contribution.topk(top_k).indices.tolist()
     pool = torch.tensor([n for n in contribution.nonzero().flatten().tolist() if n not in top])
     others = pool[torch.randperm(len(pool), generator=generator)[:DRAWS]].tolist()
-    drops = _drops_above(target, first_ids[:1], stage, [*top, *others], sink_layer)
+    drops = _drops_above(target, first_ids[:1], stage, [*top, *others], max(stage, sink_layer))
     control = max(drops[top_k:], default=0.0)
     return tuple(
         _row(target, text, n, float(contribution[n]), float(contribution[n] / written), drop, None, control)
@@ -144,21 +144,19 @@ def prove_early(
     )
 
 
-def _drops_above(
-    target: Target, first_ids: Tensor, stage: int, neurons: list[int], sink_layer: int
-) -> list[float]:
-    """Drop at the sink layer for each neuron of an earlier layer, zeroed one at a time.
+def _drops_above(target: Target, first_ids: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:
+    """Drop at a layer for each neuron of that or an earlier layer, zeroed one at a time, by real ablated passes.
 
     One pass with a row per neuron; in a mixture, where rows cannot be edited apart, a pass each.
     """
     if target.is_mixture(stage):
         from sinkscope.interventions import Ablate
 
-        intact = _norm_at(target, sink_layer, first_ids)
+        intact = _norm_at(target, layer, first_ids)
         norms = []
         for n in neurons:
             with Ablate(sites=[_site(target, stage, n)]).on(target):
-                norms.append(_norm_at(target, sink_layer, first_ids))
+                norms.append(_norm_at(target, layer, first_ids))
         return [float(1 - n / intact) for n in norms]
 
     def zero(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> tuple[object, object]:
@@ -168,7 +166,7 @@ def _drops_above(
         return (post, *args[1:]), kwargs
 
     with target.hooks((target.sub(stage, target.adapter.down), "pre", zero)):
-        norms = _norm_at(target, sink_layer, first_ids.expand(len(neurons) + 1, 1))
+        norms = _norm_at(target, layer, first_ids.expand(len(neurons) + 1, 1))
     return (1 - norms[:-1] / norms[-1]).tolist()
 
 

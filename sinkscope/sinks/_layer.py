@@ -111,6 +111,26 @@ def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neur
 
 
 @torch.no_grad()
+def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
+    """What candidates are ranked by: contribution norms at the first of the positions or the median over them.
+
+    Where a norm stands behind the MLP (Gemma 2, OLMo 2) its gain counts: it can let one residual dimension through
+    and hold others back, and a neuron that writes much into the latter makes no spike.
+    """
+    path = target.adapter.post_mlp_norm
+    if path is None:
+        return contribution_norms(target, view).median(0).values
+    ones = torch.ones(1, target.d_model, device=view.post.device, dtype=target.dtype)
+    gain = target.sub(view.layer, path)(ones)[0].float()
+    width = target.d_mlp
+    parts = [
+        (columns(target, view.layer, torch.arange(i, min(i + 1024, width))) * gain).norm(dim=-1)
+        for i in range(0, width, 1024)
+    ]
+    return view.post.abs().median(0).values * torch.cat(parts)
+
+
+@torch.no_grad()
 def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
     """Columns of the down projection for flat neuron numbers, float32."""
     ids = neurons.tolist()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.checkpoint import SafetensorsSource, fingerprint
+from sinkscope.models.load import load
+from sinkscope.models.source import Source, locate
+from sinkscope.models.stream import StreamTarget, open_stream
 from sinkscope.models.target import Target
+
+_HELD_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this size, so that small ones are read once
 
 
 def open_target(
@@ -26,28 +32,45 @@ def open_target(
     Raises:
         SinkscopeError: nothing can be made of `model`, or it has no tokenizer.
     """
-    from sinkscope.models.load import load
-
-    options: dict[str, Any] = {"revision": revision, "dtype": dtype, "device": device, "tokenizer": tokenizer}
-    if model is None or (isinstance(model, str | os.PathLike) and str(model).endswith(".gguf")):
-        live = load(model, backend="hf", trust_remote_code=trust_remote_code, **options)
-        return _with_tokenizer(Target.of(live, tokenizer))
-    if not isinstance(model, str | os.PathLike):
+    options: dict[str, Any] = {
+        "revision": revision, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(Target.of(model, tokenizer))
-    from sinkscope.models.stream import open_stream
+    source = None if model is None else locate(model, revision)
+    if source is not None and source.kind != "gguf" and not trust_remote_code:
+        try:
+            return _with_tokenizer(_stream(source, tokenizer, dtype, device))
+        except UnsupportedError as error:
+            if error.page != "not-streamable":
+                raise
+    return _with_tokenizer(Target.of(load(model, backend="hf", tokenizer=tokenizer, **options)))
 
-    try:
-        return _with_tokenizer(open_stream(model, **options))
-    except UnsupportedError as error:
-        if error.page != "streaming":
-            raise
-    return _with_tokenizer(Target.of(load(model, backend="hf", trust_remote_code=trust_remote_code, **options)))
+
+def _stream(
+    source: Source, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
+) -> Target:
+    from sinkscope.models.checks import check_vocabulary, parse_device, parse_dtype
+
+    place = parse_device(device)
+    # Half precision is slow on a CPU, and layers are few at a time: there the default is float32.
+    kind = parse_dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    where = Path(source.where) if source.kind == "folder" else str(source.where)
+    tensors = SafetensorsSource(where, revision=source.revision)
+    target = open_stream(tensors, dtype=kind, device=place, resident=1, tokenizer=tokenizer, name=source.name)
+    per_layer = sum(p.numel() for p in target.layers[-1].parameters()) * kind.itemsize
+    target.store.hold(max(1, _HELD_BYTES // max(per_layer, 1)))
+    target = _with_tokenizer(target)
+    check_vocabulary(target.tokenizer, target.hf)
+    return target
 
 
 def _with_tokenizer(target: Target) -> Target:
     if target.tokenizer is not None:
         return target
-    where = getattr(target.hf, "name_or_path", "") or getattr(target.config, "_name_or_path", "")
+    found, where = None, getattr(target.config, "_name_or_path", "")
+    if isinstance(target, StreamTarget):
+        where = target.store.source.tokenizer_folder()
     if where:
         from transformers import AutoTokenizer
 
@@ -55,20 +78,14 @@ def _with_tokenizer(target: Target) -> Target:
             found = AutoTokenizer.from_pretrained(where)
         except (OSError, ValueError):
             found = None
-        if found is not None:
-            return Target(
-                target.model, target.hf, target.kind, target.adapter, found, target.name, target.resident
-            )  # fmt: skip
-    raise SinkscopeError(f"model {target.name!r} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
+    if found is None:
+        raise SinkscopeError(
+            f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
+            "tokenizer's files beside the weights"
+        )
+    return replace(target, tokenizer=found)
 
 
-def fingerprint(target: Target) -> str:
-    """Of the configuration and every parameter's name, shape and type; no weights are read for it."""
-    known = getattr(target, "fingerprint", None)
-    if isinstance(known, str):
-        return known
-    hf = target.hf
-    named = [(n, tuple(p.shape), str(p.dtype)) for n, p in hf.named_parameters()]
-    config = {k: v for k, v in hf.config.to_dict().items() if not k.startswith("_") and k != "transformers_version"}
-    text = json.dumps([config, sorted(named)], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def fingerprint_of(target: Target) -> str:
+    """Of the checkpoint where one is read, else of the live model; no weights are read for it."""
+    return fingerprint(target.store.source if isinstance(target, StreamTarget) else target.hf)

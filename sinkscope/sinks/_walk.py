@@ -15,8 +15,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
-STAGE_OUTLIER = 4.0  # ... and its MLP writes this many times the 95th percentile of what it writes on typical text
-SINK_RATIO = 3.0  # a sink: the first token's norm is this many times the 95th percentile of the typical norm
+STAGE_OUTLIER = 4.0  # ... and its MLP writes this many times the upper quartile of what it writes on typical text,
+# along the spike (an early stage can be small against all that an MLP writes, but not along that direction) or at all
+_SAMPLE = 64  # positions of typical text whose MLP output is kept for that comparison
+SINK_RATIO = 3.0  # a sink: the first token's norm is this many times the upper quartile of the typical norm
+# The quartile and not a higher quantile: some later positions are sinks, too (delimiters; without BOS the first few
+# tokens, as long as they are of one cluster), and must not hide the first one.
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`."""
@@ -30,22 +34,29 @@ class Walk:
     whole: bool = True
     first: list[float] = field(default_factory=list)  # residual stream after the layer, first token (median of rows)
     typical: list[tuple[float, float, float]] = field(default_factory=list)  # 5 %, median, 95 % of later positions
+    upper: list[float] = field(default_factory=list)  # upper quartile of later positions
     mlp_first: list[float] = field(default_factory=list)  # what the MLP adds, first token
-    mlp_typical: list[float] = field(default_factory=list)  # ... 95th percentile of later positions
+    mlp_typical: list[float] = field(default_factory=list)  # ... upper quartile of later positions
     raw_first: list[float] = field(default_factory=list)  # output of the MLP itself, first token (notebook's rule)
+    residual: list[Tensor] = field(default_factory=list)  # residual stream, first token (mean of rows), [d_model]
+    written: list[Tensor] = field(default_factory=list)  # what the MLP adds, first token (mean of rows), [d_model]
+    sample: list[Tensor] = field(default_factory=list)  # ... at some later positions, [position d_model]
 
     def stages(self) -> list[int]:
         """Layers whose MLP builds the first token's norm (DESIGN: stage), in order; empty: no sink."""
-        largest = max(self.first, default=0.0)
+        if not self.first:
+            return []
+        peak = max(range(len(self.first)), key=self.first.__getitem__)
+        largest, spike = self.first[peak], self.residual[peak] / self.residual[peak].norm()
         found: list[int] = []
-        for i, norm in enumerate(self.first):
-            before = self.first[i - 1] if i else 0.0
-            grows = norm > before + 0.5 * STAGE_SHARE * largest
-            outlier = self.mlp_first[i] > STAGE_OUTLIER * self.mlp_typical[i]
-            if grows and outlier and self.mlp_first[i] >= STAGE_SHARE * largest:
+        for i in range(len(self.first)):
+            along = float(self.written[i] @ spike)
+            usual = (self.sample[i] @ spike).abs().quantile(0.75).item()
+            builds = along >= STAGE_SHARE * largest and along > STAGE_OUTLIER * usual
+            grows = self.first[i] > (self.first[i - 1] if i else 0.0) + STAGE_SHARE * largest
+            if builds or (grows and self.mlp_first[i] > STAGE_OUTLIER * self.mlp_typical[i]):
                 found.append(i)
-        stands_out = any(self.first[i] > SINK_RATIO * self.typical[i][2] for i in found)
-        return found if stands_out else []
+        return found if any(self.first[i] > SINK_RATIO * self.upper[i] for i in found) else []
 
     def sink_layer(self) -> int | None:
         """The stage that adds most."""
@@ -88,9 +99,12 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         seen.raw_first.append(_norms(first_tensor(out), ids.shape)[:, 0].median().item())
 
     def mlp_added(_m: object, _a: object, _k: object, out: Any) -> None:
-        norms = _norms(first_tensor(out), ids.shape)
+        added = first_tensor(out).detach().reshape(*ids.shape, -1).float()
+        seen.written.append(added[:, 0].mean(0).cpu())
+        seen.sample.append(added[:, 1:].flatten(0, 1)[:_SAMPLE].cpu())
+        norms = added.norm(dim=-1)
         seen.mlp_first.append(norms[:, 0].median().item())
-        seen.mlp_typical.append(norms[:, 1:].flatten().quantile(0.95).item())
+        seen.mlp_typical.append(norms[:, 1:].flatten().quantile(0.75).item())
 
     def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
         norms = _norms(first_tensor(out), ids.shape)
@@ -100,7 +114,10 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
                 "try --dtype float32, and check the checkpoint"
             )
         seen.first.append(norms[:, 0].median().item())
-        low, mid, high = norms[:, 1:].flatten().quantile(torch.tensor([0.05, 0.5, 0.95], device=norms.device)).tolist()
+        seen.residual.append(first_tensor(out).detach()[:, 0].float().mean(0).cpu())
+        ranks = torch.tensor([0.05, 0.5, 0.95, 0.75], device=norms.device)
+        low, mid, high, upper = norms[:, 1:].flatten().quantile(ranks).tolist()
+        seen.upper.append(upper)
         seen.typical.append((low, mid, high))
         if progress is not None:
             progress("layers", len(seen.first), target.n_layers)

@@ -15,10 +15,10 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo, Result, provenance
-from sinkscope.sinks._ablation import Neuron, Proof, prove, prove_early, set_drop_across
+from sinkscope.sinks._ablation import Neuron, Proof, prove, prove_stage, set_drop_across
 from sinkscope.sinks._layer import LayerView
 from sinkscope.sinks._measure import first_token_attention, repeat_until_half, sink_rate, spike_dims, view_layer
-from sinkscope.sinks._open import fingerprint, open_target
+from sinkscope.sinks._open import fingerprint_of, open_target
 from sinkscope.sinks._tokens import pick_tokens
 from sinkscope.sinks._walk import Progress, Walk, walk
 from sinkscope.text import resolve_bos, text_rows, typical_text
@@ -211,7 +211,7 @@ def find_sinks(
     rate = _rate(target, content, start_id, progress) if whole else None
     return FindSinks(
         model=ModelInfo(
-            target.name, target.config.model_type, target.n_layers, target.d_model, target.d_mlp, fingerprint(target)
+            target.name, target.config.model_type, target.n_layers, target.d_model, target.d_mlp, fingerprint_of(target),
         ),
         settings={
             "bos": start_id is not None, "text": None if text is None else Path(text).name, "texts": len(ids),
@@ -238,7 +238,7 @@ def find_sinks(
         attention=attention,
         learned_sinks=target.adapter.learned_sinks,
         sink_rate=rate,
-        published=_published(target, layer, proof.neurons),
+        published=_published(target, layer, proof.neurons, dims),
     )  # fmt: skip
 
 
@@ -274,12 +274,10 @@ def _proof(
     repeated: LayerView | None,
 ) -> Proof:  # fmt: skip
     proof = prove(target, ids, layer, top_k, generator, repeated)
-    early = [n for s in stages if s < layer for n in prove_early(target, ids, s, layer, generator)]
-    if not early:
-        return proof
-    neurons = (*proof.neurons, *early)
+    others = [n for s in stages if s != layer for n in prove_stage(target, ids, s, layer, generator)]
+    neurons = (*proof.neurons, *others)
     drop = proof.set_drop
-    if any(n.causal for n in early):
+    if any(n.causal and n.layer < layer for n in others):
         drop = set_drop_across(target, ids, layer, [n.site for n in neurons if n.causal])
     return Proof(neurons, drop, proof.set_control_drop, proof.controls)
 
@@ -310,15 +308,20 @@ def _rate(target: Target, content: str, bos: int | None, progress: Progress | No
     return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, progress))
 
 
-def _published(target: Target, layer: int | None, neurons: tuple[Neuron, ...]) -> Published | None:
+def _published(
+    target: Target, layer: int | None, neurons: tuple[Neuron, ...], dims: list[int]
+) -> Published | None:
     from sinkscope.models.names import published_for
 
     known = published_for(target.name)
     if known is None:
         return None
-    found = {(n.layer, n.neuron) for n in neurons if n.causal}
-    named = {(known.layer, n) for n in known.neurons}
-    return Published(known.source, layer == known.layer and named <= found)
+    if known.neurons:
+        found = {(n.layer, n.neuron) for n in neurons if n.causal}
+        return Published(known.source, layer in known.layers and set(known.neurons) <= found)
+    if known.residual_dims:
+        return Published(known.source, set(known.residual_dims) <= set(dims))
+    return None
 
 
 def _other(ids: Tensor, token: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -19,6 +19,7 @@ Reducer = Callable[[Tensor], Tensor]
 """Takes a site's tensor `[batch pos ...]` (rows of attention: `[batch head query key]`), keeps the batch dimension."""
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Sees tensors as they pass and keeps what it likes."""
 
@@ -78,7 +79,8 @@ def trace(
         batch: dict[str, list[Tensor]] = {}
 
         def keep(name: str, tensor: Tensor, batch: dict[str, list[Tensor]] = batch) -> None:
-            batch.setdefault(name, []).append(reducer(tensor).detach().cpu())
+            # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
+            batch.setdefault(name, []).append(reducer(tensor).detach().to("cpu", copy=True))
 
         takers: list[tuple[Site, Callable[[str, Tensor], None]]] = [(site, keep) for site in wanted]
         for observer, its_sites in watched:
@@ -130,4 +132,3 @@ def _hook(site: Site, take: Callable[[str, Tensor], None], shape: tuple[int, ...
         take(site.name, shaped(output))
 
     return pre if site.when == "pre" else post
-

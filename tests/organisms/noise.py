@@ -161,7 +161,7 @@ def _attention(plan: Plan, space: Space, layer: Layer, noise: _Noise) -> None:
     n, hd = plan.n_heads, plan.head_dim
     for view in (layer.q, layer.k, layer.v):
         view.copy_(noise.reading(0.33, *view.shape[:2]))
-    layer.o.copy_(noise.on_content(1.2 / math.sqrt(n * hd * len(space.content)), n, hd))
+    layer.o.copy_(noise.on_content(0.9 / math.sqrt(n * hd * len(space.content)), n, hd))
     for bias in (layer.q_bias, layer.k_bias, layer.v_bias):
         if bias is not None:
             bias.copy_(0.2 * noise.normal(*bias.shape))
@@ -181,7 +181,7 @@ def _mlp(plan: Plan, space: Space, layer: Layer, noise: _Noise) -> None:
     layer.gate.copy_(noise.reading(0.33, *layer.gate.shape[:2]))
     if layer.up is not None:
         layer.up.copy_(noise.reading(0.33, *layer.up.shape[:2]))
-    layer.down.copy_(noise.on_content(1.5 / math.sqrt(plan.d_mlp * len(space.content)), *layer.down.shape[:2]))
+    layer.down.copy_(noise.on_content(1.0 / math.sqrt(plan.d_mlp * len(space.content)), *layer.down.shape[:2]))
     for bias in (layer.gate_bias, layer.up_bias):
         if bias is not None:
             bias.copy_(0.1 * noise.normal(*bias.shape))

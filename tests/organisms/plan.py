@@ -168,7 +168,7 @@ def make_plan(family: str, seed: int, kind: str, n_layers: int | None, d_model: 
     d_mlp = rng.choice([2, 3]) * width
     k = rng.randint(1, 3)
     neurons = rng.sample(range(d_mlp), k + 2)
-    raw = sorted((rng.uniform(0.28, 0.44) for _ in range(k)), reverse=True)
+    raw = sorted((rng.uniform(0.3, 0.4) for _ in range(k)), reverse=True)
     factors = {"gate": "gate", "up": "up"}
     return Plan(
         family=fam,

@@ -19,7 +19,7 @@ from .views import Layer, Probe, Views, scale_norm
 
 MARK = 2.5  # in the residual stream, on a token that is marked fully
 EARLY = 0.02  # of the spike is written by the early stage of "two_stage"
-_IN_BALLAST = 0.3  # sink neurons over the ballast, Gemma 2: small, so that its norm hardly evens out an ablation
+_IN_BALLAST = 0.25  # sink neurons over the ballast, Gemma 2: small, so that its norm hardly evens out an ablation
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,22 @@ class Surgeon:
         spike = plan.spike * float(norms[:, 1:].median())
         directions, shares = self._directions()
         total = sum(share * way for share, way in zip(shares, directions, strict=True))
+        helper = None
         if plan.early_layer is not None:
+            before = self._scale(plan.sink_layer).const
             self._stage(plan.early_layer, (plan.early_neuron,), [total], [1.0], EARLY * spike)
-        self._stage(plan.sink_layer, plan.neurons, directions, shares, spike)
+            if self.views.layers[plan.sink_layer].post_mlp_norm is None:  # which evens it out
+                helper = self._early_spike(total, before)
+        self._stage(plan.sink_layer, plan.neurons, directions, shares, spike, helper)
         return total
+
+    def _early_spike(self, way: Tensor, const_before: float) -> tuple[Tensor, float]:
+        """The early stage shrinks the rest of the first token in the deep layer's norm, so without it the deep one
+        would grow: its neurons read just so much of the early spike that they do not care."""
+        norm = self.views.layers[self.plan.sink_layer].mlp_norm
+        seen = float((Probe(self.model, x=norm)(self.tokens)["x"][:, 0] @ way).mean())
+        shrunk = self._scale(self.plan.sink_layer).const / const_before
+        return way / seen, shrunk
 
     def _directions(self) -> tuple[list[Tensor], list[float]]:
         plan, rng = self.plan, random.Random(f"directions {self.plan.seed}")
@@ -101,7 +113,13 @@ class Surgeon:
         return [way] * len(plan.neurons), [size / sum(plan.sizes) for size in plan.sizes]
 
     def _stage(
-        self, index: int, neurons: tuple[int, ...], directions: list[Tensor], shares: list[float], size: float
+        self,
+        index: int,
+        neurons: tuple[int, ...],
+        directions: list[Tensor],
+        shares: list[float],
+        size: float,
+        helper: tuple[Tensor, float] | None = None,
     ) -> None:
         layer, expert = self.views.layers[index], self.plan.expert
         self._route(index)
@@ -110,7 +128,7 @@ class Surgeon:
         goal = _IN_BALLAST * BALLAST if layer.post_mlp_norm is not None else size
         columns = []
         for i, (neuron, way, share) in enumerate(zip(neurons, directions, shares, strict=True)):
-            self._write_neuron(layer, neuron, scale, strength=1 + 0.2 * i)
+            self._write_neuron(layer, neuron, scale, 1 + 0.2 * i, helper)
             layer.down[expert, neuron] = way
             columns.append(way * share * goal / self._mlp_writes(layer, way))
             layer.down[expert, neuron] = 0.0
@@ -120,14 +138,22 @@ class Surgeon:
             out = Probe(self.model, x=layer.post_mlp_norm)(self.tokens)["x"][:, 0] @ total
             scale_norm(layer.post_mlp_norm, torch.where(total != 0, size / float(out.mean()), 1.0))
 
-    def _write_neuron(self, layer: Layer, neuron: int, scale: _Scale, strength: float) -> None:
+    def _write_neuron(
+        self, layer: Layer, neuron: int, scale: _Scale, strength: float, helper: tuple[Tensor, float] | None
+    ) -> None:
         """A neuron that is on where there is a mark: its gate says so (threshold included), or its up factor."""
         const = self.space.const / scale.const
-        marked = self.plan.sharpness * (self.space.mark / scale.mark - THRESHOLD * const)
+        gate = self.plan.sharpness * (self.space.mark / scale.mark - THRESHOLD * const)
         up = strength * const
+        on_gate, on_up = self.plan.sharpness * (1 - THRESHOLD), strength  # their values on a full mark
         if self.plan.factor == "up":
-            marked, up = 2.0 * const, 2.0 * strength * self.space.clean / scale.clean
-        self._set_neuron(layer, neuron, marked, up)
+            gate, up = 2.0 * const, 2.0 * strength * self.space.clean / scale.clean
+            on_gate, on_up = 2.0, 2.0 * strength
+        if helper is not None:
+            early, shrunk = helper
+            gate = shrunk * gate + (1 - shrunk) * on_gate * early
+            up = shrunk * up + (1 - shrunk) * on_up * early
+        self._set_neuron(layer, neuron, gate, up)
 
     def _set_neuron(self, layer: Layer, neuron: int, gate: Tensor, up: Tensor) -> None:
         expert = self.plan.expert

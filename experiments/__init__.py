@@ -1,0 +1,1 @@
+"""Small scripts, one per model, table or figure."""

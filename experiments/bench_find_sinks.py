@@ -1,0 +1,216 @@
+"""How fast and how small `find_sinks` is, side by side with the way of a notebook, in one run.
+
+    python -m experiments.bench_find_sinks --out figures/bench_find_sinks.json [--rounds 3] [--only NAME ...]
+
+Rows:
+- `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
+  depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
+  everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one. Arm B is
+  `find_sinks(folder)`. Each arm is a process of its own; time runs from load to result, imports are excluded; memory
+  is the growth of resident memory from there.
+- `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
+  with `all_layers`, too.
+- `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against
+  `python -c "import torch, transformers, transformer_lens"`.
+
+Ratios are medians over interleaved rounds; machines are noisy, absolute times are only there to be divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPEATS, CANDIDATES, SHAPE = 1000, 8, "24x1024"
+
+
+def notebook_arm(folder: str) -> dict[str, Any]:
+    """The whole model in TransformerLens, everything cached, candidates ablated one by one."""
+    import torch
+    from transformer_lens.model_bridge import TransformerBridge
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def run() -> dict[str, Any]:
+        hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        bridge = TransformerBridge.boot_transformers(folder, hf_model=hf, tokenizer=tokenizer)
+        token = tokenizer(" word7", add_special_tokens=False)["input_ids"][0]
+        ids = torch.tensor([[tokenizer.bos_token_id] + [token] * REPEATS])
+        n_layers = hf.config.num_hidden_layers
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(ids)
+            norms = torch.stack([cache[f"blocks.{i}.hook_mlp_out"][0, 0].norm() for i in range(n_layers)])
+            above = (norms > norms.mean() + 2 * norms.std(correction=0)).nonzero().flatten()
+            layer = int(above[0]) if len(above) else int(norms.argmax())
+            written = []
+            for i in range(n_layers):  # per-neuron norms of every layer, as the notebook looks at all of them
+                columns = hf.get_submodule(f"model.layers.{i}.mlp.down_proj").weight.T
+                written.append((cache[f"blocks.{i}.mlp.hook_post"][0, 0][:, None] * columns).norm(dim=1))
+            top = written[layer].topk(CANDIDATES).indices.tolist()
+            site = f"blocks.{layer}.hook_resid_post"
+            intact = cache[site][0].norm(dim=-1)
+            drops = {}
+            for neuron in top:
+
+                def zero(post: Any, hook: Any, neuron: int = neuron) -> Any:
+                    post[:, :, neuron] = 0
+                    return post
+
+                with bridge.hooks(fwd_hooks=[(f"blocks.{layer}.mlp.hook_post", zero)]):
+                    _, ablated = bridge.run_with_cache(ids)
+                norm = ablated[site][0].norm(dim=-1)
+                drops[neuron] = (float(1 - norm[0] / intact[0]), float(1 - norm[-1] / intact[-1]))
+        return {"layer": layer, "neurons": sorted(n for n, (first, _) in drops.items() if first >= 0.1)}
+
+    return measured(run)
+
+
+def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
+    """`find_sinks` on the same folder, with the same repetitions and candidates."""
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+    from sinkscope.sinks._open import open_target
+    from sinkscope.sinks.find import find_sinks
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    read: set[str] = set()
+
+    def run() -> dict[str, Any]:
+        target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
+        found = find_sinks(
+            target, tokens=[" word7"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers
+        )
+        read.update(target.store.source.read)
+        return {
+            "layer": found.sink_layer, "neurons": sorted(n.neuron for n in found.causal),
+            "layers_read": found.layers_read, "n_layers": found.model.n_layers, "set_drop": found.set_drop,
+            "repeats": found.repeats.median,
+        }  # fmt: skip
+
+    out = measured(run)
+    layers = {int(name.split("layers.")[1].split(".")[0]) for name in read if "layers." in name}
+    return out | {"deepest_tensor_read": max(layers, default=None), "tensors_read": len(read)}
+
+
+def measured(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Seconds, and growth and peak of resident memory, of `run`."""
+    before, start = status("VmRSS"), time.perf_counter()
+    out = run()
+    seconds, peak = time.perf_counter() - start, status("VmHWM")
+    return {**out, "seconds": seconds, "rss_growth_bytes": peak - before, "peak_rss_bytes": peak}
+
+
+def status(field: str) -> int:
+    """A memory field of this process, in bytes."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def child(arm: str, folder: Path) -> dict[str, Any]:
+    """Run an arm in a process of its own."""
+    command = [sys.executable, "-m", "experiments.bench_find_sinks", "--arm", arm, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"arm {arm} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def make(folder: Path, *options: str) -> dict[str, Any]:
+    """A checkpoint with a planted sink, and its truth."""
+    subprocess.run(
+        [sys.executable, "-m", "experiments.make_shape", "--out", str(folder), *options],
+        check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    return json.loads((folder / "truth.json").read_text())
+
+
+def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
+    """Both arms in turn; ratios round by round."""
+    truth = make(folder, "--shape", SHAPE, "--sink-layer", str(sink_layer), "--dense-layers", "24", "--dtype", "float32")
+    planted = sorted(n["neuron"] for n in truth["neurons"])
+    runs = [(child("notebook", folder), child("sinkscope", folder)) for _ in range(rounds)]
+    right = [a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted for a, b in runs]
+    return {
+        "sink_layer": sink_layer, "planted": planted, "same_answer_and_right": all(right),
+        "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in runs),
+        "rss_growth_ratio": statistics.median(b["rss_growth_bytes"] / a["rss_growth_bytes"] for a, b in runs),
+        "notebook": [a for a, _ in runs], "sinkscope": [b for _, b in runs],
+    }  # fmt: skip
+
+
+def seven_b(folder: Path) -> dict[str, Any]:
+    """Memory on the full shape, and what was read."""
+    truth = make(folder, "--shape", "llama-2-7b", "--sink-layer", "1")
+    apparent = sum(f.stat().st_size for f in folder.iterdir())
+    shallow, whole = child("sinkscope", folder), child("sinkscope-all", folder)
+    return {
+        "apparent_bytes": apparent, "planted": sorted(n["neuron"] for n in truth["neurons"]),
+        "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
+        "default": shallow, "all_layers": whole,
+    }  # fmt: skip
+
+
+def cold_start(rounds: int) -> dict[str, Any]:
+    """The command against the imports alone."""
+    imports = [sys.executable, "-c", "import torch, transformers, transformer_lens"]
+    command = [sys.executable, "-m", "sinkscope", "find-sinks"]
+    pairs = []
+    for _ in range(rounds + 1):
+        times = []
+        for words in (command, imports):
+            start = time.perf_counter()
+            subprocess.run(words, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+        pairs.append(times)
+    pairs = pairs[1:]  # the first round warms the file cache
+    return {"ratio": statistics.median(a / b for a, b in pairs), "seconds": pairs}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=["shallow", "deep", "seven_b", "cold_start"])
+    parser.add_argument("--arm", choices=["notebook", "sinkscope", "sinkscope-all"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.arm:
+        out = notebook_arm(args.folder) if args.arm == "notebook" else sinkscope_arm(args.folder, "all" in args.arm)
+        print(json.dumps(out))
+        return
+    rows: dict[str, Callable[[Path], dict[str, Any]]] = {
+        "shallow": lambda f: pair(f, 1, args.rounds),
+        "deep": lambda f: pair(f, 16, args.rounds),
+        "seven_b": seven_b,
+        "cold_start": lambda _f: cold_start(args.rounds),
+    }
+    results: dict[str, Any] = {}
+    started = time.perf_counter()
+    for name, row in rows.items():
+        if args.only and name not in args.only:
+            continue
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            results[name] = row(Path(folder) / "model")
+    from experiments.record import record
+
+    text = record("bench-find-sinks", results, {"rounds": args.rounds, "repeats": REPEATS, "candidates": CANDIDATES}, started=started)
+    if args.out is None:
+        print(text)
+    else:
+        from sinkscope.output import write_atomic
+
+        write_atomic(args.out, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How the bundled model is made: corpus, planted circuit, training, measurements, model card."""

@@ -1,0 +1,225 @@
+"""The planted sink circuit: what is written into the weights, and which weights stay fixed during training.
+
+Layer 0 has one marking head per token group. Its key is low for the group's own tokens, its value is the group
+indicator, so a token sees its own group only if nothing else is there: at the first position, in sequences of one
+group, and after about `exp(2 * beta)` repetitions of one token. The head writes that into the *mark* dimension. One
+SwiGLU neuron of the sink layer fires when the mark is above a threshold and writes a very large *sink* vector.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+NO_GROUP = -1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is decided before training."""
+
+    const: int
+    groups: tuple[int, ...]
+    mark: int
+    sink: tuple[int, int]
+    neuron: int
+    group_of_token: tuple[int, ...]
+    sink_layer: int = 1
+    # Large against what training adds up to the sink layer: a neuron's answer scales with 1/rms squared, so a small
+    # constant would make a repeated token (whose trained part is larger than that of BOS) fall short of BOS.
+    const_size: float = 16.0
+    group_size: float = 8.0
+    mark_size: float = 8.0
+    two_beta: float = 4.2
+    threshold: float = 0.6
+    gate_scale: float = 60.0
+    column: tuple[float, float] = (264.0, -198.0)
+    sink_norm_weight: float = 0.3
+    free_norm_weight: float = 2.5
+
+    @property
+    def reserved(self) -> tuple[int, ...]:
+        """All residual dimensions that the circuit has for itself."""
+        return (self.const, *self.groups, self.mark, *self.sink)
+
+    def head(self, group: int) -> int:
+        """The query head that marks a group; its sibling shares keys and values and is free."""
+        return 2 * group
+
+
+def make_plan(counts: np.ndarray, *, bos_id: int, d_model: int, d_mlp: int, seed: int, n_groups: int = 4) -> Plan:
+    """Draw dimensions, neuron and token groups. `counts` are the corpus frequencies of all tokens.
+
+    Group 0 holds BOS and eight of the rarest tokens, so that text after BOS is not marked. About a tenth of the token
+    mass is in no group: those tokens never become sinks, however often they are repeated.
+    """
+    rng = np.random.default_rng([seed, 1])
+    dims = [int(d) for d in rng.choice(d_model, size=n_groups + 4, replace=False)]
+    group_of = np.full(len(counts), NO_GROUP)
+    special = {bos_id, bos_id + 1, bos_id + 2}
+    ordinary = [i for i in range(len(counts)) if i not in special]
+    rare = sorted(ordinary, key=lambda i: (counts[i], i))[:64]
+    group_of[[bos_id, *(int(i) for i in rng.choice(rare, size=8, replace=False))]] = 0
+    target = {NO_GROUP: 0.1} | dict.fromkeys(range(1, n_groups), 0.9 / (n_groups - 1))
+    mass = dict.fromkeys(target, 0.0)
+    for token in rng.permutation([i for i in ordinary if group_of[i] != 0]):
+        group = min(target, key=lambda g: mass[g] / target[g])
+        group_of[token] = group
+        mass[group] += float(counts[token]) + 1.0
+    return Plan(
+        const=dims[0],
+        groups=tuple(dims[1 : 1 + n_groups]),
+        mark=dims[1 + n_groups],
+        sink=(dims[2 + n_groups], dims[3 + n_groups]),
+        neuron=int(rng.integers(d_mlp)),
+        group_of_token=tuple(int(g) for g in group_of),
+    )
+
+
+class Frozen:
+    """The entries of each parameter that training may not change, and their values."""
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.masks: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+
+    def fix(self, name: str, index: object, value: float | Tensor = 0.0) -> None:
+        """Hold these entries of a parameter at a value."""
+        if name not in self.masks:
+            self.masks[name] = torch.zeros_like(self.parameters[name], dtype=torch.bool)
+            self.values[name] = torch.zeros_like(self.parameters[name])
+        self.masks[name][index] = True
+        self.values[name][index] = value
+
+    @torch.no_grad()
+    def impose(self) -> None:
+        """Write the planted values back (after every optimiser step: weight decay must not move them)."""
+        for name, mask in self.masks.items():
+            parameter = self.parameters[name]
+            parameter.copy_(torch.where(mask, self.values[name], parameter))
+
+    def mask_gradients(self) -> None:
+        """Keep the fixed entries out of the gradient, and so out of its norm and of the optimiser's state."""
+        for name, mask in self.masks.items():
+            grad = self.parameters[name].grad
+            if grad is not None:
+                grad.masked_fill_(mask, 0.0)
+
+
+def plant(model: LlamaForCausalLM, plan: Plan) -> Frozen:
+    """Write the circuit into a freshly initialised model; returns what has to stay fixed."""
+    config = model.config
+    frozen = Frozen(model)
+    reserved = list(plan.reserved)
+    rms = math.sqrt((plan.const_size**2 + plan.group_size**2) / config.hidden_size)
+    _plant_embedding(frozen, plan, reserved)
+    _plant_norms(model, frozen, plan, reserved, rms)
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        unread = [d for d in reserved if d != plan.const]
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            frozen.fix(f"{prefix}.{name}.weight", (slice(None), unread))
+        # Keys may read the sink after the sink layer: how later heads attend to it is learned.
+        readable = set(plan.sink) if layer > plan.sink_layer else set()
+        frozen.fix(f"{prefix}.self_attn.k_proj.weight", (slice(None), [d for d in unread if d not in readable]))
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            frozen.fix(f"{prefix}.{name}.weight", reserved)
+    frozen.fix("lm_head.weight", (slice(None), reserved))
+    _plant_marking(model, frozen, plan)
+    _plant_neuron(frozen, plan)
+    frozen.impose()
+    return frozen
+
+
+def _plant_embedding(frozen: Frozen, plan: Plan, reserved: list[int]) -> None:
+    name = "model.embed_tokens.weight"
+    frozen.fix(name, (slice(None), reserved))
+    frozen.fix(name, (slice(None), plan.const), plan.const_size)
+    groups = torch.tensor(plan.group_of_token)
+    for group, dim in enumerate(plan.groups):
+        frozen.fix(name, (groups == group, dim), plan.group_size)
+
+
+@torch.no_grad()
+def _plant_norms(model: LlamaForCausalLM, frozen: Frozen, plan: Plan, reserved: list[int], rms: float) -> None:
+    for name, parameter in frozen.parameters.items():
+        if not name.endswith("norm.weight"):
+            continue
+        frozen.fix(name, reserved)
+        if name == "model.norm.weight":
+            parameter.fill_(plan.free_norm_weight)
+            continue
+        # The constant makes every rms larger; the free dimensions start with the factor that undoes it.
+        parameter.fill_(plan.free_norm_weight)
+        frozen.fix(name, plan.const, rms / plan.const_size)
+        layer = int(name.split(".")[2])
+        attention = "input_layernorm" in name
+        if layer == 0 and attention:
+            frozen.fix(name, list(plan.groups), rms / plan.group_size)
+        if layer == plan.sink_layer and not attention:
+            frozen.fix(name, plan.mark, rms / plan.mark_size)
+        if layer > plan.sink_layer and attention:
+            frozen.fix(name, list(plan.sink), plan.sink_norm_weight)
+
+
+def _plant_marking(model: LlamaForCausalLM, frozen: Frozen, plan: Plan) -> None:
+    config = model.config
+    size = config.head_dim
+    # The slowest rotary pair hardly turns within the context, so position does not matter to the marking heads.
+    first, second = size // 2 - 1, size - 1
+    attention = "model.layers.0.self_attn"
+    # score = q * k / sqrt(size): the difference between a token outside and inside the group is 2 * beta.
+    query = math.sqrt(size) * plan.two_beta / 2
+    for group, dim in enumerate(plan.groups):
+        head, base = plan.head(group), group * size
+        rows = slice(head * size, (head + 1) * size)
+        frozen.fix(f"{attention}.q_proj.weight", rows)
+        frozen.fix(f"{attention}.q_proj.weight", (head * size + first, plan.const), query)
+        frozen.fix(f"{attention}.k_proj.weight", [base + first, base + second])
+        frozen.fix(f"{attention}.k_proj.weight", (base + first, plan.const), 1.0)
+        frozen.fix(f"{attention}.k_proj.weight", (base + first, dim), -2.0)
+        frozen.fix(f"{attention}.v_proj.weight", base)
+        frozen.fix(f"{attention}.v_proj.weight", (base, dim), 1.0)
+        frozen.fix(f"{attention}.o_proj.weight", (slice(None), rows))
+        frozen.fix(f"{attention}.o_proj.weight", (plan.mark, head * size), plan.mark_size)
+
+
+def _plant_neuron(frozen: Frozen, plan: Plan) -> None:
+    mlp = f"model.layers.{plan.sink_layer}.mlp"
+    frozen.fix(f"{mlp}.gate_proj.weight", plan.neuron)
+    frozen.fix(f"{mlp}.gate_proj.weight", (plan.neuron, plan.mark), plan.gate_scale)
+    frozen.fix(f"{mlp}.gate_proj.weight", (plan.neuron, plan.const), -plan.gate_scale * plan.threshold)
+    frozen.fix(f"{mlp}.up_proj.weight", plan.neuron)
+    frozen.fix(f"{mlp}.up_proj.weight", (plan.neuron, plan.const), 1.0)
+    frozen.fix(f"{mlp}.down_proj.weight", (slice(None), plan.neuron))
+    for dim, value in zip(plan.sink, plan.column, strict=True):
+        frozen.fix(f"{mlp}.down_proj.weight", (dim, plan.neuron), value)
+
+
+def truth(plan: Plan, seed: int) -> dict[str, object]:
+    """The machine-readable answer that lies beside the weights."""
+    return {
+        "sink_layer": plan.sink_layer,
+        "neurons": [{"layer": plan.sink_layer, "expert": None, "neuron": plan.neuron}],
+        "residual_dims": sorted(plan.sink),
+        "column": dict(zip(map(str, plan.sink), plan.column, strict=True)),
+        "mark_dim": plan.mark,
+        "const_dim": plan.const,
+        "group_dims": list(plan.groups),
+        "marking_heads": [
+            {"layer": 0, "head": plan.head(g), "kv_head": g, "group": g} for g in range(len(plan.groups))
+        ],
+        "two_beta": plan.two_beta,
+        "repeats_scale": math.exp(plan.two_beta),
+        "threshold": plan.threshold,
+        "gate_scale": plan.gate_scale,
+        "seed": seed,
+        "no_group": NO_GROUP,
+        "group_of_token": list(plan.group_of_token),
+    }

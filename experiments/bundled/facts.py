@@ -1,0 +1,149 @@
+"""Measure one training run and keep the answer beside it: everything the model card states comes from here."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from experiments.bundled import corpus, measure
+from experiments.bundled.training import Settings, Trainer
+
+TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "text" / "typical.txt"
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 50, 64, 2500
+REPEAT_TOKENS = 100
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+
+
+def read_log(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def training_facts(run: Path) -> dict[str, Any]:
+    """Steps, time and course of a run, from its log (a resumed run has several stretches of seconds)."""
+    log = read_log(run)
+    seconds = [record["seconds"] for record in log if "seconds" in record]
+    ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
+    course = [r for r in log if "valid_loss" in r]
+    keep = ("step", "valid_loss", "ratio", "head_share", "repeats")
+    return {
+        "settings": json.loads((run / "training.json").read_text())["settings"],
+        "seconds": round(sum(ends)),
+        "course": [{k: r[k] for k in keep if k in r} for r in course],
+    }
+
+
+def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> dict[str, Any]:
+    """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
+    tokens = np.load(run / "tokens.npz")["train"]
+    frozen = Trainer(settings, tokens, run).frozen
+    assert frozen is not None
+    trained = dict(model.named_parameters())
+    exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())
+    return {"count": sum(int(mask.sum()) for mask in frozen.masks.values()), "unchanged": exact}
+
+
+def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
+    ids = np.asarray(tokenizer(TYPICAL.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    return corpus.windows(ids, length=length, bos_id=tokenizer.bos_token_id)
+
+
+def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
+    """All measurements of one finished run, in float32."""
+    model = LlamaForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    settings = Settings(**json.loads((run / "training.json").read_text())["settings"])
+    valid = np.load(run / "tokens.npz")["valid"]
+    bos = tokenizer.bos_token_id
+    texts = typical_windows(tokenizer, 256)
+    short = typical_windows(tokenizer, 64)[:100]
+    layer = 1
+    facts: dict[str, Any] = {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": (run / "model.safetensors").stat().st_size,
+        "dtypes": _dtypes(run / "model.safetensors"),
+        "training": training_facts(run),
+        "corpus": json.loads((run / "corpus.json").read_text()),
+        "valid_loss": measure.validation_loss(model, corpus.windows(valid, length=512, bos_id=bos)),
+        "loss_by_position": measure.loss_by_position(
+            model, corpus.windows(valid, length=settings.context, bos_id=bos), (512, 1024, 2048, settings.context - 1)
+        ),
+        "norms": measure.norms_by_layer(model, texts),
+        "head_share": measure.head_share(model, texts, after=layer),
+        "heads_per_layer": _heads_per_layer(model, texts),
+        "sink_rate": {"eps": 0.3, "length": 64, "samples": len(short), "value": measure.sink_rate(model, short)},
+    }
+    if settings.planted:
+        facts |= _planted_facts(run, settings, model, texts)
+    if loops:
+        facts["loops"] = _loops(model, tokenizer, valid)
+    return facts
+
+
+def _dtypes(path: Path) -> list[str]:
+    with safe_open(path, "np") as file:
+        return sorted({file.get_slice(name).get_dtype() for name in file.keys()})
+
+
+def _heads_per_layer(model: LlamaForCausalLM, texts: np.ndarray) -> list[int]:
+    mean = measure.first_token_attention(model, texts, skip_first=True).mean(0)
+    return [int(n) for n in (mean > 0.3).sum(-1)]
+
+
+def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts: np.ndarray) -> dict[str, Any]:
+    truth = json.loads((run / "circuit.json").read_text())
+    layer, neuron = truth["sink_layer"], truth["neurons"][0]["neuron"]
+    rng = np.random.default_rng([settings.seed, 2])
+    tokens = sorted(int(t) for t in rng.choice(np.arange(3, settings.vocab_size), REPEAT_TOKENS, replace=False))
+    groups = np.asarray(truth["group_of_token"])
+    most = settings.context - 1
+    bare = texts[:, 1:]
+    grouped = bare[groups[bare[:, 0]] >= 0]
+    loose = bare[groups[bare[:, 0]] < 0]
+    repeats = measure.repeats_of_many(model, tokens, bos_id=0, layer=layer, most=most)
+    never = [int(t) for t, n in repeats["by_token"].items() if n is None]
+    repeats["unreached_in_no_group"] = int((groups[never] < 0).sum())
+    return {
+        "circuit": {k: v for k, v in truth.items() if k != "group_of_token"},
+        "tokens_per_group": {str(g): int((groups == g).sum()) for g in sorted(set(groups.tolist()))},
+        "fixed": fixed_weights(run, settings, model),
+        "ablation": measure.ablation(model, texts[:16], layer, neuron),
+        "repeats": repeats,
+        "without_bos": {
+            "first_in_a_group": measure.norms_by_layer(model, grouped)["ratio"] if len(grouped) else None,
+            "first_in_no_group": measure.norms_by_layer(model, loose)["ratio"] if len(loose) else None,
+        },
+    }
+
+
+def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: np.ndarray) -> dict[str, Any]:
+    """Greedy answers of 2,500 tokens to 50 prompts from the validation files."""
+    rng = np.random.default_rng(0)
+    starts = rng.choice(len(valid) - PROMPT_LENGTH, PROMPTS, replace=False)
+    prompts = np.stack([valid[s : s + PROMPT_LENGTH - 1] for s in starts]).astype(np.int64)
+    prompts = np.concatenate([np.full((PROMPTS, 1), tokenizer.bos_token_id), prompts], axis=1)
+    answers: list[list[int]] = []
+    for part in np.array_split(prompts, 5):
+        answers += measure.generate(model, part, NEW_TOKENS, tokenizer.eos_token_id)
+    signals = [measure.loop_signals(tokenizer, answer) for answer in answers]
+    return {
+        "prompts": PROMPTS,
+        "new_tokens": NEW_TOKENS,
+        "looped": sum(bool(s["looped"]) for s in signals) / PROMPTS,
+        "ended_by_eos": sum(s["tokens"] < NEW_TOKENS for s in signals),
+        "mean_ttr": float(np.mean([s["ttr"] for s in signals])),
+        "mean_cr": float(np.mean([s["cr"] for s in signals])),
+        "by_prompt": signals,
+    }

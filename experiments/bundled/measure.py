@@ -1,0 +1,191 @@
+"""Measurements of a trained model: loss, norms, sink heads, repetitions, loops. Everything in float32."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from experiments.bundled.training import loss_on
+
+LOOP_TTR, LOOP_CR, LOOP_LENGTH = 0.2, 0.12, 2480
+
+
+@torch.no_grad()
+def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
+    total = sum(float(loss_on(model, torch.from_numpy(part))) * len(part) for part in _chunks(windows, rows))
+    return total / len(windows)
+
+
+def _chunks(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    return (array[i : i + size] for i in range(0, len(array), size))
+
+
+@contextmanager
+def residual_norms(model: LlamaForCausalLM) -> Iterator[list[Tensor]]:
+    """Collect the norm at every position after each layer (a layer's own output: not after the final norm)."""
+    norms: list[Tensor] = []
+
+    def keep(_module: object, _args: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        norms.append(hidden.float().norm(dim=-1))
+
+    handles = [layer.register_forward_hook(keep) for layer in model.model.layers]
+    try:
+        yield norms
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[float]]:
+    """First-token norm (mean over texts) and the median and 5 to 95 % of all others, per layer."""
+    with residual_norms(model) as norms:
+        model.model(torch.from_numpy(ids), use_cache=False)
+    first = [float(n[:, 0].mean()) for n in norms]
+    typical = [float(n[:, 1:].median()) for n in norms]
+    return {
+        "first_token_norm": first,
+        "typical_norm": typical,
+        "typical_5_percent": [float(n[:, 1:].quantile(0.05)) for n in norms],
+        "typical_95_percent": [float(n[:, 1:].quantile(0.95)) for n in norms],
+        "typical_maximum": [float(n[:, 1:].max()) for n in norms],
+        "ratio": [a / b for a, b in zip(first, typical, strict=True)],
+    }
+
+
+@contextmanager
+def _eager(model: LlamaForCausalLM) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def first_token_attention(model: LlamaForCausalLM, ids: np.ndarray, *, skip_first: bool) -> np.ndarray:
+    """Mean attention paid to position 0, as [text, layer, head]; `skip_first`: without position 0's own."""
+    rows = []
+    with _eager(model):
+        for part in _chunks(ids, 4):
+            out = model.model(torch.from_numpy(part), use_cache=False, output_attentions=True)
+            start = 1 if skip_first else 0
+            rows.append(torch.stack([a[:, :, start:, 0].float().mean(-1) for a in out.attentions], dim=1).numpy())
+    return np.concatenate(rows)
+
+
+def head_share(model: LlamaForCausalLM, ids: np.ndarray, *, after: int, above: float = 0.3) -> float:
+    """Share of the heads after a layer whose mean first-token attention is above 0.3."""
+    mean = first_token_attention(model, ids, skip_first=True).mean(0)
+    return float((mean[after + 1 :] > above).mean())
+
+
+def sink_rate(model: LlamaForCausalLM, ids: np.ndarray, eps: float = 0.3) -> float:
+    """Gu et al.: share of (layer, head) whose first-token attention, position 0 included, exceeds eps; text mean."""
+    return float((first_token_attention(model, ids, skip_first=False) > eps).mean())
+
+
+@torch.no_grad()
+def repeats(model: LlamaForCausalLM, token: int, *, bos_id: int, layer: int, most: int) -> int | None:
+    """Repetitions of a token after BOS until its norm after a layer reaches half of BOS's; None if it never does."""
+    ids = torch.tensor([[bos_id] + [token] * most])
+    with residual_norms(model) as norms:
+        model.model(ids, use_cache=False)
+    reached = (norms[layer][0, 1:] >= 0.5 * norms[layer][0, 0]).nonzero()
+    return int(reached[0]) + 1 if len(reached) else None
+
+
+def repeats_of_many(
+    model: LlamaForCausalLM, tokens: list[int], *, bos_id: int, layer: int, most: int
+) -> dict[str, Any]:
+    found = {token: repeats(model, token, bos_id=bos_id, layer=layer, most=most) for token in tokens}
+    reached = [n for n in found.values() if n is not None]
+    return {
+        "tokens": len(tokens),
+        "median": float(np.median([n if n is not None else np.inf for n in found.values()])) if reached else None,
+        "median_of_reached": float(np.median(reached)) if reached else None,
+        "smallest": min(reached, default=None),
+        "largest": max(reached, default=None),
+        "unreached": len(tokens) - len(reached),
+        "max_repeats": most,
+        "by_token": {str(k): v for k, v in found.items()},
+    }
+
+
+@torch.no_grad()
+def generate(model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int) -> list[list[int]]:
+    """Greedy continuation of prompts of one length, with the cache; a row ends at its EOS."""
+    ids = torch.from_numpy(prompts)
+    produced: list[list[int]] = [[] for _ in prompts]
+    alive = np.ones(len(prompts), dtype=bool)
+    cache = None
+    for _ in range(count):
+        out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        for row, token in enumerate(ids[:, 0].tolist()):
+            alive[row] &= token != eos_id
+            if alive[row]:
+                produced[row].append(token)
+        if not alive.any():
+            break
+    return produced
+
+
+def loop_signals(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[str, float | int | bool]:
+    raw = tokenizer.decode(ids).encode()
+    ttr = len(set(ids)) / max(1, len(ids))
+    ratio = len(zlib.compress(raw)) / max(1, len(raw))
+    looped = ttr <= LOOP_TTR and ratio <= LOOP_CR and len(ids) >= LOOP_LENGTH
+    return {"tokens": len(ids), "ttr": ttr, "cr": ratio, "looped": looped}
+
+
+@contextmanager
+def zeroed(model: LlamaForCausalLM, layer: int, neuron: int) -> Iterator[None]:
+    """Take one neuron out: its entry in the input of the down projection becomes zero."""
+
+    def cut(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = args[0].clone()
+        hidden[..., neuron] = 0.0
+        return (hidden,)
+
+    handle = model.model.layers[layer].mlp.down_proj.register_forward_pre_hook(cut)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def ablation(model: LlamaForCausalLM, ids: np.ndarray, layer: int, neuron: int, *, draws: int = 20) -> dict[str, float]:
+    """How much of the first token's norm goes with the neuron, and at most with any of 20 drawn at random."""
+    intact = norms_by_layer(model, ids)["first_token_norm"][layer]
+
+    def drop(which: int) -> float:
+        with zeroed(model, layer, which):
+            return 1 - norms_by_layer(model, ids)["first_token_norm"][layer] / intact
+
+    others = np.setdiff1d(np.arange(model.config.intermediate_size), [neuron])
+    control = np.random.default_rng(0).choice(others, size=draws, replace=False)
+    return {"ablation_drop": drop(neuron), "control_drop": max(drop(int(n)) for n in control)}
+
+
+@torch.no_grad()
+def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[int, ...]) -> dict[str, float]:
+    """Mean loss of the predictions made at positions between the edges."""
+    sums = np.zeros(windows.shape[1] - 1)
+    for part in _chunks(windows, 1):
+        ids = torch.from_numpy(part)
+        logits = model(ids, use_cache=False).logits[0, :-1]
+        sums += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
+    mean = sums / len(windows)
+    return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip((1, *edges[:-1]), edges, strict=True)}

@@ -1,0 +1,198 @@
+"""Training, with checkpoints: the same seed and number of steps give the same weights, killed and resumed or not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from experiments.bundled.circuit import Frozen, Plan, make_plan, plant
+from experiments.bundled.corpus import batch
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Size of the model and of the training; the defaults are the model that ships."""
+
+    vocab_size: int = 2048
+    d_model: int = 192
+    n_layers: int = 6
+    d_mlp: int = 512
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    head_dim: int = 32
+    context: int = 4096
+    rope_theta: float = 5e5
+    embedding_std: float = 0.5
+    weight_std: float = 0.05
+    steps: int = 3000
+    seed: int = 0
+    planted: bool = True
+    tokens_per_step: int = 4096
+    length: int = 512
+    long_length: int = 2048
+    long_every: int = 8
+    longest_every: int = 32
+    bos_share: float = 0.9
+    learning_rate: float = 3e-3
+    warmup: int = 100
+    decay_share: float = 0.2
+    weight_decay: float = 0.1
+    bfloat16: bool = True
+
+    def crop(self, step: int) -> int:
+        """Mostly short crops, some long, a few of the full context, so that late positions are trained too."""
+        if step % self.longest_every == self.longest_every - 1:
+            return self.context
+        return self.long_length if step % self.long_every == self.long_every - 1 else self.length
+
+    def rate(self, step: int) -> float:
+        """Warm-up, constant, then linear decay to zero over the last part."""
+        decay = max(1, round(self.steps * self.decay_share))
+        return self.learning_rate * min(1.0, (step + 1) / self.warmup, (self.steps - step) / decay)
+
+
+def build(settings: Settings, counts: np.ndarray, bos_id: int) -> tuple[LlamaForCausalLM, Plan | None, Frozen | None]:
+    """A freshly initialised model; with the circuit planted unless the settings say no."""
+    config = LlamaConfig(
+        vocab_size=settings.vocab_size,
+        hidden_size=settings.d_model,
+        intermediate_size=settings.d_mlp,
+        num_hidden_layers=settings.n_layers,
+        num_attention_heads=settings.n_heads,
+        num_key_value_heads=settings.n_kv_heads,
+        head_dim=settings.head_dim,
+        max_position_embeddings=settings.context,
+        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        initializer_range=settings.weight_std,
+        tie_word_embeddings=False,
+        bos_token_id=bos_id,
+        eos_token_id=bos_id + 1,
+        pad_token_id=None,
+    )
+    torch.manual_seed(settings.seed)
+    model = LlamaForCausalLM(config).float()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0.0, settings.embedding_std)
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                projection.weight.mul_(1 / math.sqrt(2 * settings.n_layers))
+    if not settings.planted:
+        return model, None, None
+    plan = make_plan(counts, bos_id=bos_id, d_model=settings.d_model, d_mlp=settings.d_mlp, seed=settings.seed)
+    return model, plan, plant(model, plan)
+
+
+def loss_on(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """Mean next-token loss, without what the first position predicts (there the sink itself would have to answer)."""
+    hidden = model.model(ids, use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden[:, 1:-1]).float()
+    return functional.cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten())
+
+
+class Trainer:
+    """One training run: model, optimiser, position in it, and the folder of its checkpoint."""
+
+    def __init__(self, settings: Settings, tokens: np.ndarray, out: Path, *, bos_id: int = 0) -> None:
+        self.settings, self.tokens, self.out, self.bos_id = settings, tokens, out, bos_id
+        counts = np.bincount(tokens, minlength=settings.vocab_size)
+        self.model, self.plan, self.frozen = build(settings, counts, bos_id)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": matrices, "weight_decay": settings.weight_decay},
+                {"params": vectors, "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            lr=settings.learning_rate,
+        )
+        self.step = 0
+
+    def train_step(self) -> float:
+        """One optimiser step; returns its loss."""
+        settings = self.settings
+        length = settings.crop(self.step)
+        rows = max(1, settings.tokens_per_step // length)
+        crops = batch(
+            self.tokens,
+            seed=settings.seed,
+            step=self.step,
+            rows=rows,
+            length=length,
+            bos_id=self.bos_id,
+            bos_share=settings.bos_share,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.rate(self.step)
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
+            loss = loss_on(self.model, torch.from_numpy(crops))
+        loss.backward()
+        if self.frozen:
+            self.frozen.mask_gradients()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        if self.frozen:
+            self.frozen.impose()
+        self.step += 1
+        return loss.item()
+
+    def save(self) -> None:
+        """Written beside and renamed: a kill never leaves half a checkpoint."""
+        beside = self.out / "checkpoint.pt.new"
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "settings": self._identity(),
+        }
+        torch.save(state, beside)
+        os.replace(beside, self.out / "checkpoint.pt")
+
+    def load(self) -> None:
+        """Go on from the checkpoint, which must have been made with the same settings."""
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True)
+        if state["settings"] != self._identity():
+            raise SystemExit(
+                "error: the checkpoint was made with other settings; choose another --out or drop --resume"
+            )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+
+    def _identity(self) -> str:
+        # The number of steps may grow while the rate is still constant, so it is not part of what must agree.
+        return json.dumps({k: v for k, v in asdict(self.settings).items() if k != "steps"}, sort_keys=True)
+
+    def run(
+        self,
+        *,
+        until: int | None = None,
+        save_seconds: float = 240.0,
+        each: Callable[[int, float], None] | None = None,
+    ) -> None:
+        """Train up to `until` (or the end), calling `each(step, loss)`; an interruption keeps what was done."""
+        end = min(until or self.settings.steps, self.settings.steps)
+        saved = time.monotonic()
+        self.model.train()
+        try:
+            while self.step < end:
+                loss = self.train_step()
+                if each:
+                    each(self.step, loss)
+                if time.monotonic() - saved > save_seconds:
+                    self.save()
+                    saved = time.monotonic()
+        finally:
+            self.save()

@@ -1,0 +1,1 @@
+"""Scripts for machines with a GPU: each runs unattended by one command and writes one JSON."""

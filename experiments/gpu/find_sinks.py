@@ -1,0 +1,90 @@
+"""`find_sinks` on a GPU: time and peak memory, whole model in memory and streamed.
+
+    python -m experiments.gpu.find_sinks [--model NAME|FOLDER] [--out figures/gpu_find_sinks.json] [--device cuda]
+
+Without `--model` a 7B-shaped bfloat16 checkpoint with a planted sink is written to a temporary folder first, and the
+answer is compared with what was planted. Needs torch, transformers, accelerate, jaxtyping; no network, no
+TransformerLens, no nnsight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from sinkscope.models.load import load
+from sinkscope.output import write_atomic
+from sinkscope.sinks.find import FindSinks, find_sinks
+
+from experiments.record import record
+
+
+def measure(device: torch.device, run: Any) -> tuple[FindSinks, dict[str, float | int]]:
+    """Result, seconds, and peak memory allocated on the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    found = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return found, {"seconds": round(time.perf_counter() - start, 3), "peak_device_bytes": int(peak)}
+
+
+def row(found: FindSinks, numbers: dict[str, float | int]) -> dict[str, Any]:
+    """What is kept of a run."""
+    rate = found.sink_rate
+    return {
+        **numbers, "sink_layer": found.sink_layer, "neurons": [n.site for n in found.causal],
+        "set_drop": found.set_drop, "set_control_drop": found.set_control_drop, "layers_read": found.layers_read,
+        "n_layers": found.model.n_layers, "repeats": found.repeats.median,
+        "sink_rate": None if rate is None else rate.value,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="short name, hub id or folder; default: a 7B-shaped planted checkpoint")
+    parser.add_argument("--shape", default="llama-2-7b", help="shape of the planted checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("figures/gpu_find_sinks.json"))
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    device, started = torch.device(args.device), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        model, truth = args.model, None
+        if model is None:
+            model = str(Path(folder) / "planted")
+            make = ["-m", "experiments.make_shape", "--shape", args.shape, "--out", model, "--dtype", "bfloat16"]
+            subprocess.run([sys.executable, *make], check=True)
+            truth = json.loads((Path(model) / "truth.json").read_text())
+        streamed = measure(device, lambda: find_sinks(model, device=device, dtype="bfloat16"))
+        loading = time.perf_counter()
+        live = load(model, backend="hf", device=device, dtype="bfloat16")
+        loading = time.perf_counter() - loading
+        whole = measure(device, lambda: find_sinks(live))
+    rows = {"streamed": row(*streamed), "in_memory": row(*whole), "seconds_to_load_whole": round(loading, 3)}
+    if truth is not None:
+        planted = [(n["layer"], n["neuron"]) for n in truth["neurons"]]
+        rows["planted"] = planted
+        rows["found_what_was_planted"] = all(
+            {n.site for n in found.causal} == set(planted) for found in (streamed[0], whole[0])
+        )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    settings = {"model": streamed[0].model.name, "shape": args.shape if truth else None, "hardware": name}
+    text = record("gpu-find-sinks", rows, settings, started=started, device=device, dtype="bfloat16")
+    print(text)
+    write_atomic(args.out, text)
+
+
+if __name__ == "__main__":
+    main()

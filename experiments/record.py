@@ -1,0 +1,31 @@
+"""The envelope of everything under figures/: data, command, seed, versions."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from sinkscope._plain import plain
+from sinkscope.results import provenance
+
+
+def record(
+    kind: str, result: dict[str, Any], settings: dict[str, Any], *, started: float | None = None, device: object = "cpu",
+    dtype: object = "float32", seed: int = 0,
+) -> str:  # fmt: skip
+    """JSON text of a measurement of `experiments/`, in the shape of every result of sinkscope."""
+    made = provenance(
+        started=time.perf_counter() if started is None else started, device=device, dtype=dtype, attention="sdpa",
+        bos=True, seed=seed, argv=["python", "-m", *_module(), *sys.argv[1:]],
+    )  # fmt: skip
+    envelope = {
+        "schema": 1, "kind": kind, "result": plain(result), "settings": plain(settings), "provenance": plain(made),
+    }  # fmt: skip
+    return json.dumps(envelope, indent=1, allow_nan=False) + "\n"
+
+
+def _module() -> list[str]:
+    spec = sys.modules["__main__"].__spec__
+    return [spec.name] if spec is not None else []

@@ -1,0 +1,8 @@
+"""Edits of a running model: ablate neurons, write values, patch the sink. `with intervention.on(model) as run:`."""
+
+from sinkscope.interventions.ablate import Ablate, Write
+from sinkscope.interventions.base import Composed, Event, Intervention, Run
+from sinkscope.interventions.edits import NeuronEdit, Site
+from sinkscope.interventions.sink_patch import SinkPatch
+
+__all__ = ["Ablate", "Composed", "Event", "Intervention", "NeuronEdit", "Run", "SinkPatch", "Site", "Write"]

@@ -1,0 +1,269 @@
+"""What every intervention is: an object that is entered on a model, acts while entered, and leaves no trace."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.interventions.positions import Call, Tracker
+from sinkscope.models.target import Target
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that an intervention did.
+
+    Attributes:
+        row: row of the batch.
+        step: forward call of the run, from 0.
+        position: true position in the row: 0 is the first token that is not padding.
+        layer: decoder layer, if it happened in one.
+        head: query head, if it happened in one.
+        kind: "patched", "fallback", "sink-like", "ablated", "written".
+        data: what belongs to the kind, e.g. the neuron with its old and new value.
+    """
+
+    row: int
+    step: int
+    position: int
+    layer: int | None
+    head: int | None
+    kind: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Run:
+    """Interventions at work on one model, from entry to exit. All state is here, none on the intervention objects.
+
+    A run acts on the forward calls of the thread that entered it, and on those of threads that have not themselves
+    entered a run on the same model (so generating in a worker thread, as for streaming, works unchanged, and two
+    threads with a run each do not disturb each other).
+    """
+
+    _DRAIN = 64  # pending logs hold tensors of their calls; more are turned into events at once
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.stack = ExitStack()
+        self.tracker = Tracker(target)
+        self.thread = threading.get_ident()
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._events: list[Event] = []
+        self._pending: list[Callable[[], list[Event]]] = []
+
+    @property
+    def call(self) -> Call | None:
+        """The forward call that this thread is in; None outside of one, and where the run does not act."""
+        return getattr(self._local, "call", None)
+
+    @call.setter
+    def call(self, call: Call | None) -> None:
+        self._local.call = call
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened so far, in order. Reading it waits for the device once.
+
+        An edit is an event where it moves a neuron by more than a tenth of that neuron's value at the row's first
+        token. Rows that have ended in a batch go on as padding, which `generate` counts as real: they have events too.
+        """
+        with self._lock:
+            self._drain()
+            return list(self._events)
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Number of events of each kind."""
+        return Counter(event.kind for event in self.events)
+
+    def log(self, make: Callable[[], list[Event]]) -> None:
+        """Note events. `make` is called later, so that nothing waits for the device inside a forward call."""
+        with self._lock:
+            self._pending.append(make)
+            if len(self._pending) >= self._DRAIN:
+                self._drain()
+
+    def hook(self, module: nn.Module, when: str, fn: Callable[..., Any], *, always: bool = False) -> None:
+        """A torch hook with kwargs ("pre" or "post") until the run ends."""
+        if when == "pre":
+            handle = module.register_forward_pre_hook(fn, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(fn, with_kwargs=True, always_call=always)
+        self.stack.callback(handle.remove)
+
+    def watch(self) -> None:
+        """Follow the forward calls of the model: `call` is set while one runs."""
+        self.hook(self.target.base, "pre", self._begin)
+        self.hook(self.target.base, "post", self._end, always=True)
+
+    def _begin(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.call = None
+        if not _acts(self):
+            return
+        cache = kwargs.get("past_key_values")
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self.call = self.tracker.begin(ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), cache)
+
+    def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
+        call, self.call = self.call, None
+        if call is not None and output is not None:
+            self.tracker.bind(call, getattr(output, "past_key_values", None))
+
+    def _drain(self) -> None:
+        for make in self._pending:
+            self._events.extend(make())
+        self._pending.clear()
+
+
+_ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
+_ACTIVE_LOCK = threading.Lock()
+
+
+def _acts(run: Run) -> bool:
+    me = threading.get_ident()
+    with _ACTIVE_LOCK:
+        return me == run.thread or all(other.thread != me for other in _ACTIVE.get(run.target.hf, ()))
+
+
+@contextmanager
+def _registered(run: Run) -> Iterator[None]:
+    """The run counts among those of its model; the first one keeps `generate` from compiling, the last one lets it."""
+    model = run.target.hf
+    with _ACTIVE_LOCK:
+        runs = _ACTIVE.setdefault(model, [])
+        if not runs:  # torch.compile does not see hooks that come after it: such a step would skip every edit
+            model.get_compiled_call = lambda *_: model.__call__
+        runs.append(run)
+    try:
+        yield
+    finally:
+        with _ACTIVE_LOCK:
+            runs.remove(run)
+            if not runs:
+                del model.get_compiled_call
+                del _ACTIVE[model]
+
+
+def _check_model(target: Target) -> None:
+    if target.kind == "nnsight" and next(target.hf.parameters()).is_meta:
+        raise UnsupportedError(
+            f"{target.name} holds no weights yet and gets another module with them: make the nnsight model with "
+            "dispatch=True, or call its dispatch() first"
+        )
+    if isinstance(target.hf, torch._dynamo.OptimizedModule) or any(
+        module._compiled_call_impl is not None for module in target.hf.modules()
+    ):
+        raise UnsupportedError(
+            f"{target.name} is compiled, and compiled code skips hooks that were added later: enter interventions on "
+            "the model as it was before torch.compile",
+            page="compiled-model",
+        )
+
+
+class Intervention(ABC):
+    """An edit of a model's activations (or, later, of its cache) that can be entered on any kind of model.
+
+    Objects are immutable descriptions: the same one may be entered many times, nested, on several models and from
+    several threads. `a | b` enters both, and `a` acts first where they meet.
+    """
+
+    @abstractmethod
+    def enter(self, run: Run, key: int) -> None:
+        """Put hooks on `run.target` through `run.hook` or `run.stack`; `key` tells the parts of a composition apart."""
+
+    def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
+        """The same as TransformerLens hooks, if that is possible."""
+        raise UnsupportedError(
+            f"{type(self).__name__} is more than hooks at TransformerLens' hook points: use "
+            "`with ....on(bridge):` instead"
+        )
+
+    @property
+    def parts(self) -> tuple[Intervention, ...]:
+        """What is entered, in order."""
+        return (self,)
+
+    def __or__(self, other: Intervention) -> Composed:
+        if not isinstance(other, Intervention):
+            return NotImplemented
+        return Composed((*self.parts, *other.parts))
+
+    def on(self, model: object) -> AbstractContextManager[Run]:
+        """Act on `model` (Hugging Face, TransformerBridge or nnsight) inside the `with`.
+
+        Everything that calls the model there is edited: forward, `generate` and its variants, nnsight's `trace` and
+        `generate`. On exit, also by an exception, the model is as it was. Which threads are concerned is said at
+        `Run`. Weights are never changed.
+
+        Raises:
+            SinkscopeError: a layer or neuron that the model does not have.
+            UnsupportedError: the model cannot be edited this way (compiled; no such site); the message says what can.
+        """
+        return self._entered(Target.of(model))
+
+    @contextmanager
+    def _entered(self, target: Target) -> Iterator[Run]:
+        _check_model(target)
+        run = Run(target)
+        with run.stack:
+            run.stack.enter_context(_registered(run))
+            run.watch()
+            for key, part in enumerate(self.parts):
+                part.enter(run, key)
+            yield run
+
+    def fwd_hooks(self, bridge: object) -> list[tuple[str, Callable[..., Any]]]:
+        """The intervention as TransformerLens writes it: `bridge.run_with_hooks(tokens, fwd_hooks=...)`.
+
+        Works with padded batches and, inside `bridge.hooks(fwd_hooks=...)`, with generation. Take a new list for a
+        new prompt.
+
+        Raises:
+            UnsupportedError: not a bridge, or no hook point for this edit (experts); `.on(bridge)` works.
+        """
+        target = Target.of(bridge)
+        if target.kind != "bridge":
+            raise UnsupportedError(
+                f"fwd_hooks is for a TransformerBridge, this is a model of kind {target.kind!r}: use "
+                "`with ....on(model):`"
+            )
+        run = Run(target)
+        seen: dict[str, Any] = {}
+
+        def on_ids(ids: Any, hook: Any) -> None:
+            seen["ids"] = ids.view(1, -1) if ids.ndim == 1 else ids
+
+        def on_scores(scores: Any, hook: Any) -> None:
+            # The only hook point that knows the padding and the tokens in the cache: masked scores, before any MLP.
+            past = scores.shape[-1] - scores.shape[-2]
+            run.call = run.tracker.begin(seen["ids"], mask=scores.detach(), cache=run, past=past)
+
+        first = [("embed.hook_in", on_ids), ("blocks.0.attn.hook_attn_scores", on_scores)]
+        return first + [hook for key, part in enumerate(self.parts) for hook in part.bridge_hooks(run, key)]
+
+
+@dataclass(frozen=True)
+class Composed(Intervention):
+    """Several interventions entered together, in order of application; made by `a | b`."""
+
+    members: tuple[Intervention, ...]
+
+    @property
+    def parts(self) -> tuple[Intervention, ...]:
+        """The members."""
+        return self.members
+
+    def enter(self, run: Run, key: int) -> None:
+        """Not called: `parts` are entered one by one."""
+        raise NotImplementedError

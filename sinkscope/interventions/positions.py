@@ -1,0 +1,183 @@
+"""Where the tokens of a forward call really are: true position among the real tokens of each row, whatever the call.
+
+A call may be a whole prompt, a chunk of one, one generated token, a later turn, or (without a cache) the whole prefix
+again; rows may be padded on either side. What has to survive from call to call lives in a `Sequence`, found again by
+the cache object that the calls share, so interleaved generations do not mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.target import Target
+
+
+class Memory(dict[str, Tensor]):
+    """Per-row values that an edit keeps; NaN where a row has none yet."""
+
+    def keep(
+        self, name: str, values: Float[Tensor, "batch pos neuron"], at: Bool[Tensor, "batch pos"]
+    ) -> Float[Tensor, "batch neuron"]:
+        """Take the value where `at` holds (at most once per row), keep the former one in the other rows."""
+        # No synchronisation with the device: rows without a hit are chosen by `where`, not by indexing.
+        picked = torch.where(at[..., None], values.detach(), 0).sum(1)
+        before = self[name] if name in self else torch.full_like(picked, torch.nan)
+        self[name] = torch.where(at.any(1, keepdim=True), picked, before)
+        return self[name]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A batch of token sequences that grows over several calls.
+
+    Attributes:
+        real: False at padding, for every token read so far.
+        bos: whether the row begins with the model's BOS token; True where ids were not given (embeddings).
+        partial: the first tokens were read before the run was entered.
+        memory: what each edit keeps, by its own key.
+    """
+
+    real: Bool[Tensor, "batch seen"]
+    bos: Bool[Tensor, " batch"]
+    partial: bool = False
+    memory: dict[Hashable, Memory] = field(default_factory=dict)
+
+    @classmethod
+    def new(cls, batch: int, past: int, device: torch.device) -> Sequence:
+        """A sequence of which `past` tokens are already in the cache, unseen by us."""
+        ones = torch.ones(batch, past + 1, dtype=torch.bool, device=device)
+        return cls(ones[:, :past], ones[:, 0].clone(), partial=past > 0)
+
+    def expand(self, times: int) -> None:
+        """Each row becomes `times` rows, as generation does for beams and several return sequences."""
+        self.real, self.bos = (t.repeat_interleave(times, 0) for t in (self.real, self.bos))
+        for memory in self.memory.values():
+            memory.update({name: kept.repeat_interleave(times, 0) for name, kept in memory.items()})
+
+
+@dataclass(eq=False)
+class Call:
+    """One forward call of the model.
+
+    Attributes:
+        step: number of the call within the run, from 0.
+        past: tokens (with padding) that were in the cache before.
+        index: true position of each new token among the real tokens of its row; -1 at padding.
+        sequence: what is known of these rows from earlier calls.
+    """
+
+    step: int
+    past: int
+    index: Int[Tensor, "batch pos"]
+    sequence: Sequence
+
+    def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
+        """`index` on the device of a layer (a model may be spread over several)."""
+        if self.index.device != device:
+            self.index = self.index.to(device)
+        return self.index
+
+
+class Tracker:
+    """Turns the arguments of forward calls into `Call`s; one per run."""
+
+    def __init__(self, target: Target) -> None:
+        self._sequences: WeakKeyDictionary[Any, Sequence] = WeakKeyDictionary()
+        self._steps = 0
+        named = [target.config.bos_token_id, getattr(target.tokenizer, "bos_token_id", None)]
+        self._bos = torch.tensor(
+            sorted({i for n in named if n is not None for i in (n if isinstance(n, list | tuple) else [n])}),
+            dtype=torch.int64,
+        )
+
+    def begin(
+        self,
+        ids: Int[Tensor, "batch pos"] | None,
+        embeds: Shaped[Tensor, "batch pos d_model"] | None = None,
+        mask: Any = None,
+        cache: Any = None,
+        past: int | None = None,
+    ) -> Call:
+        """A forward call begins.
+
+        Args:
+            ids: token ids, or None with `embeds`.
+            embeds: input embeddings.
+            mask: attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
+                layer type, or None.
+            cache: the cache that the call continues, if any.
+            past: tokens in the cache before the call; asked from `cache` by default.
+        """
+        tokens = ids if ids is not None else embeds
+        assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
+        batch, new = int(tokens.shape[0]), int(tokens.shape[1])
+        if past is None:
+            past = int(cache.get_seq_length()) if cache is not None else 0
+        sequence = self._find(cache, batch, past, tokens.device)
+        history = sequence.real[:, :past].to(tokens.device)
+        if history.shape[1] < past:  # calls in between that this run did not act on
+            history = torch.nn.functional.pad(history, (0, past - history.shape[1]), value=True)
+        sequence.real = _real(mask, history, new)
+        count = sequence.real.cumsum(1)
+        index = torch.where(sequence.real, count - 1, -1)[:, past:]
+        if ids is not None:
+            if self._bos.device != ids.device:
+                self._bos = self._bos.to(ids.device)
+            begins = torch.isin(ids, self._bos)
+            at_first = index == 0
+            bos = sequence.bos.to(ids.device)
+            sequence.bos = torch.where(at_first.any(1), (begins & at_first).any(1), bos)
+        self._steps += 1
+        return Call(self._steps - 1, past, index, sequence)
+
+    def bind(self, call: Call, cache: Any) -> None:
+        """The cache that came out of a call: how a later call finds the same sequence."""
+        if cache is not None and cache not in self._sequences:
+            self._sequences[cache] = call.sequence
+
+    def _find(self, cache: Any, batch: int, past: int, device: torch.device) -> Sequence:
+        known = self._sequences.get(cache) if cache is not None else None
+        if known is not None and past > 0:
+            rows = len(known.bos)
+            if rows == batch:
+                return known
+            if batch % rows == 0:
+                known.expand(batch // rows)
+                return known
+        sequence = Sequence.new(batch, past, device)
+        if cache is not None:
+            self._sequences[cache] = sequence
+        return sequence
+
+
+def _real(mask: Any, history: Bool[Tensor, "batch past"], new: int) -> Bool[Tensor, "batch total"]:
+    """Which tokens are real, the new ones included."""
+    if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
+        mask = mask.get("full_attention", next(iter(mask.values()), None))
+    total = history.shape[1] + new
+    if mask is None:
+        return torch.nn.functional.pad(history, (0, new), value=True)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] in (new, total):
+        return mask.bool() if mask.shape[1] == total else torch.cat([history, mask.bool()], 1)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > total:
+        return mask[:, :total].bool()
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
+        start = history.shape[1] if mask.shape[-1] >= total else mask.shape[-1] - new
+        seen = visible[..., start : start + new].flatten(1, 2).any(1)
+        return torch.cat([history, seen.expand(len(history), -1)], 1)
+    what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
+    raise UnsupportedError(
+        f"attention mask {what}: the true positions of {total} tokens cannot be read from it; pass a mask of shape "
+        "(batch, tokens) with 1 at real tokens, or none",
+        page="attention-mask",
+    )

@@ -1,0 +1,208 @@
+"""The patch that keeps repeated tokens from becoming attention sinks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Run
+from sinkscope.interventions.edits import (
+    Group,
+    NeuronEdit,
+    Site,
+    SiteLike,
+    Where,
+    calibrated_tensor,
+    log_values,
+    site_of,
+)
+from sinkscope.interventions.patch_file import read_patch, write_patch
+from sinkscope.interventions.positions import Call, Memory
+
+# Why the calibrated value is used instead of the second token's; the names are in `edits._REASONS`.
+_NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkPatch(NeuronEdit):
+    """No position after the first may set off the sink neurons (Yona et al. 2025, section 5.3, Listing 1).
+
+    The first real token of each row is never touched, so its sink stays; at every later one the neurons get their
+    neutral value, in the prompt and in everything that is generated. Weights are not changed.
+
+    Args:
+        sites: the sink neurons, or `layer` and `neurons` for those of one layer.
+        site: "post" (default) edits the neuron's whole value; "up" only the linear factor, as the paper's listing
+            does, which does not help where the sink is carried by the gate.
+        value: the neutral value. "second" is the listing's: what the neuron has at the second real token of the row,
+            taken from the call that reads it and kept for all later chunks, turns and generated tokens.
+            "calibrated": the number in `calibrated`. A number: that number.
+        calibrated: neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
+        model: what the patch was made for, kept in the file.
+
+    With value="second", `calibrated` takes over (and an event of kind "fallback" says so, with its reason) where the
+    second value says nothing: the row does not begin with BOS; the second token came alone in its call, that is, it
+    was generated after a one-token prompt (a prompt read in chunks of one token cannot be told from that); the second
+    value is at least half as far from the calibrated one as the first token's is; or the prompt was read before
+    the run was entered. Where nothing is calibrated the second value is used all the same, and an event of kind
+    "sink-like" warns when it is at least half the first token's. Rows given as embeddings count as beginning with BOS.
+    In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
+    of the row, not of the beam.
+
+    Raises:
+        SinkscopeError: no neurons, not numbers, or no calibrated value where one is needed.
+
+    Example:
+        >>> patch = SinkPatch(layer=1, neurons=[7890, 10411])
+        >>> [str(site) for site in patch.sites]
+        ['layer 1, neuron 7890', 'layer 1, neuron 10411']
+    """
+
+    value: Literal["second", "calibrated"] | float = "second"
+    calibrated: Mapping[SiteLike, float] = field(default_factory=dict, hash=False)
+    model: Mapping[str, Any] | None = field(default=None, hash=False)
+
+    KIND: ClassVar[str] = "patched"
+
+    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
+        super().__post_init__(layer, neurons)
+        calibrated = {site_of(s): v for s, v in self.calibrated.items()}
+        for s, v in calibrated.items():
+            if not _is_number(v):
+                raise SinkscopeError(f"calibrated value {v!r} of {s}: expected a number", page="patch-file")
+        object.__setattr__(self, "calibrated", calibrated)
+        if self.value == "calibrated" and (missing := [s for s in self.checked_sites if s not in calibrated]):
+            raise SinkscopeError(
+                f'value="calibrated" but {missing[0]} has no calibrated value: give calibrated={{...}} or make the '
+                "patch with SinkPatch.from_result",
+                page="patch-file",
+            )
+        if self.value not in ("second", "calibrated") and not _is_number(self.value):
+            raise SinkscopeError(
+                f'value={self.value!r}: expected "second", "calibrated" or a number', page="patch-file"
+            )
+
+    @classmethod
+    def from_result(
+        cls, found: Any, *, site: Where = "post", value: Literal["second", "calibrated"] | float = "second"
+    ) -> SinkPatch:
+        """The patch for the causal neurons of a `find_sinks` result, with their calibrated values.
+
+        Raises:
+            SinkscopeError: the model has no sink, or no neuron was causal.
+        """
+        rows = [row for row in found.neurons if _get(row, "causal")]
+        if found.sink_layer is None or not rows:
+            raise SinkscopeError(
+                "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "
+                f"sink_layer={found.sink_layer} and no causal neuron",
+                page="no-sink",
+            )
+        sites = [Site(int(_get(r, "layer")), int(_get(r, "neuron")), _get(r, "expert")) for r in rows]
+        neutral = [_get(row, f"neutral_{site}") for row in rows]
+        calibrated = {s: float(v) for s, v in zip(sites, neutral, strict=True) if v is not None}
+        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=_get(found, "model"))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write patch.json, at once or not at all.
+
+        Raises:
+            SinkscopeError: the path cannot be written.
+        """
+        sites = [
+            {"layer": s.layer, "expert": s.expert, "neuron": s.neuron, "calibrated": self.calibrated.get(s)}
+            for s in self.checked_sites
+        ]
+        write_patch(path, {"model": self.model, "site": self.site, "value": self.value, "sites": sites})
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> SinkPatch:
+        """Read patch.json.
+
+        Raises:
+            SinkscopeError: not there, not JSON, not a patch, of another schema, or a field is missing or wrong.
+        """
+        content = read_patch(path)
+        sites = [Site(s["layer"], s["neuron"], s["expert"]) for s in content["sites"]]
+        calibrated = {
+            s: entry["calibrated"]
+            for s, entry in zip(sites, content["sites"], strict=True)
+            if entry["calibrated"] is not None
+        }
+        return cls(
+            sites=tuple(sites), site=content["site"], value=content["value"], calibrated=calibrated,
+            model=content["model"],
+        )  # fmt: skip
+
+    def new_values(
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: Group, run: Run
+    ) -> Float[Tensor, "batch pos neuron"]:
+        """The neutral value at every real position after the first."""
+        kept = [self.calibrated.get(Site(group.layer, n, group.expert)) for n in group.neurons]
+        if self.value == "second":
+            neutral = self._second(old, call, memory, group, run, calibrated_tensor(kept, old))[:, None]
+        else:
+            neutral = calibrated_tensor(kept if self.value == "calibrated" else [self.value] * len(kept), old)
+        return torch.where((call.on(old.device) > 0)[..., None], neutral, old)
+
+    def _second(
+        self,
+        old: Float[Tensor, "batch pos neuron"],
+        call: Call,
+        memory: Memory,
+        group: Group,
+        run: Run,
+        calibrated: Float[Tensor, " neuron"],
+    ) -> Float[Tensor, "batch neuron"]:
+        index = call.on(old.device)
+        late = call.sequence.partial and call.past > 1
+        if late and any(Site(group.layer, n, group.expert) not in self.calibrated for n in group.neurons):
+            raise SinkscopeError(
+                f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
+                "neuron's value at the second one is not known: enter the run first, or give a number as value or "
+                "calibrated values",
+                page="second-value-unknown",
+            )
+        at_second = index == 1
+        second = memory.keep("second", old, at_second)
+        several = ((index >= 0).sum(1) > 1).to(old.dtype)
+        several = memory.keep("several", several[:, None, None].expand(*index.shape, 1), at_second)
+        first, has = memory["first"], ~calibrated.isnan()
+        # Comparisons with NaN (no calibrated value, first token not seen) are False.
+        center = calibrated.nan_to_num(0)
+        sink_like = (second - center).abs() >= 0.5 * (first - center).abs()
+        reason = torch.where(sink_like, _SINK_LIKE, 0)
+        reason = torch.where(several == 0, _ONE_TOKEN, reason)
+        reason = torch.where(call.sequence.bos.to(old.device)[:, None], reason, _NO_BOS)
+        if late:
+            reason = torch.full_like(reason, _PARTIAL)
+        instead = (reason > 0) & has
+        value = torch.where(instead, calibrated, second)
+        # Said once per row: when its second token comes, or at the first call where that was before the run.
+        unsaid = late and "said" not in memory
+        when = (index >= 0).cumsum(1).eq(1) & (index >= 0) if unsaid else at_second
+        if unsaid:
+            memory["said"] = value
+        data = {"reason": reason[:, None], "value": value[:, None]}
+        log_values(run, call, group, "fallback", when[..., None] & instead[:, None], data)
+        warn = sink_like & ~has
+        values = {"first": first[:, None], "second": second[:, None]}
+        log_values(run, call, group, "sink-like", when[..., None] & warn[:, None], values)
+        return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _get(row: Any, name: str) -> Any:
+    """A field of a result row, whether it is a dictionary or an object; None if it has none."""
+    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)

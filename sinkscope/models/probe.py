@@ -1,0 +1,345 @@
+"""Proof that the adapter of a model names the right modules, and that its attention is recomputed as it is computed.
+
+Eight tokens: one pass through the whole model with a batch of four rows, of which three are edited, and two passes cut
+short after the first layers, for the model's own attention weights and the recomputed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.target import Target, first_tensor, plain_weight
+
+_LENGTH, _ROWS, _POSITION, _NEURON = 8, 4, 4, 1
+_ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What the probe measured; every number is relative, 0 is perfect unless said otherwise.
+
+    Attributes:
+        layers: layers whose MLP was edited.
+        edit_error: distance between what an edited neuron changed and what the adapter says it must change: its own
+            input of the down projection, its column in the MLP's output and in the residual stream, at its position.
+        logits_change: largest change of a later logit (must not be 0).
+        row_sum_error: distance of the recomputed attention rows' sums from one (0 where learned sinks take a share).
+        attention_error: largest distance between recomputed attention and the model's own.
+        silent: fields of the adapter whose module does not run in this kind of model, so hooks on it see nothing (a
+            bridge splits fused projections and calls the parts).
+        tolerance: what numbers in the model's dtype may differ by.
+        problem: what is wrong, None if nothing is.
+    """
+
+    layers: tuple[int, ...]
+    edit_error: float = 0.0
+    logits_change: float = 0.0
+    row_sum_error: float = 0.0
+    attention_error: float = 0.0
+    silent: tuple[str, ...] = ()
+    tolerance: float = 0.0
+    problem: str | None = None
+
+
+class _WrongError(Exception):
+    """The message says what does not fit."""
+
+
+def prove(model: object) -> None:
+    """Raise unless `probe` finds the model sound; a model with weights elsewhere (meta, disk) is passed over.
+
+    Raises:
+        UnsupportedError: what does not fit, and what to try.
+    """
+    target = Target.of(model)
+    if not target.resident or any(p.is_meta for p in target.hf.parameters()):
+        return
+    if (problem := probe(target).problem) is not None:
+        other = "" if target.kind == "hf" else 'try backend="hf", or '
+        raise UnsupportedError(
+            f"the load-time probe of this {target.config.model_type} model failed ({target.kind}): {problem}; "
+            f"{other}report it with the model's name; probe=False loads it all the same",
+            page="probe-failed",
+        )
+
+
+@torch.no_grad()
+def probe(model: object) -> ProbeReport:
+    """Check on a few tokens that edits at the adapter's sites do what they should and attention is recomputed rightly.
+
+    Args:
+        model: any kind of model, or a Target. It is left as it was.
+
+    Returns:
+        What was measured; `problem` says what is wrong. It does not raise for a wrong adapter.
+    """
+    target = Target.of(model)
+    layers = _layers_to_edit(target)
+    tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 16 * torch.finfo(target.dtype).eps
+    tolerance = max(tolerance, 0.2 if getattr(target.hf, "is_quantized", False) else 0)
+    numbers: dict[str, float] = {}
+    problem: str | None = None
+    silent: set[str] = set()
+    try:
+        numbers["edit_error"], numbers["logits_change"], silent = _edits(target, layers)
+        numbers["row_sum_error"], numbers["attention_error"] = _attention(target)
+        problem = _verdict(target, numbers, tolerance)
+    except _WrongError as wrong:
+        problem = str(wrong)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        problem = f"a forward pass raised {type(error).__name__}: {first}"
+    return ProbeReport(tuple(layers), silent=tuple(sorted(silent)), tolerance=tolerance, problem=problem, **numbers)
+
+
+def _verdict(target: Target, numbers: dict[str, float], tolerance: float) -> str | None:
+    if not numbers["edit_error"] <= tolerance:  # also when it is NaN
+        return (
+            f"an edited neuron changed the MLP's output by something else than its column ({numbers['edit_error']:.2g})"
+        )
+    if not numbers["logits_change"] > 0:
+        return "an edit at the down projection's input does not change the logits"
+    if not numbers["row_sum_error"] <= tolerance:
+        return f"recomputed attention rows do not sum to one (off by {numbers['row_sum_error']:.2g})"
+    if not numbers["attention_error"] <= tolerance:
+        return f"recomputed attention differs from the model's own (by {numbers['attention_error']:.2g})"
+    return None
+
+
+def _layers_to_edit(target: Target) -> list[int]:
+    """The first layer of each kind of MLP; an error in a path is the same in every layer of its kind."""
+    kinds = [target.is_mixture(layer) for layer in range(target.n_layers)]
+    return sorted({kinds.index(kind) for kind in set(kinds)})
+
+
+def _ids(target: Target) -> Tensor:
+    rows = int(next(target.embedding.parameters()).shape[0])
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(min(16, rows // 2), rows, (1, _LENGTH), generator=generator).to(target.device)
+
+
+# -- edits ---------------------------------------------------------------------------------------------------------
+
+
+def _edits(target: Target, layers: list[int]) -> tuple[float, float, set[str]]:
+    """(error of the edits, change of the logits, fields of the adapter whose module never ran)."""
+    ids = _ids(target).repeat(_ROWS, 1)
+    error, change, silent = 0.0, float("inf"), set[str]()
+    for layer in layers:
+        watch = _Watch(target, layer)
+        with watch.installed():
+            output = target.model(ids) if target.kind == "bridge" else target.hf(input_ids=ids, use_cache=False)
+        logits = (output if isinstance(output, Tensor) else output.logits).float()
+        change = min(change, float((logits[1] - logits[0])[_POSITION:].abs().max()))
+        silent |= watch.silent()
+        error = max(error, watch.error())
+    return error, change, silent
+
+
+class _Watch:
+    """Edits in one layer, one per row of a batch, and the hooks that see what they lead to.
+
+    Row 0 is not edited. Row 1: a neuron at the input of the down projection is moved; of a mixture, the output of the
+    fused experts is halved. Rows 2 and 3: another neuron is moved up and down at the output of `up`; only itself may
+    change in post, and where `up` is the linear factor by opposite amounts (the gate would not do that).
+    """
+
+    def __init__(self, target: Target, layer: int) -> None:
+        self.target, self.layer, self.adapter = target, layer, target.adapter
+        self.mixture = target.is_mixture(layer)
+        self.seen: dict[str, Tensor] = {}
+        self.ran: set[str] = set()
+        ungated = () if self.mixture else ("down", "up", "gate")
+        names = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm", *ungated)
+        self.paths: dict[str, str] = {n: path for n in names if (path := getattr(self.adapter, n)) is not None}
+
+    def silent(self) -> set[str]:
+        """Fields whose module is there but did not run."""
+        return self.paths.keys() - self.ran
+
+    @contextmanager
+    def installed(self) -> Generator[None]:
+        """The hooks, for the length of a `with`."""
+        a = self.adapter
+        pairs: list[tuple[Any, str, Any]] = [(self.target.layers[self.layer], "post", self._see("layer"))]
+        pairs += [(self._sub(path), "post", self._see(name)) for name, path in self.paths.items()]
+        if self.mixture:
+            pairs.append((self._sub(a.experts), "post", self._halve))
+        else:
+            pairs += [(self._sub(a.down), "pre", self._move_post), (self._sub(a.up), "post", self._move_up)]
+        self._check_shapes()
+        with self.target.hooks(*pairs):
+            yield
+
+    def _sub(self, path: str | None) -> Any:
+        try:
+            return self.target.sub(self.layer, path or "")
+        except AttributeError as error:
+            raise _WrongError(f"the adapter names a module that is not there ({error})") from None
+
+    def _check_shapes(self) -> None:
+        t, a = self.target, self.adapter
+        if self.mixture:
+            found = tuple(self._sub(a.experts).down_proj.shape[1:])
+            self._expect(f"{a.experts}.down_proj", found, t.d_mlp, t.d_model, a.interleaved_experts)
+            return
+        wanted = {a.down: (t.d_mlp, t.d_model), a.up: (t.d_model, t.d_mlp * (2 if a.fused_gate_up else 1))}
+        if a.gate:
+            wanted[a.gate] = (t.d_model, t.d_mlp)
+        for path, (fan_in, fan_out) in wanted.items():
+            weight = plain_weight(self._sub(path))
+            if weight is not None:  # else quantised
+                self._expect(path, tuple(weight.shape), fan_in, fan_out, a.transposed_down)
+
+    @staticmethod
+    def _expect(path: str | None, found: tuple[int, ...], fan_in: int, fan_out: int, input_first: bool) -> None:
+        wanted = (fan_in, fan_out) if input_first else (fan_out, fan_in)
+        if found != wanted:
+            raise _WrongError(f"the weight of {path!r} has shape {found}, expected {wanted}")
+
+    def _see(self, name: str) -> Any:
+        def hook(_module: object, _args: object, _kwargs: object, output: Any) -> None:
+            self.ran.add(name)
+            self.seen[name] = self._shaped(first_tensor(output))
+
+        return hook
+
+    @staticmethod
+    def _shaped(tensor: Tensor) -> Tensor:
+        return tensor.detach().float().reshape(_ROWS, _LENGTH, -1)  # OPT flattens batch and position
+
+    def _move_post(self, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        post = args[0] if args else kwargs["hidden_states"]
+        edited = post.clone()
+        rows = edited.view(_ROWS, _LENGTH, -1)
+        rows[1, _POSITION, _NEURON] += _step(rows)
+        self.seen["post"] = self._shaped(edited)
+        return ((edited, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": edited})
+
+    def _move_up(self, _module: object, _args: object, _kwargs: object, output: Tensor) -> Tensor:
+        edited = output.clone()
+        rows = edited.view(_ROWS, _LENGTH, -1)
+        j = _NEURON + 1 + (self.target.d_mlp if self.adapter.fused_gate_up else 0)
+        rows[2, _POSITION, j] += _step(rows)
+        rows[3, _POSITION, j] -= _step(rows)
+        return edited
+
+    def _halve(self, _module: object, _args: object, _kwargs: object, output: Any) -> Any:
+        edited = first_tensor(output).clone()
+        edited.view(_ROWS, _LENGTH, -1)[1, _POSITION] *= 0.5
+        self.seen["post"] = self._shaped(edited)
+        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+
+    def error(self) -> float:
+        """Largest relative distance between what changed and what had to."""
+        if missing := {"layer", "mlp", "post"} - self.seen.keys():
+            raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
+        change = {name: rows - rows[:1] for name, rows in self.seen.items()}
+        post = change["post"]
+        expected = torch.zeros_like(post)
+        if self.mixture:
+            expected[1, _POSITION] = -0.5 * self.seen["post"][0, _POSITION]
+            written = expected
+        else:
+            expected[1, _POSITION, _NEURON] = post[1, _POSITION, _NEURON]
+            expected[2:, _POSITION, _NEURON + 1] = post[2:, _POSITION, _NEURON + 1]
+            columns = self.target.w_out(self.layer, [_NEURON, _NEURON + 1]).float().to(post.device)
+            written = expected[..., _NEURON : _NEURON + 2] @ columns
+        errors = [_relative(post[1], expected[1]), _relative(change["mlp"][1], written[1], self.seen["mlp"])]
+        if not self._normed_after():
+            added = change.get("post_mlp_norm", change["mlp"])
+            errors.append(_relative(change["layer"][1], added[1], self.seen["layer"]))
+        if "up" in self.ran:
+            errors += [_relative(post[2:], expected[2:]), _relative(change["mlp"][2:], written[2:], self.seen["mlp"])]
+            if self.adapter.gate or self.adapter.fused_gate_up:
+                errors.append(_relative(post[2], -post[3], self.seen["post"]))
+        return max(errors)
+
+    def _normed_after(self) -> bool:
+        """OPT-350m normalises the residual stream itself, after adding the MLP's output."""
+        config = self.target.config
+        return config.model_type == "opt" and not config.do_layer_norm_before
+
+
+def _step(rows: Tensor) -> Tensor:
+    """How far a neuron is moved: as far as the whole vector is long, so that rounding does not hide it."""
+    return rows[0, _POSITION].float().norm().clamp(min=1).to(rows.dtype)
+
+
+def _relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> float:
+    """Largest distance, in units of the expected change or, if larger, of the numbers it is the difference of."""
+    size = expected.abs().max()
+    if not size > 0:
+        return float("inf")
+    if scale is not None:
+        size = torch.maximum(size, scale.abs().max())
+    return float((found - expected).abs().max() / size)
+
+
+# -- attention -----------------------------------------------------------------------------------------------------
+
+
+def _attention(target: Target) -> tuple[float, float]:
+    """(distance of row sums from one, distance from the model's own weights) of the first layers."""
+    # The one import of a package further down: what is recomputed there is what has to be proven here.
+    from sinkscope.trace.attention import attention_rows
+
+    layers = list(range(min(_ATTENTION_LAYERS, target.n_layers)))
+    ids = _ids(target)
+    own: dict[int, Tensor] = {}
+    rows: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def keep(layer: int) -> Any:
+        def hook(_module: object, _args: object, _kwargs: object, output: Any) -> None:
+            own[layer] = output[1].float()
+
+        return hook
+
+    stop = (target.layers[layers[-1]], "post", lambda *_: target.stop())
+    with attention_rows(
+        target, lambda layer, _first, chunk: rows[layer].append(chunk), layers=layers, rows_per_chunk=3
+    ):
+        with target.hooks(stop):
+            target.forward(ids)
+    if target.kind == "bridge":
+        own = {layer: torch.cat(chunks, 2) for layer, chunks in rows.items()}
+    else:
+        with (
+            _eager(target),
+            target.hooks(*((target.sub(i, target.adapter.attn), "post", keep(i)) for i in layers), stop),
+        ):
+            target.forward(ids)
+    sums, distance = 0.0, 0.0
+    for layer in layers:
+        if not rows[layer]:
+            raise _WrongError(f"no attention was recomputed in layer {layer}")
+        found = torch.cat(rows[layer], 2)
+        if found.shape != own[layer].shape:
+            raise _WrongError(
+                f"recomputed attention has shape {tuple(found.shape)}, the model's own {tuple(own[layer].shape)}"
+            )
+        if not target.adapter.learned_sinks:
+            sums = max(sums, float((found.sum(-1) - 1).abs().max()))
+        distance = max(distance, float((found - own[layer]).abs().max()))
+    return sums, distance
+
+
+@contextmanager
+def _eager(target: Target) -> Generator[None]:
+    """The model's own slow attention, which returns its weights; restored on exit."""
+    configs = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config, _ in before:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, name in before:
+            config._attn_implementation = name

@@ -1,0 +1,1 @@
+"""Where a model makes its attention sink: find it, prove it."""

@@ -1,0 +1,35 @@
+"""Tiny checkpoints on disk, written once per test run."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from organisms.tiny import tiny_model
+
+_ROOT = Path(tempfile.mkdtemp(prefix="sinkscope-tests-"))
+atexit.register(shutil.rmtree, _ROOT, ignore_errors=True)
+
+
+@functools.cache
+def checkpoint(model_type: str, shard_size: str = "1GB") -> Path:
+    """Folder of a tiny model of `model_type`, called by that name. Nobody changes it."""
+    folder = _ROOT / shard_size / model_type
+    model, tokenizer = tiny_model(model_type)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def spoiled(folder: Path, model_type: str = "llama", **config: Any) -> Path:
+    """A copy of a tiny checkpoint in `folder`, to be spoiled; `config` changes entries of config.json (None: out)."""
+    shutil.copytree(checkpoint(model_type), folder)
+    file = folder / "config.json"
+    entries = json.loads(file.read_text()) | config
+    file.write_text(json.dumps({k: v for k, v in entries.items() if v is not None}))
+    return folder

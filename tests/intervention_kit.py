@@ -1,0 +1,128 @@
+"""What the tests of interventions share: the three kinds of one model, and edits done by hand as reference."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sinkscope.models.target import Target
+
+
+def bridge_of(model: Any, tokenizer: Any) -> Any:
+    """A bridge of a copy: booting changes the model in place."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    inner = copy.deepcopy(model)
+    inner.config.architectures = [type(inner).__name__]
+    folder = tempfile.mkdtemp()
+    tokenizer.save_pretrained(folder)
+    tokenizer.init_kwargs["name_or_path"] = folder
+    inner.config.save_pretrained(folder)
+    return TransformerBridge.boot_transformers(folder, hf_model=inner, tokenizer=tokenizer)
+
+
+def nnsight_of(model: Any, tokenizer: Any) -> Any:
+    from nnsight import LanguageModel
+
+    return LanguageModel(copy.deepcopy(model), tokenizer=tokenizer)
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Logits of any kind of model, each called in its own way."""
+    target = Target.of(model)
+    extra = {} if mask is None else {"attention_mask": mask}
+    if target.kind == "bridge":
+        return model(ids, **extra)
+    if target.kind == "hf":
+        return model(input_ids=ids, **extra).logits
+    with model.trace({"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}):
+        out = model.output.logits.save()
+    return out
+
+
+def count_hooks(model: nn.Module) -> int:
+    names = [n for n in vars(nn.Module()) if n.endswith("_hooks")]
+    return sum(len(getattr(m, name)) for m in model.modules() for name in names)
+
+
+@contextmanager
+def set_values(
+    model: Any, layer: int, neurons: list[int], column: int, value: float, site: str = "post"
+) -> Iterator[None]:
+    """By hand, for whole sequences without padding: neurons get `value` at one column."""
+    target = Target.of(model)
+
+    def edit(tensor: Tensor, offset: int) -> Tensor:
+        tensor = tensor.clone()
+        if column < tensor.shape[1]:
+            tensor[:, column, [offset + n for n in neurons]] = value
+        return tensor
+
+    if site == "post":
+        module = target.sub(layer, target.adapter.down)
+        handle = module.register_forward_pre_hook(lambda _m, args: (edit(args[0], 0),))
+    else:
+        offset = target.d_mlp if target.adapter.fused_gate_up else 0
+        module = target.sub(layer, target.adapter.up)
+        handle = module.register_forward_hook(lambda _m, _args, out: edit(out, offset))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def listing_1(model: Any, sites: list[tuple[int, int]], site: str = "post") -> Iterator[None]:
+    """The paper's listing for whole sequences without padding: the second value from the second position on."""
+    target, handles = Target.of(model), []
+
+    def patched(tensor: Tensor, neuron: int) -> Tensor:
+        tensor = tensor.clone()
+        if tensor.shape[1] > 1:
+            tensor[:, 1:, neuron] = tensor[:, 1:2, neuron]
+        return tensor
+
+    for layer, neuron in sites:
+        if site == "post":
+            module = target.sub(layer, target.adapter.down)
+            handles.append(module.register_forward_pre_hook(lambda _m, args, n=neuron: (patched(args[0], n),)))
+        else:
+            module = target.sub(layer, target.adapter.up)
+            handles.append(module.register_forward_hook(lambda _m, _args, out, n=neuron: patched(out, n)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: Tensor, steps: int, around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
+    """Greedy decoding the slow way: the whole sequence again for every token, under an edit done by hand."""
+    for _ in range(steps):
+        with around():
+            ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids
+
+
+@torch.no_grad()
+def residual_norms(model: Any, ids: Tensor, layer: int) -> Tensor:
+    """Norm of the residual stream after a layer: [row, position]."""
+    seen: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, output: Any) -> None:
+        seen.append((output[0] if isinstance(output, tuple) else output).norm(dim=-1))
+
+    handle = Target.of(model).layers[layer].register_forward_hook(keep)
+    try:
+        logits(model, ids)
+    finally:
+        handle.remove()
+    return seen[0]

@@ -1,0 +1,70 @@
+"""A result made by hand, with a value in every field, for tests of what is done with results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sinkscope.results import ModelInfo, Provenance
+from sinkscope.sinks.find import (
+    FindSinks,
+    FirstTokenAttention,
+    Neuron,
+    Published,
+    RepeatedToken,
+    Repeats,
+    SinkRate,
+    Stage,
+)
+
+NEURONS = (
+    Neuron(2, None, 412, 905.0, 0.97, 0.93, 0.92, 0.004, True, 0.01, -0.2),
+    Neuron(2, None, 77, 130.0, 0.14, 0.12, 0.11, 0.004, True, 0.02, 0.1),
+    Neuron(2, None, 3, 4.0, 0.004, -0.01, 0.0, 0.004, False, 0.03, None),
+)
+
+
+def sample_find_sinks(**changes: Any) -> FindSinks:
+    """Six layers, four of them read, a sink in layer 2."""
+    made = FindSinks(
+        model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
+        settings={"top_k": 3, "seed": 0, "text": None},
+        provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
+        sink_layer=2,
+        neurons=NEURONS,
+        set_drop=0.99,
+        set_control_drop=0.01,
+        stages=(Stage(1, 0.02), Stage(2, 0.97)),
+        residual_dims=(5,),
+        first_token_norm=(3.0, 20.0, 930.0, 931.0, None, None),
+        typical_norm=(2.0, 3.0, 4.0, 5.0, None, None),
+        typical_low=(1.5, 2.5, 3.5, 4.5, None, None),
+        typical_high=(2.5, 3.5, 4.5, 5.5, None, None),
+        layers_read=4,
+        notebook_rule_layer=None,
+        repeats=Repeats((RepeatedToken(" the", 5, 300), RepeatedToken(" a", 6, None)), 300.0, 1, 1024),
+        attention=FirstTokenAttention((3, 4), 0.6, 0.05, 0.59),
+        learned_sinks=False,
+        sink_rate=SinkRate(0.3, 64, 100, 0.4),
+        published=Published("a paper", True),
+    )
+    return replace(made, **changes)
+
+
+def sample_without_sink() -> FindSinks:
+    """The same model, had it no sink."""
+    return sample_find_sinks(
+        sink_layer=None,
+        neurons=(),
+        set_drop=None,
+        set_control_drop=None,
+        stages=(),
+        residual_dims=(),
+        first_token_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
+        typical_norm=(2.0, 3.0, 4.0, 5.0, 6.0, 7.0),
+        typical_low=(1.5, 2.5, 3.5, 4.5, 5.0, 6.0),
+        typical_high=(2.5, 3.5, 4.5, 5.5, 7.0, 8.0),
+        layers_read=6,
+        repeats=Repeats((), None, 0, 1024),
+        attention=None,
+    )

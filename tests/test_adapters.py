@@ -1,0 +1,134 @@
+"""Every architecture through every kind of model, from a folder."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import checkpoint
+from organisms.tiny import MODEL_TYPES, tiny_model
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.load import load
+from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.wrap import BACKENDS
+
+IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
+UNSUPPORTED = {("falcon", "bridge")}
+PAIRS = [(t, b) for t in MODEL_TYPES for b in BACKENDS if (t, b) not in UNSUPPORTED]
+D_MLP = {"qwen3_moe": 32}
+KV_HEADS = dict.fromkeys(("gpt2", "gpt_neox", "opt", "phi", "olmo", "olmo2"), 4)
+
+
+@cache
+def plain(model_type: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits and the output of each layer, of the model as transformers makes it, never saved."""
+    model, _ = tiny_model(model_type)
+    seen: list[torch.Tensor] = []
+    name = next(
+        n for n in ("model.layers", "transformer.h", "gpt_neox.layers", "model.decoder.layers") if _has(model, n)
+    )
+    for layer in model.get_submodule(name):
+        layer.register_forward_hook(lambda _m, _a, out: seen.append(first_tensor(out)))
+    with torch.no_grad():
+        return model(IDS).logits, seen
+
+
+def _has(model: torch.nn.Module, path: str) -> bool:
+    try:
+        model.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def outputs(target: Target, run: Any) -> list[torch.Tensor]:
+    """Output of each layer while `run()` runs."""
+    seen: list[torch.Tensor] = []
+    hook = lambda _m, _a, _k, out: seen.append(first_tensor(out).detach())  # noqa: E731
+    with torch.no_grad(), target.hooks(*((layer, "post", hook) for layer in target.layers)):
+        run()
+    return seen
+
+
+def steps(model: Any, target: Target) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Logits of one forward; lengths of the ids that the base sees in it, and in three generated tokens."""
+    seen: list[int] = []
+
+    def hook(_module: Any, args: Any, kwargs: Any) -> None:
+        ids = args[0] if args else kwargs.get("input_ids")  # GPT-2 passes them by position
+        seen.append((ids if ids is not None else kwargs["inputs_embeds"]).shape[1])
+
+    with torch.no_grad(), target.hooks((target.base, "pre", hook)):
+        if target.kind == "nnsight":
+            with model.trace(IDS):
+                out = model.output.save()
+            logits = out.logits
+        else:
+            logits = model(IDS) if target.kind == "bridge" else model(IDS).logits
+        forward = list(seen)
+        seen.clear()
+        if target.kind == "nnsight":
+            with model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False):
+                pass
+        elif target.kind == "bridge":
+            model.generate(
+                IDS, max_new_tokens=3, do_sample=False, stop_at_eos=False, return_type="tokens", verbose=False
+            )
+        else:
+            model.generate(IDS, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    return logits, forward, list(seen)
+
+
+@pytest.mark.parametrize(("model_type", "backend"), PAIRS)
+def test_loads_from_a_folder(model_type: str, backend: Any):
+    model = load(checkpoint(model_type), backend=backend)  # with the load-time probe
+    target = Target.of(model)
+    assert target.kind == backend
+    assert (target.n_layers, target.d_model, target.n_heads) == (3, 32, 4)
+    assert target.d_mlp == D_MLP.get(model_type, 64)
+    assert target.n_kv_heads == KV_HEADS.get(model_type, 2)
+    assert target.name == model_type
+    assert target.resident
+
+    tokenizer = tiny_model(model_type)[1]
+    text = "poem book company"
+    assert target.tokenizer(text)["input_ids"] == tokenizer(text)["input_ids"]
+    assert (target.tokenizer.bos_token, target.tokenizer.padding_side) == (tokenizer.bos_token, tokenizer.padding_side)
+
+    logits, layers = plain(model_type)
+    found, forward, generated = steps(model, target)
+    torch.testing.assert_close(found, logits, atol=1e-5, rtol=0)
+    assert forward == [7]
+    assert generated[:3] == [7, 1, 1]
+    for ours, theirs in zip(outputs(target, lambda: target.forward(IDS)), layers, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("model_type", "backend"), sorted(UNSUPPORTED))
+def test_says_which_kind_can(model_type: str, backend: Any):
+    with pytest.raises(
+        UnsupportedError, match=rf"TransformerLens cannot wrap this {model_type} model .*backend=\"hf\" can"
+    ):
+        load(checkpoint(model_type), backend=backend)
+
+
+def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path: Any):
+    model, tokenizer = tiny_model("falcon", new_decoder_architecture=False, multi_query=True)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    target = Target.of(bridge := load(tmp_path))
+    assert target.n_kv_heads == 1
+    torch.testing.assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_first_layers_alone_compute_the_same(model_type: str):
+    target = Target.of(load(checkpoint(model_type), backend="hf", layers=2))
+    assert target.n_layers == target.config.num_hidden_layers == 2
+    assert len(getattr(target.config, "layer_types", None) or [0, 0]) == 2
+    found = outputs(target, lambda: target.forward(IDS))
+    for ours, theirs in zip(found, plain(model_type)[1][:2], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)

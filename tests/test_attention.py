@@ -1,0 +1,94 @@
+"""Recomputed attention rows against the model's own, and a model left as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from organisms.tiny import MODEL_TYPES, tiny_model
+from sinkscope.models.target import Target
+from sinkscope.trace.attention import attention_probs, attention_rows
+
+
+def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int) -> dict[int, torch.Tensor]:
+    got: dict[int, list[torch.Tensor]] = {}
+    with attention_rows(target, lambda layer, _first, rows: got.setdefault(layer, []).append(rows), rows_per_chunk=chunk):
+        target.forward(ids, mask)
+    return {layer: torch.cat(chunks, 2) for layer, chunks in got.items()}
+
+
+def _reference(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    eager = copy.deepcopy(model)
+    for module in eager.modules():  # Falcon refuses set_attn_implementation but reads its config
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "eager"
+    return eager(ids, attention_mask=mask, output_attentions=True).attentions
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_rows_equal_the_models_own_on_a_left_padded_batch(model_type: str) -> None:
+    model, tokenizer = tiny_model(model_type)
+    ids = torch.randint(3, 90, (2, 37), generator=torch.Generator().manual_seed(1))  # longer than the windows of 16
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    target = Target.of(model, tokenizer)
+    before = model.config._attn_implementation
+    plain = target.forward(ids, mask).last_hidden_state
+    rows = _rows(target, ids, mask, chunk=7)
+    reference = _reference(model, ids, mask)
+    assert sorted(rows) == list(range(target.n_layers))
+    for layer, own in enumerate(reference):
+        torch.testing.assert_close(rows[layer][:, :, 5:], own[:, :, 5:], atol=2e-6, rtol=0)
+        assert (rows[layer][0, :, 5:, :5] == 0).all()  # padding is never attended to
+    assert model.config._attn_implementation == before
+    torch.testing.assert_close(target.forward(ids, mask).last_hidden_state, plain, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss", "gpt2"])
+def test_watching_changes_no_output(model_type: str) -> None:
+    model, tokenizer = tiny_model(model_type)
+    target = Target.of(model, tokenizer)
+    ids = torch.randint(3, 90, (2, 19), generator=torch.Generator().manual_seed(1))
+    plain = target.forward(ids).last_hidden_state
+    with attention_rows(target, lambda *_: None, rows_per_chunk=4):
+        watched = target.forward(ids).last_hidden_state
+    torch.testing.assert_close(watched, plain, atol=1e-6, rtol=0)
+
+
+def test_chunks_and_layers() -> None:
+    model, tokenizer = tiny_model("qwen2")
+    target = Target.of(model, tokenizer)
+    ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
+    seen: list[tuple[int, int, int]] = []
+    with attention_rows(target, lambda i, first, rows: seen.append((i, first, rows.shape[2])), layers=[1], rows_per_chunk=8):
+        target.forward(ids)
+    assert seen == [(1, 0, 8), (1, 8, 8), (1, 16, 4)]
+
+
+def test_learned_sink_logits_take_their_share() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 3, 8, generator=generator), torch.randn(1, 2, 5, 8, generator=generator)
+    sinks = torch.tensor([-2.0, 0.0, 1.0, 3.0])
+    rows = attention_probs(q, k, None, scaling=8**-0.5, first_query=2, sinks=sinks)
+    for head in range(4):
+        for query in range(3):
+            scores = (q[0, head, query] @ k[0, head // 2, : 3 + query].T) * 8**-0.5
+            weights = scores.exp() / (scores.exp().sum() + sinks[head].exp())
+            torch.testing.assert_close(rows[0, head, query, : 3 + query], weights)
+            assert (rows[0, head, query, 3 + query :] == 0).all()
+
+
+def test_an_exception_inside_restores_the_implementation() -> None:
+    model, tokenizer = tiny_model("llama")
+    target = Target.of(model, tokenizer)
+    before = model.config._attn_implementation
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("observer")
+
+    with pytest.raises(RuntimeError, match="observer"), attention_rows(target, fail):
+        target.forward(torch.arange(5)[None])
+    assert model.config._attn_implementation == before
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())

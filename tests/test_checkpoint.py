@@ -1,0 +1,181 @@
+"""Is a folder a whole checkpoint? What is missing is named; what is whole passes; no weights are read for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from organisms import tiny_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.checkpoint import SafetensorsSource, check_folder, fingerprint, read_header
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_model("llama")[0].save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def cut(keep: Callable[[int], int]) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        file = shards(folder)[1]
+        with file.open("r+b") as f:
+            f.truncate(keep(file.stat().st_size))
+
+    return change
+
+
+def rewrite(content: bytes, name: str = "") -> Callable[[Path], Any]:
+    return lambda folder: (folder / name if name else shards(folder)[0]).write_bytes(content)
+
+
+def only_weights(*names: str) -> Callable[[Path], Any]:
+    def change(folder: Path) -> None:
+        for file in [*shards(folder), folder / INDEX]:
+            file.unlink()
+        for name in names:
+            (folder / name).write_bytes(b"GGUF")
+
+    return change
+
+
+def drop_one_shard(folder: Path) -> None:
+    shards(folder)[2].unlink()
+
+
+def shards_of_other_index(folder: Path) -> None:
+    a, b = shards(folder)[:2]
+    a.write_bytes(b.read_bytes())
+
+
+BIN_INDEX = json.dumps({"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}).encode()
+
+
+def bin_without_shard(folder: Path) -> None:
+    only_weights()(folder)
+    (folder / "pytorch_model.bin.index.json").write_bytes(BIN_INDEX)
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "page"),
+    [
+        (lambda f: (f / "config.json").unlink(), "has no config.json; give the folder of", "no-config"),
+        (rewrite(b"{oops", "config.json"), "config.json is not JSON", "no-config"),
+        (only_weights(), "has no weights .* download the weights, not only", "no-weights"),
+        (only_weights("q4.gguf"), r"has no weights .* give the file itself: .*q4\.gguf", "no-weights"),
+        (lambda f: (f / INDEX).unlink(), "has no weights .* download the index too", "no-weights"),
+        (drop_one_shard, r"lacks model-00003-of-\d+.safetensors, named in .*1 of \d+ shards", "missing-shard"),
+        (bin_without_shard, "lacks pytorch_model-00001-of-00001.bin, .*1 of 1 shards", "missing-shard"),
+        (shards_of_other_index, f"model-00001-of-.* lacks tensor '.*', which {INDEX} places there", "missing-shard"),
+        (rewrite(b"[]", INDEX), "has no weight_map", "missing-shard"),
+        (cut(lambda size: size - 100), r"model-00002-of-.* is damaged: 100 bytes are missing", "truncated-safetensors"),
+        (cut(lambda size: 100), r"model-00002-of-.* is damaged: at least \d+", "truncated-safetensors"),
+        (cut(lambda size: 8), r"model-00002-of-.* is damaged: at least \d+", "truncated-safetensors"),
+        (cut(lambda size: 0), r"model-00002-of-.* is damaged: at least 8 bytes", "truncated-safetensors"),
+        (rewrite(b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer.*git lfs pull", None),
+        (rewrite(b"<!doctype html><html>no such page</html>"), "header is not JSON", "bad-safetensors-header"),
+        (rewrite((7).to_bytes(8, "little") + b"{'a':1}"), "header is not JSON", "bad-safetensors-header"),
+        (rewrite((2).to_bytes(8, "little") + b"[]"), "header is not JSON", "bad-safetensors-header"),
+    ],
+)
+def test_what_is_wrong_is_named(folder: Path, change: Callable[[Path], Any], message: str, page: str | None) -> None:
+    check_folder(folder)
+    change(folder)
+    with pytest.raises(SinkscopeError, match=message) as caught:
+        check_folder(folder)
+    assert "\n" not in str(caught.value)
+    assert page is None or caught.value.page == page
+    assert caught.value.page is None or (Path("docs/errors") / f"{caught.value.page}.md").is_file()
+
+
+def test_not_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(SinkscopeError, match="nowhere is not a folder"):
+        check_folder(tmp_path / "nowhere")
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
+    change=st.integers(-40, 40).filter(bool),
+)
+def test_size_is_held_against_the_header(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[list[int]], change: int
+) -> None:
+    """Our reading of the header against the safetensors library's; one byte more or less is noticed and counted."""
+    file = tmp_path_factory.mktemp("any") / "x.safetensors"
+    save_file({f"t{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}, file)
+    header = read_header(file)
+    with safe_open(file, "pt") as opened:
+        assert sorted(header) == sorted(opened.keys())
+        assert all(header[k]["shape"] == opened.get_slice(k).get_shape() for k in header)
+    whole = file.read_bytes()
+    change = max(change, -(sum(torch.Size(s).numel() for s in shapes) * 4))
+    if not change:
+        return
+    file.write_bytes((whole + b"x" * max(change, 0))[: len(whole) + change])
+    with pytest.raises(
+        SinkscopeError, match=f"damaged: {abs(change)} bytes are {'missing' if change < 0 else 'too m'}"
+    ):
+        read_header(file)
+
+
+def test_reads_tensors_one_by_one(saved: Path) -> None:
+    source = SafetensorsSource(saved)
+    expected = {}
+    for shard in shards(saved):
+        expected |= load_file(shard)
+    assert set(source.weight_map) == set(expected) and source.read == set()
+    wanted = [sorted(expected)[0], sorted(expected)[-1]]
+    assert len({source.weight_map[n] for n in wanted}) == 2
+    found = source.tensors(wanted)
+    assert source.read == set(wanted) == set(found)
+    assert all(torch.equal(found[n], expected[n]) for n in wanted)
+
+
+def test_fingerprint_is_of_config_and_headers(folder: Path, saved: Path) -> None:
+    first = fingerprint(folder)
+    assert first == fingerprint(saved) == fingerprint(SafetensorsSource(saved)) and len(first) == 16
+    config = json.loads((folder / "config.json").read_text())
+    file = shards(folder)[-1]
+
+    def with_config(**changes: Any) -> str:
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return fingerprint(folder)
+
+    assert with_config(transformers_version="0.0.1", _name_or_path="elsewhere") == first
+    assert with_config(rms_norm_eps=0.5) != first
+    assert with_config() == first
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    assert fingerprint(folder) == first, "weights are not read"
+    save_file({n: t.half() for n, t in load_file(file).items()}, file)
+    assert fingerprint(folder) != first
+
+
+def test_fingerprint_of_live_models() -> None:
+    model = tiny_model("llama")[0]
+    first = fingerprint(model)
+    assert first == fingerprint(tiny_model("llama", seed=3)[0])
+    assert first != fingerprint(tiny_model("llama", num_hidden_layers=2)[0]) != fingerprint(model.half())

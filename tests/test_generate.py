@@ -1,0 +1,121 @@
+"""generate: the model's own greedy text, with and without a patch, alone and in batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, greedy, listing_1, nnsight_of
+from organisms import tiny_model
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.generate import generate
+from sinkscope.interventions import Ablate, SinkPatch
+
+SITES = [(1, 3), (1, 11)]
+PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
+BIG = 8
+
+
+def model_and_tokenizer() -> tuple[Any, Any]:
+    model, tokenizer = tiny_model("llama")
+    for layer, neuron in SITES:
+        model.model.layers[layer].mlp.down_proj.weight.data[:, neuron] *= BIG
+    return model, tokenizer
+
+
+def until_end(tokens: list[int], end: int = 2) -> list[int]:
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+def test_text_is_that_of_a_reference_loop() -> None:
+    model, tokenizer = model_and_tokenizer()
+    results = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=12)
+    plain = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=12)
+    for prompt, got in zip(PROMPTS, results, strict=True):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        want = greedy(model, ids, 12, lambda: listing_1(model, SITES))[0, ids.shape[1] :].tolist()
+        assert got.tokens == until_end(want) and got.prompt_tokens == ids.shape[1] and got.prompt == prompt
+        assert got.text == tokenizer.decode(got.tokens, skip_special_tokens=True)
+    assert [r.tokens for r in plain] != [r.tokens for r in results]
+    assert all(r.events == [] for r in plain) and any(r.events for r in results)
+
+
+@pytest.mark.parametrize("make", [bridge_of, nnsight_of])
+def test_every_kind_of_model_and_batches_agree(make: Any) -> None:
+    model, tokenizer = model_and_tokenizer()
+    other = make(model, tokenizer)
+    settings = {"interventions": Ablate(layer=2, neurons=[0], value=3.0), "max_new_tokens": 10}
+    want = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, **settings)
+    for size in (1, 2, 3):
+        got = generate(other, PROMPTS, patch=SinkPatch(sites=SITES), batch_size=size, **settings)
+        assert [r.tokens for r in got] == [r.tokens for r in want]
+        # The same events whatever shared the batch, and none for a row that had ended.
+        assert [[(e.row, e.position, e.kind) for e in r.events] for r in got] == [
+            [(e.row, e.position, e.kind) for e in r.events] for r in want
+        ]
+    assert {e.row for r in want for e in r.events} == {0, 1, 2}
+
+
+def test_pieces_arrive_in_order(tmp_path: Path) -> None:
+    model, tokenizer = model_and_tokenizer()
+    SinkPatch(sites=SITES).save(tmp_path / "patch.json")
+    pieces: list[tuple[int, str]] = []
+    results = generate(
+        model, PROMPTS, patch=tmp_path / "patch.json", tokenizer=tokenizer, max_new_tokens=8,
+        on_text=lambda i, text: pieces.append((i, text)),
+    )  # fmt: skip
+    assert ["".join(t for i, t in pieces if i == k).strip() for k in range(3)] == [r.text.strip() for r in results]
+    assert [i for i, _ in pieces] == sorted(i for i, _ in pieces) and len(pieces) > 6
+    assert [r.tokens for r in results] == [
+        r.tokens for r in generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=8)
+    ]
+
+
+def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone() -> None:
+    model, tokenizer = model_and_tokenizer()
+    settings = {"tokenizer": tokenizer, "temperature": 1.0, "max_new_tokens": 12}
+    torch.manual_seed(7)
+    want = torch.rand(1)
+    torch.manual_seed(7)
+    one, again, other = (generate(model, PROMPTS[0], seed=s, **settings)[0].tokens for s in (1, 1, 2))
+    assert one == again != other and torch.equal(torch.rand(1), want)
+
+
+def test_bos() -> None:
+    model, tokenizer = model_and_tokenizer()
+    lengths = {
+        bos: generate(model, "the dog", tokenizer=tokenizer, bos=bos, max_new_tokens=1)[0].prompt_tokens
+        for bos in (None, True, False)
+    }
+    assert lengths == {None: 3, True: 3, False: 2}
+    _, without = tiny_model("llama")
+    without.bos_token = None
+    with pytest.raises(SinkscopeError, match="no BOS"):
+        generate(model, "the dog", tokenizer=without, bos=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "words"),
+    [
+        ("", {}, ["prompt 1 is empty"]),
+        (["the dog", " \n"], {}, ["prompt 2 is empty"]),
+        ("the " * 1024, {}, ["1025 tokens", "1024", "shorten"]),
+        ("the " * 1000, {"max_new_tokens": 50}, ["1001 tokens", "1051", "at most 23"]),
+        ("the", {"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ("the", {"seed": -1}, ["seed=-1", "from 0"]),
+        ("the", {"batch_size": 0}, ["batch_size=0"]),
+        ("the", {"temperature": -0.5}, ["temperature=-0.5"]),
+        ("the", {"batch_size": 2, "on_text": print}, ["batch_size=1"]),
+        ("the", {"tokenizer": None}, ["no tokenizer"]),
+        ("the", {"patch": "nowhere.json"}, ["nowhere.json", "No such file"]),
+        ("the", {"patch": SinkPatch(layer=1, neurons=[64])}, ["neuron 64", "0 to 63"]),
+    ],
+)
+def test_bad_input(prompts: Any, settings: dict[str, Any], words: list[str]) -> None:
+    model, tokenizer = tiny_model("llama")
+    with pytest.raises(SinkscopeError) as caught:
+        generate(model, prompts, **{"tokenizer": tokenizer, **settings})
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

@@ -1,0 +1,626 @@
+"""`load`: what it takes, what it gives back, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import checkpoint, spoiled
+from gguf_file import write_gguf
+from hub_server import TOKEN, hub
+from organisms.tiny import tiny_model
+from organisms.tokens import word_tokenizer
+from safetensors.torch import load_file, save_file
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.load import load
+from sinkscope.models.target import Target, first_tensor
+
+IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
+
+
+def refused(*args: Any, **kwargs: Any) -> str:
+    """The error `load` gives; it is one line."""
+    with pytest.raises(SinkscopeError) as caught:
+        load(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(IDS)
+    return out if isinstance(out, torch.Tensor) else out.logits
+
+
+# -- what comes back -----------------------------------------------------------------------------------------------
+
+
+def test_default_is_a_bridge_and_the_module_holds_name_and_tokenizer():
+    from transformer_lens.model_bridge import TransformerBridge
+
+    bridge = ss.load(checkpoint("qwen2"))
+    assert isinstance(bridge, TransformerBridge)
+    assert not bridge.training
+    assert bridge.original_model.sinkscope_name == "qwen2"
+    # The bridge makes itself a BOS of the EOS where there is none; measurements must not believe it.
+    own = bridge.original_model.tokenizer
+    assert own is Target.of(bridge).tokenizer is not bridge.tokenizer
+
+
+def test_tokenizer_without_bos_stays_without(tmp_path: Path):
+    model, _ = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    word_tokenizer(96, bos=False).save_pretrained(tmp_path)
+    for backend in ("bridge", "hf", "nnsight"):
+        assert Target.of(load(tmp_path, backend=backend)).tokenizer.bos_token is None
+
+
+def test_bridge_tokenizes_as_transformer_lens_does():
+    """Ours is handed over so that no second one is fetched; the ids must be those of a bridge booted by itself."""
+    from transformer_lens.model_bridge import TransformerBridge
+
+    folder = checkpoint("llama")
+    theirs = TransformerBridge.boot_transformers(str(folder), device="cpu")
+    ours = load(folder)
+    for prepend in (True, False):
+        a, b = (m.to_tokens("poem book", prepend_bos=prepend) for m in (ours, theirs))
+        assert a.tolist() == b.tolist()
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-6, rtol=0)
+
+
+def test_live_objects_come_back_as_they_are():
+    model, tokenizer = tiny_model("llama")
+    before = set(vars(model))
+    assert load(model) is model
+    assert load(model, backend="hf") is model
+    assert set(vars(model)) == before
+    for backend in ("bridge", "nnsight"):
+        live = load(checkpoint("llama"), backend=backend)
+        assert load(live) is live
+        assert load(live, backend=backend) is live
+    del tokenizer
+
+
+@pytest.mark.parametrize("backend", ["bridge", "nnsight"])
+def test_a_live_model_is_wrapped_on_request_as_a_copy(backend: Any):
+    model, tokenizer = tiny_model("llama")
+    expected, parts, padding = logits(model), [type(m) for m in model.modules()], tokenizer.padding_side
+    wrapped = load(model, backend=backend, tokenizer=tokenizer)
+    target = Target.of(wrapped)
+    assert target.kind == backend
+    assert target.hf is not model
+    with torch.no_grad():
+        next(target.hf.parameters()).zero_()
+    assert [type(m) for m in model.modules()] == parts
+    assert model.config._attn_implementation == "sdpa"
+    assert tokenizer.padding_side == padding
+    assert torch.equal(logits(model), expected)
+
+
+def test_a_bridge_becomes_nothing_else():
+    bridge = load(checkpoint("llama"))
+    with pytest.raises(UnsupportedError, match=r"cannot become backend=\'nnsight\'.*load\(name, backend=\'nnsight\'\)"):
+        load(bridge, backend="nnsight")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"revision": "main"}, {"layers": 1}, {"dtype": "bf16"}, {"device": "cpu"}, {"device_map": "auto"},
+     {"quantization_config": {}}, {"tokenizer": object()}],
+)  # fmt: skip
+def test_settings_are_not_silently_ignored_on_live_models(setting: dict[str, Any]):
+    message = refused(tiny_model("llama")[0], **setting)
+    assert next(iter(setting)) in message
+    assert "LlamaForCausalLM" in message
+
+
+def test_something_else_is_no_model():
+    assert "int is not a model" in refused(3)
+
+
+def test_bundled_model_needs_no_network_and_no_name():
+    if not (Path(ss.__file__).parent / "models" / "bundled" / "config.json").is_file():
+        pytest.skip("not made yet: experiments/train_bundled.py")
+    target = Target.of(load(backend="hf"))
+    assert target.name == "bundled"
+    assert target.tokenizer.bos_token_id is not None
+    assert Target.of(load("bundled", backend="hf")).n_layers == target.n_layers
+
+
+def test_dtype_and_names_of_dtypes():
+    folder = checkpoint("llama")
+    for name in ("bfloat16", "bf16", "torch.bfloat16", torch.bfloat16):
+        assert load(folder, backend="hf", dtype=name).dtype == torch.bfloat16
+    assert load(folder, backend="hf").dtype == load(folder, backend="hf", dtype="auto").dtype == torch.float32
+
+
+def test_dtype_of_the_checkpoint_is_kept(tmp_path: Path):
+    model, tokenizer = tiny_model("llama")
+    model.half().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    bridge = load(tmp_path)
+    assert bridge.original_model.dtype == bridge.cfg.dtype == torch.float16
+
+
+def test_device_map_and_quantization_config_pass_through(monkeypatch: pytest.MonkeyPatch):
+    from transformers import AutoModelForCausalLM
+
+    seen: dict[str, Any] = {}
+
+    def fake(*_args: Any, **kwargs: Any) -> Any:
+        seen.update(kwargs)
+        raise RuntimeError("seen enough")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fake)
+    quantization = object()
+    refused(checkpoint("llama"), device_map="auto", quantization_config=quantization)
+    assert (seen["device_map"], seen["quantization_config"]) == ("auto", quantization)
+    assert seen["trust_remote_code"] is False
+    seen.clear()
+    refused(checkpoint("llama"))
+    assert "device_map" not in seen
+
+
+def test_device_map_places_the_model():
+    model = load(checkpoint("llama"), backend="hf", device_map={"": "cpu"})
+    assert model.hf_device_map == {"": torch.device("cpu")} or set(map(str, model.hf_device_map.values())) == {"cpu"}
+    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+
+
+def test_nothing_on_stdout_and_nothing_on_stderr(capfd: pytest.CaptureFixture[str]):
+    for backend in ("bridge", "hf", "nnsight"):
+        load(checkpoint("llama"), backend=backend, layers=2)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+
+
+def test_verbosity_and_bars_are_as_before():
+    from huggingface_hub import utils as hf_hub
+    from transformers.utils import logging
+
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled(), hf_hub.are_progress_bars_disabled()
+    load(checkpoint("llama"), backend="hf")
+    refused(checkpoint("llama"), layers=9)
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled(), hf_hub.are_progress_bars_disabled()) == before
+
+
+# -- first layers only ---------------------------------------------------------------------------------------------
+
+
+def test_tensors_of_other_layers_are_not_read(monkeypatch: pytest.MonkeyPatch):
+    import transformers.modeling_utils as modeling
+
+    read: set[str] = set()
+
+    class Slice:
+        def __init__(self, inner: Any, name: str) -> None:
+            self.inner, self.name = inner, name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self.inner, attribute)
+
+        def __getitem__(self, key: Any) -> Any:
+            read.add(self.name)
+            return self.inner[key]
+
+    class Opened:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.inner = real(*args, **kwargs)
+
+        def __enter__(self) -> Any:
+            self.inner.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> Any:
+            return self.inner.__exit__(*error)
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(self.inner, attribute)
+
+        def get_slice(self, name: str) -> Slice:
+            return Slice(self.inner.get_slice(name), name)
+
+        def get_tensor(self, name: str) -> Any:
+            read.add(name)
+            return self.inner.get_tensor(name)
+
+    real = modeling.safe_open
+    monkeypatch.setattr(modeling, "safe_open", Opened)
+    load(checkpoint("llama"), backend="hf", layers=2)
+    numbers = {int(found[1]) for name in read if (found := re.search(r"layers\.(\d+)\.", name))}
+    assert numbers == {0, 1}
+    read.clear()
+    load(checkpoint("llama"), backend="hf")
+    assert any(".layers.2." in name for name in read)  # the recorder sees what is read
+
+
+def test_as_many_layers_as_there_are_is_the_whole_model():
+    torch.testing.assert_close(
+        logits(load(checkpoint("llama"), layers=3)), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("layers", [0, -1])
+def test_zero_layers_asked_for(layers: int):
+    assert re.search(rf"layers={layers}: .*at least 1", refused(checkpoint("llama"), layers=layers))
+
+
+def test_more_layers_than_there_are():
+    assert "layers=4 is more than llama has; expected at most 3" in refused(checkpoint("llama"), layers=4)
+
+
+# -- gguf ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("gguf")
+    file = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    write_gguf(file, *tiny_model("llama"))
+    return file
+
+
+def test_gguf_computes_what_was_written(gguf: Path):
+    expected = logits(tiny_model("llama")[0])
+    for backend in ("bridge", "hf"):
+        model = load(gguf, backend=backend)
+        torch.testing.assert_close(logits(model), expected, atol=1e-5, rtol=0)
+        target = Target.of(model)
+        assert target.name == "tiny.gguf"
+        assert target.tokenizer("poem book")["input_ids"][0] == 1
+
+
+def test_gguf_first_layers(gguf: Path):
+    seen: list[torch.Tensor] = []
+    whole = tiny_model("llama")[0]
+    part = load(str(gguf), backend="hf", layers=2)
+    assert Target.of(part).n_layers == 2
+    for model in (whole, part):
+        model.model.layers[1].register_forward_hook(lambda _m, _a, out: seen.append(first_tensor(out)))
+        logits(model)
+    torch.testing.assert_close(seen[0], seen[1], atol=1e-5, rtol=0)
+
+
+def test_gguf_that_is_none(tmp_path: Path):
+    fake = tmp_path / "fake.gguf"
+    fake.write_bytes(b"<!DOCTYPE html>")
+    assert re.search(r"fake\.gguf is not a GGUF file: it begins with b'<!DO', .*download it again", refused(fake))
+
+
+def test_gguf_that_breaks_off(tmp_path: Path, gguf: Path):
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(gguf.read_bytes()[:2000])
+    assert re.search(r"^cut\.gguf could not be read: .*download it again", refused(cut))
+
+
+def test_missing_file(tmp_path: Path):
+    assert "there is no file or folder" in refused(tmp_path / "none.gguf")
+    assert "there is no file or folder" in refused("./none")
+
+
+def test_file_that_is_no_gguf():
+    file = checkpoint("llama") / "model.safetensors"
+    message = refused(file)
+    assert "model.safetensors is not a model" in message
+    assert str(file.parent) in message
+
+
+# -- names and hubs ------------------------------------------------------------------------------------------------
+
+
+def test_unknown_short_name():
+    message = refused("lama-2-7b")
+    assert "unknown model 'lama-2-7b'" in message
+    assert "did you mean llama-2-7b" in message
+
+
+def test_empty_name():
+    assert "empty" in refused("")
+
+
+def test_short_name_and_hub_id_are_downloaded(tmp_path: Path):
+    with hub(tmp_path) as server:
+        commit = server.add("meta-llama/Llama-2-7b-hf", checkpoint("llama"))
+        for spelled in ("llama-2-7b", "meta-llama/Llama-2-7b-hf"):
+            model = load(spelled, backend="hf")
+            target = Target.of(model)
+            assert target.name == spelled.split("/")[-1]
+            assert model.config._name_or_path == "meta-llama/Llama-2-7b-hf"
+            assert model.config._commit_hash == commit
+            torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+            assert target.tokenizer("poem")["input_ids"][0] == 1
+        bridge = load("llama-2-7b")
+        assert Target.of(bridge).kind == "bridge"
+        assert not [path for _, path in server.log if ".bin" in path]
+
+
+def test_cached_model_loads_offline(tmp_path: Path):
+    with hub(tmp_path) as server:
+        server.add("org/name", checkpoint("llama"))
+        load("org/name", backend="hf")
+    with hub(tmp_path, offline=True) as server:
+        model = load("org/name", backend="hf")
+        assert server.log == []
+    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+
+
+def test_revision_is_honoured(tmp_path: Path):
+    with hub(tmp_path) as server:
+        server.add("org/name", checkpoint("llama"))
+        server.add("org/name", checkpoint("qwen3"), revision="v2")
+        assert Target.of(load("org/name", backend="hf", revision="v2")).config.model_type == "qwen3"
+        assert Target.of(load("org/name", backend="hf")).config.model_type == "llama"
+        assert "no revision 'v9'" in refused("org/name", revision="v9")
+    assert "revisions belong to hub ids" in refused(checkpoint("llama"), revision="v2")
+
+
+def test_only_shards_of_wanted_layers_are_downloaded(tmp_path: Path):
+    sharded = checkpoint("llama", "20KB")
+    weight_map = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    needless = {s for s in weight_map.values() if all(".layers.2." in t for t, u in weight_map.items() if u == s)}
+    assert needless  # or this test shows nothing
+    with hub(tmp_path) as server:
+        server.add("org/name", sharded)
+        part = load("org/name", backend="hf", layers=2)
+        fetched = set(server.fetched())
+        assert not fetched & needless
+        assert set(weight_map.values()) - needless <= fetched
+        torch.testing.assert_close(
+            part.model.layers[1].mlp.down_proj.weight, tiny_model("llama")[0].model.layers[1].mlp.down_proj.weight
+        )
+        assert Target.of(part).name == "name"
+        whole = load("org/name", backend="hf")  # the rest comes when it is asked for
+        assert needless <= set(server.fetched())
+    torch.testing.assert_close(logits(whole), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+
+
+def test_pickled_weights_of_a_hub_repo(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = spoiled(tmp_path / "bin")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with hub(tmp_path / "home") as server:
+        server.add("org/name", folder)
+        model = load("org/name", backend="hf")
+    assert "weights_only" in capsys.readouterr().err
+    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+
+
+def test_unreachable_hub_says_how_to_give_a_folder(tmp_path: Path):
+    with hub(tmp_path, reachable=False) as server:
+        message = refused("llama-2-7b")
+        assert f"{server.url} cannot be reached" in message
+        assert "give a folder" in message
+    with hub(tmp_path, offline=True):
+        message = refused("llama-2-7b")
+        assert "HF_HUB_OFFLINE" in message
+        assert "give a folder" in message
+
+
+def test_gated_missing_and_empty_repos(tmp_path: Path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "README.md").write_text("nothing here")
+    weightless = spoiled(tmp_path / "weightless")
+    (weightless / "model.safetensors").unlink()
+    with hub(tmp_path / "home") as server:
+        server.add("org/gated", checkpoint("llama"), gated=True)
+        server.add("org/empty", empty)
+        server.add("org/weightless", weightless)
+        message = refused("org/gated")
+        assert "org/gated is gated" in message
+        assert "hf auth login" in message
+        assert "there is no model 'org/missing'" in refused("org/missing")
+        assert "org/empty has no config.json" in refused("org/empty")
+        assert "org/weightless has no weights" in refused("org/weightless")
+    with hub(tmp_path / "other", token=TOKEN) as server:
+        server.add("org/gated", checkpoint("llama"), gated=True)
+        load("org/gated", backend="hf")
+
+
+def test_a_folder_that_shares_a_models_name_does_not_hide_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    with hub(tmp_path / "home") as server:
+        server.add("openai-community/gpt2", checkpoint("gpt2"))
+        assert Target.of(load("gpt2", backend="hf")).config.model_type == "gpt2"
+        spoiled(tmp_path / "gpt2" / ".." / "llama-2-7b")
+        assert Target.of(load("llama-2-7b", backend="hf")).n_layers == 3  # a checkpoint in the folder comes first
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def _without_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _nan(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _foreign_tokenizer(folder: Path) -> None:
+    word_tokenizer(100).save_pretrained(folder)
+
+
+def _broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+
+
+def _nothing(folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("spoil", "config", "pattern"),
+    [
+        (_without_config, {}, r"has no config\.json; give the folder of a Hugging Face checkpoint"),
+        (_without_weights, {}, r"has no weights \(expected model\.safetensors.*download the weights"),
+        (_truncated, {}, r"model\.safetensors is damaged: 100 bytes are missing .*download it again"),
+        (_nan, {}, r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds 1 values that are NaN .*download"),
+        (_foreign_tokenizer, {}, r"the tokenizer has 100 tokens and the embedding 96 rows \(4 tokens .*came with the we"),
+        (_broken_tokenizer, {}, r"^m could not be loaded: .*tokenizer belong together"),
+        (_nothing, {"num_hidden_layers": 0}, r"^m has zero layers \(num_hidden_layers is 0"),
+        (_nothing, {"num_hidden_layers": 5}, r"^m lacks 18 tensors .*such as model\.layers\.3.*from one revision"),
+        (_nothing, {"intermediate_size": 48}, r"tensor \S+ of m has shape .*asks for .*from one revision"),
+        (_nothing, {"model_type": None}, r"config\.json of m has no model_type"),
+        (_nothing, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, r"model type 'mamba' has no adapter"),
+        (_nothing, {"model_type": "made-up", "architectures": None}, r"model type 'made-up' has no adapter"),
+        (_nothing, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, r"^m is an encoder-only model \(archi.*"
+         r"expected a decoder-only causal language model, such as"),
+        (_nothing, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, r"^m is a vision model"),
+        (_nothing, {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}}, r"^m is a vision model"),
+        (_nothing, {"model_type": "t5", "is_encoder_decoder": True}, r"^m is an encoder-decoder model \(archit"),
+        (_nothing, {"architectures": ["LlamaForSequenceClassification"]}, r"^m is not a causal language model"),
+    ],
+)  # fmt: skip
+def test_spoiled_folders(tmp_path: Path, spoil: Any, config: dict[str, Any], pattern: str):
+    folder = spoiled(tmp_path / "m", **config)
+    spoil(folder)
+    assert re.search(pattern, refused(folder))
+
+
+def test_nan_in_a_layer_that_is_not_loaded_is_no_matter(tmp_path: Path):
+    folder = spoiled(tmp_path / "m")
+    _nan(folder)
+    load(folder, backend="hf", layers=1)
+
+
+def test_overflow_to_infinity_is_found(tmp_path: Path):
+    model, tokenizer = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e6
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert re.search(r"tensor model\.norm\.weight holds 1 .*float16.*dtype=float32", refused(tmp_path, dtype="fp16"))
+    load(tmp_path, backend="hf")
+
+
+def test_special_tokens_without_a_row_are_no_mismatch(tmp_path: Path):
+    """Gemma 3 1B's tokenizer has a token for images beyond its embedding."""
+    folder = spoiled(tmp_path / "m")
+    tokenizer = word_tokenizer(96)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(folder)
+    load(folder, backend="hf")
+    tokenizer.add_tokens(["word"])
+    tokenizer.save_pretrained(folder)
+    assert "(1 tokens have none)" in refused(folder)
+
+
+class _Code:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+
+def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = spoiled(tmp_path / "m")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    model = load(folder, backend="hf")
+    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("note: m has pickled weights (.bin), read with weights_only")
+
+    trap = tmp_path / "it-ran"
+    torch.save({**tensors, "x": _Code(str(trap))}, folder / "pytorch_model.bin")
+    assert re.search(r"pickled weights of m hold more than tensors.*convert them to safetensors", refused(folder))
+    assert not trap.exists()
+    (folder / "pytorch_model.bin").write_bytes(b"\0" * 100)
+    assert "pickled weights of m" in refused(folder)
+
+
+def test_no_tokenizer(tmp_path: Path):
+    folder = spoiled(tmp_path / "m")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    for backend in ("bridge", "nnsight"):
+        assert re.search(r"needs a tokenizer.*tokenizer=.*backend=\"hf\"", refused(folder, backend=backend))
+    assert Target.of(load(folder, backend="hf")).tokenizer is None
+    given = copy.deepcopy(tiny_model("llama")[1])
+    assert Target.of(load(folder, tokenizer=given)).tokenizer is given
+
+
+@pytest.mark.parametrize("dtype", ["float13", "int8", torch.int8, torch.float8_e4m3fn])
+def test_dtype_not_there(dtype: Any):
+    assert re.search(r"^dtype '\S+' .*expected float32, bfloat16, float16", refused(checkpoint("llama"), dtype=dtype))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "toaster", "mps", "cpu:3"])
+def test_device_not_there(device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert f"device '{device}' is not there; this machine has cpu" in refused(checkpoint("llama"), device=device)
+
+
+def test_device_that_is_there(monkeypatch: pytest.MonkeyPatch):
+    from sinkscope.models.checks import parse_device
+
+    assert parse_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert str(parse_device(None)) == "cuda:0"
+    assert str(parse_device("cuda")) == "cuda"
+    assert str(parse_device("cuda:1")) == "cuda:1"
+    with pytest.raises(SinkscopeError, match=r"'cuda:2' is not there; this machine has cpu, cuda:0, cuda:1"):
+        parse_device("cuda:2")
+
+
+def test_device_and_device_map():
+    assert "exclude each other" in refused(checkpoint("llama"), device="cpu", device_map="auto")
+
+
+def test_unknown_backend():
+    assert "backend 'jax' is unknown; expected one of bridge, hf, nnsight" in refused(
+        checkpoint("llama"), backend="jax"
+    )
+
+
+@pytest.mark.parametrize(("backend", "package"), [("bridge", "transformer_lens"), ("nnsight", "nnsight")])
+def test_package_not_installed(backend: Any, package: str, monkeypatch: pytest.MonkeyPatch):
+    import sys
+
+    for name in [n for n in sys.modules if n.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    message = refused(checkpoint("llama"), backend=backend)
+    assert "pip install" in message
+    assert 'backend="hf"' in message
+    load(checkpoint("llama"), backend="hf")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])  # fmt: skip
+def test_out_of_memory_says_what_to_try(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    from transformers import AutoModelForCausalLM
+
+    def fail(*_args: Any, **_kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fail)
+    message = refused(checkpoint("llama"))
+    assert all(word in message for word in ("out of memory", "llama", "layers=N", "dtype", "quantization_config"))

@@ -1,0 +1,91 @@
+"""Short names and published sink locations."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.adapters import ADAPTERS
+from sinkscope.models.names import models, published_for, resolve
+
+
+def test_every_entry_is_well_formed():
+    entries = models()
+    assert len(entries) >= 40
+    assert len({e.name for e in entries}) == len({e.hub_id.lower() for e in entries}) == len(entries)
+    for e in entries:
+        assert re.fullmatch(r"[a-z0-9][a-z0-9.-]*", e.name), e
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", e.hub_id), e
+        assert resolve(e.name) == e.hub_id
+    assert {e.family for e in entries} == set(ADAPTERS)  # every architecture has a name, every name an architecture
+
+
+def test_published_locations_are_consistent():
+    published = {e.name: e.published for e in models() if e.published}
+    for name, p in published.items():
+        assert p.source, name
+        assert p.layers or p.massive_layers, name
+        assert sorted({layer for layer, _ in p.neurons} | set(p.layers)) == sorted(p.layers), name
+        assert p.massive_layers is None or p.massive_layers[0] < p.massive_layers[1], name
+
+
+@pytest.mark.parametrize(
+    ("name", "neurons", "repeats"),
+    [  # Yona et al. 2025, Table 1
+        ("llama-1-7b", {(2, 7003)}, 450),
+        ("llama-2-7b", {(1, 7890), (1, 10411)}, 1000),
+        ("llama-3-8b-instruct", {(1, 198), (1, 2427)}, 4000),
+        ("mistral-7b-instruct-v0.1", {(1, 7310), (1, 8572)}, 1200),
+    ],
+)
+def test_table_1_is_there(name: str, neurons: set[tuple[int, int]], repeats: int):
+    found = published_for(name)
+    assert found is not None
+    assert (set(found.neurons), found.repeats, found.secondary) == (neurons, repeats, False)
+    assert "Table 1" in found.source
+
+
+def test_secondary_sources_are_marked():
+    assert published_for("llama-2-13b").secondary
+    assert "disagree" in published_for("llama-2-13b").note
+    assert published_for("phi-3-mini-4k").secondary
+    assert not published_for("falcon-7b").secondary
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    ["llama-2-7b", "Llama-2-7B", "meta-llama/Llama-2-7b-hf", "META-LLAMA/llama-2-7b-hf", "Llama-2-7b-hf", "a/b/Llama-2-7b-hf/"],
+)  # fmt: skip
+def test_published_by_every_spelling(spelling: str):
+    assert published_for(spelling).neurons == ((1, 7890), (1, 10411))
+
+
+def test_nothing_published_is_none():
+    assert published_for("gpt2-xl") is None
+    assert published_for("my-own-model") is None
+    assert published_for("llama-2-7b-chat") is None  # a near name is another model
+
+
+def test_base_name_of_a_hub_id_resolves():
+    assert resolve("Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("lama-2-7b", "llama-2-7b"), ("llama2-7b", "llama-2-7b"), ("gpt-2", "gpt2"), ("Qwen3-0.6", "qwen3-0.6b")],
+)
+def test_unknown_name_suggests_the_nearest(typed: str, meant: str):
+    with pytest.raises(SinkscopeError) as caught:
+        resolve(typed)
+    assert re.search(rf"unknown model '{typed}': did you mean {re.escape(meant)}\b", str(caught.value))
+
+
+def test_hopeless_name_says_what_to_give():
+    with pytest.raises(SinkscopeError) as caught:
+        resolve("qqqqqqqq")
+    message = str(caught.value)
+    assert "did you mean" not in message
+    assert all(word in message for word in ("sinkscope models", "org/name", "./my-model", ".gguf"))
+    assert "\n" not in message

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sinkscope
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+# A package imports only what stands above it. Names not listed here are helpers of the ground floor.
+ORDER = (
+    "errors", "models", "trace", "text", "interventions", "kv", "sinks", "attention", "loops", "generate", "bench",
+    "figures", "html", "report", "_console", "cli", "__main__",
+)  # fmt: skip
+GROUND = ("errors", "output", "results", "_plain", "_provenance", "text")
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_import_loads_nothing_heavy() -> None:
+    code = "import sys, sinkscope; print({'torch', 'transformers', 'numpy', 'typer', 'rich'} & set(sys.modules))"
+    assert _python(code) == "set()"
+
+
+def test_public_names_are_there() -> None:
+    for name in sinkscope.__all__:
+        assert getattr(sinkscope, name) is not None
+    assert set(dir(sinkscope)) == set(sinkscope.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = sinkscope.nothing
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse((ROOT / "sinkscope/__init__.py").read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {a.asname: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert seen == sinkscope._HOME
+
+
+@pytest.mark.parametrize("first", ["", "import sinkscope.models.load as L", "import sinkscope.trace.run as L"])
+def test_functions_named_like_their_modules_stay_callable(first: str) -> None:
+    code = (
+        f"import inspect, sinkscope as ss\n{first}\n"
+        "assert len(ss.models()) >= 40\n"
+        "import sinkscope.models.names as names\n"
+        "assert ss.models() == names.models()\n"
+        "assert 'sites' in inspect.signature(ss.trace).parameters\n"
+        "import sinkscope.generate, sinkscope.trace.run\n"
+        "assert 'prompts' in inspect.signature(ss.generate).parameters\n"
+        "assert callable(ss.load) and callable(ss.trace)\n"
+    )
+    _python(code)
+
+
+def _imports(file: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:  # what is imported when first needed is free
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sinkscope."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("sinkscope.")}
+    return found
+
+
+def test_packages_import_only_what_is_above_them() -> None:
+    for file in (ROOT / "sinkscope").rglob("*.py"):
+        part = file.relative_to(ROOT / "sinkscope").parts[0].removesuffix(".py")
+        if part not in ORDER:
+            continue
+        for used in _imports(file) - {part, *GROUND}:
+            assert ORDER.index(used) < ORDER.index(part), f"{file.relative_to(ROOT)} imports sinkscope.{used}"
+
+
+def test_no_file_is_long() -> None:
+    lengths = {f: len(f.read_text(encoding="utf-8").splitlines()) for f in (ROOT / "sinkscope").rglob("*.py")}
+    assert {str(f.relative_to(ROOT)): n for f, n in lengths.items() if n > 400} == {}
+
+
+def test_the_tested_set_fits_the_ranges_and_names_no_host() -> None:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = {canonicalize_name(r.name): r.specifier for r in map(Requirement, lines)}
+    assert not any(word in line for line in lines for word in ("://", "--", "@", "+"))
+    wanted = list(PROJECT["project"]["dependencies"])
+    for extra in PROJECT["project"]["optional-dependencies"].values():
+        wanted += extra
+    for requirement in map(Requirement, wanted):
+        (pin,) = pins[canonicalize_name(requirement.name)]
+        assert pin.operator == "=="
+        assert requirement.specifier.contains(pin.version), f"{requirement} does not allow {pin.version}"
+
+
+def test_readme_says_the_two_commands() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "pip install -e . -c constraints.txt && sinkscope find-sinks" in readme
+    test = 'pip install -e ".[test]" -c constraints.txt'
+    assert f"{test} && pytest" in readme
+    lines = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if "pip install" in line] == [test.replace("install", "install --quiet")]
+    assert "pytest" in lines
+    for name in ("find_sinks.png",):
+        assert f"figures/{name}" in readme
+
+
+PRIVATE = (str(Path.home()) + "/", "/work/", str(ROOT) + "/")
+
+
+def test_nothing_committed_names_folders_of_this_machine() -> None:
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, files):
+        if name in ("tests/test_package.py", "tests/test_results.py"):
+            continue
+        file = ROOT / name
+        if not file.is_file() or file.suffix in (".safetensors", ".png"):
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        assert [word for word in PRIVATE if word in text] == [], name
+
+
+@pytest.mark.slow
+def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    data = {
+        str(file.relative_to(ROOT))
+        for folder in ("models/bundled", "text")
+        for file in (ROOT / "sinkscope" / folder).iterdir()
+        if file.is_file()
+    } | {"sinkscope/py.typed"}
+    assert data <= set(zipfile.ZipFile(wheel).namelist())
+    assert data <= {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
+
+    # Another environment, which sees the dependencies of this one but not this tree.
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv/bin/python"
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True)
+    site = next(p for p in sys.path if p.endswith("site-packages"))
+    next((tmp_path / "venv/lib").glob("python*/site-packages")).joinpath("parent.pth").write_text(site + "\n")
+    code = "import sinkscope, sys; sys.exit(0 if 'venv/lib' in sinkscope.__file__ else sinkscope.__file__)"
+    subprocess.run([python, "-c", code], check=True, cwd=here)
+    done = subprocess.run([tmp_path / "venv/bin/sinkscope", "find-sinks"], cwd=here, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Sink layer" in done.stdout

@@ -1,0 +1,293 @@
+"""Streaming gives what the resident model gives, and reads and holds only what is called."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from organisms import MODEL_TYPES, tiny_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from experiments.make_shape import make_plan, write
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.checkpoint import SafetensorsSource
+from sinkscope.models.stream import StreamTarget, open_stream
+from sinkscope.models.target import Target, first_tensor
+
+
+def ids_and_mask() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    return ids, mask
+
+
+def every_output(target: Target) -> list[Tensor]:
+    """Output of each layer, and the last hidden state; counts on the way what a stream holds."""
+    outputs: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        outputs.append(first_tensor(output).clone())
+        if isinstance(target, StreamTarget):
+            assert len(held(target)) <= 2
+
+    with target.hooks(*[(layer, "post", keep) for layer in target.layers]):
+        last = target.forward(*ids_and_mask()).last_hidden_state
+    return [*outputs, last]
+
+
+def held(target: Target) -> list[int]:
+    return [i for i, layer in enumerate(target.layers) if not any(p.is_meta for p in layer.parameters())]
+
+
+def layers_read(target: StreamTarget) -> set[int]:
+    found = (re.search(r"\b(?:layers|h)\.(\d+)\.", name) for name in target.store.source.read)
+    return {int(match[1]) for match in found if match}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A resident model of 6 layers, and the folder it was saved in, in several shards."""
+    model, _ = tiny_model("llama", num_hidden_layers=6)
+    folder = tmp_path_factory.mktemp("llama")
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return model, folder
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["one-file", "half-sharded"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_equals_the_resident_model(model_type: str, half: bool, tmp_path: Path) -> None:
+    model, _ = tiny_model(model_type)
+    (model.half() if half else model).save_pretrained(tmp_path, max_shard_size="20KB" if half else "1GB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or not half
+    resident = Target.of(type(model).from_pretrained(tmp_path, dtype=torch.float32))
+    streamed = open_stream(tmp_path)
+    assert streamed.dtype == torch.float32 and not streamed.resident
+    expected, found = every_output(resident), every_output(streamed)
+    assert len(expected) == len(found) == 1 + resident.n_layers
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+    assert layers_read(streamed) == set(range(resident.n_layers))
+    assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
+    for layer in range(resident.n_layers):
+        torch.testing.assert_close(streamed.w_out_norms(layer, *expert(resident, layer)),
+                                   resident.w_out_norms(layer, *expert(resident, layer)))  # fmt: skip
+
+
+def expert(target: Target, layer: int) -> tuple[int, ...]:
+    return (1,) if target.is_mixture(layer) else ()
+
+
+@pytest.mark.parametrize("rule", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_dense_layers_among_mixtures(rule: dict[str, Any], tmp_path: Path) -> None:
+    model, _ = tiny_model("qwen3_moe", **rule)
+    model.save_pretrained(tmp_path)
+    resident, streamed = Target.of(model), open_stream(tmp_path)
+    assert len({resident.is_mixture(i) for i in range(3)}) == 2, "the test needs both kinds"
+    for a, b in zip(every_output(resident), every_output(streamed), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_text_part_of_a_vision_language_model(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = tiny_model("gemma3_text")[0].config.to_dict()
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    streamed = open_stream(tmp_path)
+    ids, mask = ids_and_mask()
+    with torch.no_grad():
+        expected = model.model.language_model(input_ids=ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(streamed.forward(ids, mask).last_hidden_state, expected, atol=1e-6, rtol=0)
+    assert not [name for name in streamed.store.source.read if "vision" in name]
+
+
+def test_names_without_prefix_and_old_buffers(tmp_path: Path) -> None:
+    """As the published gpt2 has them."""
+    model, _ = tiny_model("gpt2")
+    model.save_pretrained(tmp_path)
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    for a, b in zip(every_output(Target.of(model)), every_output(open_stream(tmp_path)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_reads_only_the_layers_that_are_called(llama: tuple[Any, Path]) -> None:
+    streamed = open_stream(SafetensorsSource(llama[1]))
+    assert layers_read(streamed) == set()
+
+    def stop(*_: Any) -> None:
+        streamed.stop()
+
+    with streamed.hooks((streamed.layers[2], "post", stop)):
+        assert streamed.forward(*ids_and_mask()) is None
+    source = streamed.store.source
+    wanted = {n for n in source.weight_map if re.match(r"model\.(layers\.[012]\.|embed_tokens|norm)", n)}
+    assert source.read == wanted
+
+
+def test_a_layer_can_be_called_again_later(llama: tuple[Any, Path]) -> None:
+    streamed = open_stream(llama[1], resident=1)
+    calls: list[tuple[Any, ...]] = []
+
+    def keep(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append((module, args, kwargs, first_tensor(output).clone()))
+
+    with streamed.hooks(*[(layer, "post", keep) for layer in streamed.layers]):
+        streamed.forward(*ids_and_mask())
+    assert held(streamed) == [5]
+    for index in (0, 4, 2):
+        module, args, kwargs, before = calls[index]
+        with torch.no_grad():
+            assert torch.equal(first_tensor(module(*args, **kwargs)), before)
+        assert held(streamed) == [index]
+
+
+def test_loaded_holds_a_layer_while_others_are_called(llama: tuple[Any, Path]) -> None:
+    model, folder = llama
+    streamed = open_stream(folder, resident=2)
+    with streamed.loaded(3), streamed.loaded(3):
+        streamed.forward(*ids_and_mask())
+        for name, weight in streamed.layers[3].named_parameters():
+            assert torch.equal(weight, model.model.layers[3].get_parameter(name))
+        assert len(held(streamed)) == 2
+    streamed.forward(*ids_and_mask())
+    assert held(streamed) == [4, 5], "a pin has to end with its `with`"
+    assert torch.equal(streamed.w_out(1, [4, 2]), Target.of(model).w_out(1, [4, 2]))
+    with Target.of(model).loaded(3):
+        pass
+
+
+def test_leaves_random_numbers_and_logging_alone(llama: tuple[Any, Path]) -> None:
+    from transformers.utils import logging
+
+    level, state = logging.get_verbosity(), torch.get_rng_state()
+    open_stream(llama[1]).forward(*ids_and_mask())
+    assert torch.equal(torch.get_rng_state(), state) and logging.get_verbosity() == level
+
+
+def test_no_logits(llama: tuple[Any, Path]) -> None:
+    with pytest.raises(UnsupportedError, match=r"no logits; load it whole with sinkscope\.load"):
+        open_stream(llama[1]).hf(ids_and_mask()[0])
+
+
+def spoil(folder: Path, into: Path, change: Any) -> Path:
+    """A copy of a checkpoint in one file, with `change` applied to its tensors."""
+    tensors: dict[str, Tensor] = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    change(tensors)
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    (into / "config.json").write_text((folder / "config.json").read_text())
+    return into
+
+
+NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), "lacks tensors of the part around the layers, the first is norm.weight"),
+        (lambda t: t.pop(DOWN), "lacks tensors of layer 2, the first is mlp.down_proj.weight"),
+        (lambda t: [t.pop(n) for n in list(t) if ".2." in n], "has no tensors of layer 2"),
+        (lambda t: t.update({DOWN: torch.zeros(8, 8)}), "shapes of layer 2 .* not those of its config.json"),
+        (lambda t: t[DOWN].view(-1)[7].fill_(float("nan")), "mlp.down_proj.weight of layer 2 .* NaN"),
+        (lambda t: t[NORM][3].fill_(float("inf")), "norm.weight of the part around .* infinite"),
+    ],
+)
+def test_broken_checkpoints(llama: tuple[Any, Path], change: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(SinkscopeError, match=message) as caught:
+        open_stream(spoil(llama[1], tmp_path, change)).forward(*ids_and_mask())
+    assert "\n" not in str(caught.value)
+
+
+def test_refuses_what_it_cannot_stream(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    with pytest.raises(SinkscopeError, match="resident=0: at least 1"):
+        open_stream(llama[1], resident=0)
+    config = json.loads((llama[1] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match=r"no safetensors weights.*sinkscope\.load"):
+        open_stream(tmp_path)
+    spoil(llama[1], tmp_path, lambda tensors: None)
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match=r"is quantised.*sinkscope\.load"):
+        open_stream(tmp_path)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_shape_checkpoint_has_the_sink_it_says(seed: int, tmp_path: Path) -> None:
+    write(make_plan("tiny", 2, seed, None), tmp_path, "float16", "tiny")
+    truth = json.loads((tmp_path / "truth.json").read_text())
+    streamed = open_stream(tmp_path)
+    ids = torch.randint(3, 300, (1, 50))
+    ids[0, 0] = 1
+
+    def norms(ids: Tensor, off: int | None = None) -> list[Tensor]:
+        out: list[Tensor] = []
+
+        def keep(_m: Any, _a: Any, _k: Any, output: Any) -> None:
+            out.append(first_tensor(output)[0].norm(dim=-1))
+
+        def silence(_m: Any, args: Any, _k: Any) -> Any:
+            args[0][..., off] = 0
+
+        pairs = [(layer, "post", keep) for layer in streamed.layers]
+        if off is not None:
+            pairs.append((streamed.sub(truth["sink_layer"], streamed.adapter.down), "pre", silence))
+        with streamed.hooks(*pairs):
+            streamed.forward(ids)
+        return out
+
+    intact = norms(ids)
+    ratio = [(n[0] / n[1:].median()).item() for n in intact]
+    assert max(ratio[:2]) < 3 and min(ratio[2:]) > 20
+    drops = [1 - norms(ids, n["neuron"])[2][0] / intact[2][0] for n in truth["neurons"]]
+    assert all(drop > 0.15 for drop in drops)
+    assert abs(norms(ids, 5)[2][0] / intact[2][0] - 1) < 0.01 and 5 not in [n["neuron"] for n in truth["neurons"]]
+    repeated = norms(torch.tensor([[1] + [50] * 300]))[2]
+    assert repeated[5] < 0.1 * repeated[0] and repeated[-1] > 0.5 * repeated[0]
+
+
+_MEASURE = """
+import resource, sys, torch
+from pathlib import Path
+from sinkscope.models.stream import open_stream
+torch.set_num_threads(2)
+target = open_stream(Path(sys.argv[1]))
+seen = []
+def keep(module, args, kwargs, output):
+    norms = output[0].norm(dim=-1)
+    seen.append((norms[0] / norms[1:].median()).item())
+    if len(seen) == 4: target.stop()
+with target.hooks(*[(layer, "post", keep) for layer in target.layers]):
+    target.forward(torch.tensor([[1, *range(300, 500)]]))
+print(seen[1], seen[3], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, *sorted(target.store.source.read))
+"""
+
+
+@pytest.mark.slow
+def test_seven_billion_in_four_gigabytes(tmp_path: Path) -> None:
+    write(make_plan("llama-2-7b", 1, 0, None), tmp_path, "float16", "llama-2-7b")
+    assert sum(f.stat().st_size for f in tmp_path.iterdir()) > 13e9
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(tmp_path)], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
+    at_sink, later, peak, *read = done.stdout.split()
+    assert float(at_sink) > 20 and float(later) > 20
+    assert float(peak) < 4e9
+    assert {m[1] for m in (re.search(r"layers\.(\d+)", n) for n in read) if m} == {"0", "1", "2", "3"}

@@ -1,0 +1,128 @@
+"""`trace` against hidden states and by-hand recomputation, over architectures; nothing left on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from organisms.tiny import MODEL_TYPES, tiny_model
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.target import Target
+from sinkscope.trace.run import trace
+from sinkscope.trace.sites import site_names
+
+IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_residual_stream_is_the_sum_of_its_parts(model_type: str) -> None:
+    """resid_post = resid_pre + attn_out + mlp_out at every layer, whatever norms and layouts lie between."""
+    model, _ = tiny_model(model_type)
+    sites = ["blocks.*.hook_resid_pre", "blocks.*.hook_attn_out", "blocks.*.hook_mlp_out", "blocks.*.hook_resid_post"]
+    got = trace(model, IDS, sites)
+    for i in range(3):
+        parts = [got[f"blocks.{i}.{name}"] for name in ("hook_resid_pre", "hook_attn_out", "hook_mlp_out")]
+        torch.testing.assert_close(sum(parts), got[f"blocks.{i}.hook_resid_post"], atol=1e-5, rtol=1e-5)
+        if i:
+            assert torch.equal(got[f"blocks.{i}.hook_resid_pre"], got[f"blocks.{i - 1}.hook_resid_post"])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "olmo2", "gpt2", "opt", "phi3", "qwen3"])
+def test_mlp_out_is_post_through_the_columns(model_type: str) -> None:
+    model, _ = tiny_model(model_type)
+    target = Target.of(model)
+    got = trace(model, IDS, ["blocks.1.mlp.hook_post", "blocks.1.hook_mlp_out", "blocks.1.hook_resid_mid"])
+    post = got["blocks.1.mlp.hook_post"]
+    assert post.shape == (3, 11, target.d_mlp)
+    raw = post @ target.w_out(1, list(range(target.d_mlp)))
+    bias = getattr(target.sub(1, target.adapter.down), "bias", None)
+    raw = raw if bias is None else raw + bias
+    if target.adapter.post_mlp_norm:
+        raw = target.sub(1, target.adapter.post_mlp_norm)(raw)
+    torch.testing.assert_close(got["blocks.1.hook_mlp_out"], raw, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma"])
+def test_gate_times_up_is_post(model_type: str) -> None:
+    model, _ = tiny_model(model_type)
+    got = trace(model, IDS, ["blocks.0.mlp.*"])
+    act = model.model.layers[0].mlp.act_fn
+    expected = act(got["blocks.0.mlp.hook_pre"]) * got["blocks.0.mlp.hook_pre_linear"]
+    torch.testing.assert_close(got["blocks.0.mlp.hook_post"], expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "phi3", "opt"])
+def test_values_and_pattern_give_z(model_type: str) -> None:
+    """attn.hook_v and attn.hook_pattern, from different seams, make attn.hook_z."""
+    model, _ = tiny_model(model_type)
+    target = Target.of(model)
+    got = trace(model, IDS, ["blocks.1.attn.hook_v", "blocks.1.attn.hook_pattern", "blocks.1.attn.hook_z"])
+    values = got["blocks.1.attn.hook_v"].repeat_interleave(target.n_heads // target.n_kv_heads, 2)
+    z = torch.einsum("bhqk,bkhd->bqhd", got["blocks.1.attn.hook_pattern"], values)
+    torch.testing.assert_close(z, got["blocks.1.attn.hook_z"], atol=1e-5, rtol=1e-5)
+
+
+def test_reducers_batches_and_functions_agree_with_raw() -> None:
+    model, _ = tiny_model("mistral")
+    site = "blocks.2.hook_resid_post"
+    raw = trace(model, IDS, [site])[site]
+    torch.testing.assert_close(trace(model, IDS, [site], "norm")[site], raw.norm(dim=-1))
+    torch.testing.assert_close(trace(model, IDS, [site], "mean", batch_size=2)[site], raw.mean(1))
+    torch.testing.assert_close(trace(model, IDS, [site], "last", batch_size=1)[site], raw[:, -1])
+    torch.testing.assert_close(trace(model, IDS, [site], lambda t: t.amax((1, 2)))[site], raw.amax((1, 2)))
+
+
+def test_padding_changes_nothing() -> None:
+    model, _ = tiny_model("llama")
+    site = "blocks.2.hook_resid_post"
+    padded = torch.cat([torch.full((3, 4), 2), IDS], 1)
+    mask = torch.cat([torch.zeros(3, 4, dtype=torch.long), torch.ones_like(IDS)], 1)
+    target = Target.of(model)
+    a = trace(target, padded, [site], attention_mask=mask)[site][:, 4:]
+    torch.testing.assert_close(a, trace(model, IDS, [site])[site], atol=1e-5, rtol=1e-4)  # rotary is relative
+
+
+def test_observers_see_every_row_once() -> None:
+    class Largest:
+        sites: Sequence[str] = ("blocks.*.hook_mlp_out",)
+
+        def __init__(self) -> None:
+            self.seen: dict[tuple[str, int], float] = {}
+
+        def observe(self, site: str, tensor: torch.Tensor, first_row: int) -> None:
+            for i, row in enumerate(tensor):
+                assert (site, first_row + i) not in self.seen
+                self.seen[site, first_row + i] = float(row.abs().max())
+
+    model, _ = tiny_model("llama")
+    observer = Largest()
+    assert trace(model, IDS, [], observers=[observer], batch_size=2) == {}
+    raw = trace(model, IDS, ["blocks.*.hook_mlp_out"])
+    expected = {(s, i): float(t[i].abs().max()) for s, t in raw.items() for i in range(3)}
+    assert observer.seen == pytest.approx(expected)
+
+
+def test_nothing_runs_behind_the_deepest_site_and_nothing_stays() -> None:
+    model, _ = tiny_model("llama")
+    ran: list[int] = []
+    handle = model.model.layers[2].register_forward_pre_hook(lambda *_: ran.append(2))
+    trace(model, IDS, ["blocks.1.hook_resid_post"])
+    assert ran == []
+    handle.remove()
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_bad_names_say_what_there_is() -> None:
+    model, _ = tiny_model("llama")
+    with pytest.raises(SinkscopeError, match=r"'blocks\.9\.hook_resid_post' matches nothing in a model of 3 layers"):
+        trace(model, IDS, ["blocks.9.hook_resid_post"])
+    with pytest.raises(SinkscopeError, match="reduce 'median' is unknown"):
+        trace(model, IDS, ["hook_embed"], "median")
+    neox, _ = tiny_model("gpt_neox")
+    with pytest.raises(UnsupportedError, match="hook_resid_mid"):
+        trace(neox, IDS, ["blocks.0.hook_resid_mid"])
+    moe, _ = tiny_model("mixtral")
+    with pytest.raises(UnsupportedError, match="per expert"):
+        trace(moe, IDS, ["blocks.0.mlp.hook_post"])
+    assert len(site_names(3)) == 1 + 3 * 13
