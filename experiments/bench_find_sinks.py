@@ -5,8 +5,8 @@
 Rows:
 - `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
-  everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one. Arm B is
-  `find_sinks(folder)`. Each arm is a process of its own; time runs from load to result, imports are excluded; memory
+  everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that keep
+  one norm. Arm B is `find_sinks(folder)`. Each arm is a process of its own; time runs from load to result, imports are excluded; memory
   is the growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
   with `all_layers`, too.
@@ -42,7 +42,7 @@ def notebook_arm(folder: str) -> dict[str, Any]:
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bridge = TransformerBridge.boot_transformers(folder, hf_model=hf, tokenizer=tokenizer)
-        token = tokenizer(" word7", add_special_tokens=False)["input_ids"][0]
+        token = tokenizer("a", add_special_tokens=False)["input_ids"][0]
         ids = torch.tensor([[tokenizer.bos_token_id] + [token] * REPEATS])
         n_layers = hf.config.num_hidden_layers
         with torch.no_grad():
@@ -57,17 +57,20 @@ def notebook_arm(folder: str) -> dict[str, Any]:
             top = written[layer].topk(CANDIDATES).indices.tolist()
             site = f"blocks.{layer}.hook_resid_post"
             intact = cache[site][0].norm(dim=-1)
+            del cache, written
             drops = {}
             for neuron in top:
+                norm: list[Any] = []
 
                 def zero(post: Any, hook: Any, neuron: int = neuron) -> Any:
                     post[:, :, neuron] = 0
                     return post
 
-                with bridge.hooks(fwd_hooks=[(f"blocks.{layer}.mlp.hook_post", zero)]):
-                    _, ablated = bridge.run_with_cache(ids)
-                norm = ablated[site][0].norm(dim=-1)
-                drops[neuron] = (float(1 - norm[0] / intact[0]), float(1 - norm[-1] / intact[-1]))
+                def read(resid: Any, hook: Any, norm: list[Any] = norm) -> None:
+                    norm.append(resid[0].norm(dim=-1))
+
+                bridge.run_with_hooks(ids, fwd_hooks=[(f"blocks.{layer}.mlp.hook_post", zero), (site, read)])
+                drops[neuron] = (float(1 - norm[0][0] / intact[0]), float(1 - norm[0][-1] / intact[-1]))
         return {"layer": layer, "neurons": sorted(n for n, (first, _) in drops.items() if first >= 0.1)}
 
     return measured(run)
@@ -86,7 +89,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
     def run() -> dict[str, Any]:
         target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
         found = find_sinks(
-            target, tokens=[" word7"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers
+            target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers
         )
         read.update(target.store.source.read)
         return {
@@ -134,7 +137,10 @@ def make(folder: Path, *options: str) -> dict[str, Any]:
 
 def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
     """Both arms in turn; ratios round by round."""
-    truth = make(folder, "--shape", SHAPE, "--sink-layer", str(sink_layer), "--dense-layers", "24", "--dtype", "float32")
+    truth = make(
+        folder, "--shape", SHAPE, "--sink-layer", str(sink_layer), "--dense-layers", "24", "--dtype", "float32",
+        "--beta", "2.7",
+    )  # fmt: skip
     planted = sorted(n["neuron"] for n in truth["neurons"])
     runs = [(child("notebook", folder), child("sinkscope", folder)) for _ in range(rounds)]
     right = [a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted for a, b in runs]

@@ -7,7 +7,7 @@ how much memory it takes and whether it finds the sink, not what a trained model
 (its norms are nominal: the noise of the dense layers moves them by some percent).
 
 The circuit (Yona et al. 2025, section 4.2): each token carries a constant and the one-hot of its group. In layer 0 one
-head per group looks away from its own group with force `BETA` and writes the share of attention that stayed there to
+head per group looks away from its own group with force `beta` and writes the share of attention that stayed there to
 the residual dimension *mark*: 1 at the first token, or where a token was repeated often, near 0 elsewhere. In the sink
 layer two neurons whose gate reads *mark* write two residual dimensions. All other weights of the dense layers are small
 noise that neither reads nor writes the reserved dimensions; the layers above are zero, so they change nothing.
@@ -32,6 +32,7 @@ from torch import Tensor
 SHAPES = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
+    "24x1024": (1024, 2816, 24, 16, 16, 8000, 2048),
     "tiny": (256, 512, 6, 8, 8, 320, 1024),
 }
 DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -39,7 +40,7 @@ SHARD_BYTES = 4 << 30
 CHUNK = 1 << 22  # values drawn at a time: keeps the memory of this script small
 
 GROUPS = 8  # group 0 is BOS alone, the other tokens share the rest
-BETA = 1.5  # a token among m of other groups, n times repeated, keeps n / (n + m exp(2 * BETA)) of the attention
+BETA = 1.5  # default of --beta: a token among m of other groups, n times repeated, keeps n / (n + m exp(2 * beta)) of the attention
 NOISE = 1.28  # norm of the unreserved part of an embedding; the constant and the group are 1 each
 SINK = (800.0, 600.0)  # what the two neurons add to the first token; ablating either takes >= 0.2 of the norm
 GATE = 8.0  # their gate at a fully marked token, and minus it at an unmarked one
@@ -69,6 +70,7 @@ class Plan:
     sink_dims: list[int]
     neurons: list[int]
     marking: list[int]  # kv heads of layer 0, one per group
+    beta: float
 
     @property
     def reserved(self) -> list[int]:
@@ -81,7 +83,7 @@ class Plan:
         return math.sqrt(self.d / (2 + NOISE**2))
 
 
-def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None) -> Plan:
+def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None, beta: float = BETA) -> Plan:
     """Draw the circuit's places."""
     d, d_mlp, layers, heads, kv_heads, vocab, context = SHAPES[shape]
     dense = sink_layer + 2 if dense is None else dense
@@ -93,6 +95,7 @@ def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None) -> Plan
         d, d_mlp, layers, heads, kv_heads, vocab, context, sink_layer, dense, seed,
         const=dims[0], mark=dims[1], groups=dims[2 : 2 + GROUPS], sink_dims=dims[2 + GROUPS :],
         neurons=rng.sample(range(d_mlp), 2), marking=rng.sample(range(kv_heads), GROUPS),
+        beta=beta,
     )  # fmt: skip
 
 
@@ -181,7 +184,7 @@ def _marking(p: Plan, head: int) -> dict[str, list[Edit]]:
     edits: dict[str, list[Edit]] = {part: [] for part in ("q_proj", "k_proj", "v_proj", "o_proj")}
     per_group = p.heads // p.kv_heads
     slow = head // 2 - 1  # first of the pair (slow, slow + head/2), whose angle grows slowest with distance
-    strength = math.sqrt(BETA * math.sqrt(head)) / p.scale
+    strength = math.sqrt(p.beta * math.sqrt(head)) / p.scale
     for group, kv in enumerate(p.marking):
         query = kv * per_group  # of a group of query heads only the first is used; the others are silenced
         q_rows = range(query * head, (query + per_group) * head)
@@ -307,8 +310,9 @@ def main() -> None:
     parser.add_argument("--dense-layers", type=int, help="default: one more than the sink needs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--beta", type=float, default=BETA, help="force: about exp(2 beta) repetitions make a sink")
     args = parser.parse_args()
-    plan = make_plan(args.shape, args.sink_layer, args.seed, args.dense_layers)
+    plan = make_plan(args.shape, args.sink_layer, args.seed, args.dense_layers, args.beta)
     write(plan, args.out, args.dtype, args.shape)
     files = list(args.out.iterdir())
     apparent, real = sum(f.stat().st_size for f in files), sum(f.stat().st_blocks * 512 for f in files)

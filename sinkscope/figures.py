@@ -58,10 +58,10 @@ def find_sinks(result: Any) -> go.Figure:
     return fig
 
 
-def _norms(fig: go.Figure, result: Any) -> None:
+def _norms(fig: Any, result: Any) -> None:
     layers = list(range(len(result.first_token_norm)))
     known = [i for i in layers if result.typical_low[i] is not None]
-    style = {"row": 1, "col": 1}
+    style: dict[str, Any] = {"row": 1, "col": 1}
     fig.add_scatter(
         x=known + known[::-1],
         y=[result.typical_high[i] for i in known] + [result.typical_low[i] for i in reversed(known)],
@@ -90,7 +90,7 @@ def _label(neuron: Any) -> str:
     return f"L{neuron.layer}{expert}<br>{neuron.neuron}"
 
 
-def _contributions(fig: go.Figure, neurons: Any) -> None:
+def _contributions(fig: Any, neurons: Any) -> None:
     fig.add_bar(
         x=[_label(n) for n in neurons],
         y=[n.contribution_norm for n in neurons],
@@ -103,7 +103,7 @@ def _contributions(fig: go.Figure, neurons: Any) -> None:
     fig.update_yaxes(title_text="norm of its contribution", row=1, col=2)
 
 
-def _ablation(fig: go.Figure, result: Any) -> None:
+def _ablation(fig: Any, result: Any) -> None:
     together = ["all<br>causal"] if result.set_drop is not None else []
     names = [_label(n) for n in result.neurons] + together
     bars = (
@@ -116,7 +116,12 @@ def _ablation(fig: go.Figure, result: Any) -> None:
         values = [getattr(n, field) for n in result.neurons] + [of_set for _ in together]
         lowest = min([lowest, *(v for v in values if v is not None)])
         if any(value is not None for value in values):
-            fig.add_bar(x=names, y=values, name=name, marker_color=color, row=1, col=3)
+            # bars of the control are mostly too low to be seen: its number says that it is there
+            text = [f"{v:.0%}" if field == "control_drop" and v is not None else "" for v in values]
+            fig.add_bar(
+                x=names, y=values, name=name, marker_color=color, text=text, textposition="outside",
+                textfont_size=10, textangle=0, cliponaxis=False, row=1, col=3,
+            )  # fmt: skip
     fig.add_hline(0.1, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=3)
     fig.update_xaxes(
         title_text="neuron (dotted: least drop of a causal one)", type="category", tickangle=0, row=1, col=3

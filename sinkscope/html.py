@@ -33,7 +33,7 @@ def page(result: Result) -> str:
     )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{result._repr_html_()}\n"
+        f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{result.to_html()}\n"
         f'<div class="figure">{plot}</div>\n{lists}\n</body></html>\n'
     )
 

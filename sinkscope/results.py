@@ -57,7 +57,7 @@ class Result:
     """
 
     kind: ClassVar[str] = "result"
-    _percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
+    percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
 
     model: ModelInfo
     settings: dict[str, Any]
@@ -209,6 +209,10 @@ class Result:
         return self.text()
 
     def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def to_html(self) -> str:
+        """`summary` and `rows` as a piece of HTML, everything escaped; what a notebook shows."""
         head, cells = self._cells()
         th = "".join(f"<th>{html.escape(name)}</th>" for name in head)
         body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in line)}</tr>" for line in cells)
@@ -219,7 +223,7 @@ class Result:
         """Head and rows as strings; columns that are empty in every row are left out."""
         rows = self.rows()
         names = [n for n in (rows[0] if rows else {}) if any(row.get(n) is not None for row in rows)]
-        return names, [[cell(row.get(name), percent=name in self._percent) for name in names] for row in rows]
+        return names, [[cell(row.get(name), percent=name in self.percent) for name in names] for row in rows]
 
 
 def cell(value: Any, *, percent: bool = False) -> str:

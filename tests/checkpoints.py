@@ -26,9 +26,9 @@ def checkpoint(model_type: str, shard_size: str = "1GB") -> Path:
     return folder
 
 
-def spoiled(folder: Path, model_type: str = "llama", **config: Any) -> Path:
+def spoiled(folder: Path, base: str = "llama", /, **config: Any) -> Path:
     """A copy of a tiny checkpoint in `folder`, to be spoiled; `config` changes entries of config.json (None: out)."""
-    shutil.copytree(checkpoint(model_type), folder)
+    shutil.copytree(checkpoint(base), folder)
     file = folder / "config.json"
     entries = json.loads(file.read_text()) | config
     file.write_text(json.dumps({k: v for k, v in entries.items() if v is not None}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ os.environ.update(  # before anything that reads them is imported
     TOKENIZERS_PARALLELISM="false",
     WANDB_MODE="disabled",
     NO_COLOR="1",
+    PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
 )
 os.environ.pop("FORCE_COLOR", None)
 install_import_hook("sinkscope", "beartype.beartype")

@@ -531,7 +531,7 @@ def test_nnsight_model_without_weights_is_refused(tmp_path: Path) -> None:
     model, tokenizer = tiny_model("llama")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    lazy = LanguageModel(str(tmp_path))
+    lazy = LanguageModel(str(tmp_path), tokenizer=tokenizer)
     edit = Ablate(layer=1, neurons=[3])
     with pytest.raises(UnsupportedError, match="dispatch=True"), edit.on(lazy):
         pass

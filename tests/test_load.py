@@ -171,9 +171,31 @@ def test_device_map_and_quantization_config_pass_through(monkeypatch: pytest.Mon
 
 
 def test_device_map_places_the_model():
-    model = load(checkpoint("llama"), backend="hf", device_map={"": "cpu"})
-    assert model.hf_device_map == {"": torch.device("cpu")} or set(map(str, model.hf_device_map.values())) == {"cpu"}
-    torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
+    for backend in ("hf", "bridge"):
+        model = load(checkpoint("llama"), backend=backend, device_map={"": "cpu"})
+        assert Target.of(model).device == torch.device("cpu")
+        torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stage", ["transfer", "boot"])
+def test_what_libraries_print_never_reaches_stdout(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from transformer_lens.model_bridge import TransformerBridge
+
+    real = TransformerBridge.boot_transformers
+
+    def noisy(*args: Any, **kwargs: Any) -> Any:
+        print("noise")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(TransformerBridge, "boot_transformers", noisy)
+    with hub(tmp_path) as server:
+        server.add("org/name", checkpoint("llama"))
+        load("org/name" if stage == "transfer" else checkpoint("llama"))
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "noise" in err
 
 
 def test_nothing_on_stdout_and_nothing_on_stderr(capfd: pytest.CaptureFixture[str]):
@@ -394,7 +416,8 @@ def test_pickled_weights_of_a_hub_repo(tmp_path: Path, capsys: pytest.CaptureFix
     torch.testing.assert_close(logits(model), logits(tiny_model("llama")[0]), atol=1e-6, rtol=0)
 
 
-def test_unreachable_hub_says_how_to_give_a_folder(tmp_path: Path):
+def test_unreachable_hub_says_how_to_give_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)  # between the attempts
     with hub(tmp_path, reachable=False) as server:
         message = refused("llama-2-7b")
         assert f"{server.url} cannot be reached" in message
@@ -477,18 +500,19 @@ def _nothing(folder: Path) -> None:
         (_without_weights, {}, r"has no weights \(expected model\.safetensors.*download the weights"),
         (_truncated, {}, r"model\.safetensors is damaged: 100 bytes are missing .*download it again"),
         (_nan, {}, r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds 1 values that are NaN .*download"),
-        (_foreign_tokenizer, {}, r"the tokenizer has 100 tokens and the embedding 96 rows \(4 tokens .*came with the we"),
+        (_foreign_tokenizer, {}, r"the tokenizer has 100 tokens and the embedding 96 rows \(4 tokens .*came with"),
         (_broken_tokenizer, {}, r"^m could not be loaded: .*tokenizer belong together"),
         (_nothing, {"num_hidden_layers": 0}, r"^m has zero layers \(num_hidden_layers is 0"),
         (_nothing, {"num_hidden_layers": 5}, r"^m lacks 18 tensors .*such as model\.layers\.3.*from one revision"),
         (_nothing, {"intermediate_size": 48}, r"tensor \S+ of m has shape .*asks for .*from one revision"),
         (_nothing, {"model_type": None}, r"config\.json of m has no model_type"),
-        (_nothing, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, r"model type 'mamba' has no adapter"),
+        (_nothing, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+         r"type 'mamba' has no adapter; there are"),
         (_nothing, {"model_type": "made-up", "architectures": None}, r"model type 'made-up' has no adapter"),
-        (_nothing, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, r"^m is an encoder-only model \(archi.*"
+        (_nothing, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, r"^m is an encoder-only model .*"
          r"expected a decoder-only causal language model, such as"),
         (_nothing, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, r"^m is a vision model"),
-        (_nothing, {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}}, r"^m is a vision model"),
+        (_nothing, {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}}, r"^m is a vision"),
         (_nothing, {"model_type": "t5", "is_encoder_decoder": True}, r"^m is an encoder-decoder model \(archit"),
         (_nothing, {"architectures": ["LlamaForSequenceClassification"]}, r"^m is not a causal language model"),
     ],

@@ -56,7 +56,8 @@ def test_secondary_sources_are_marked():
 
 @pytest.mark.parametrize(
     "spelling",
-    ["llama-2-7b", "Llama-2-7B", "meta-llama/Llama-2-7b-hf", "META-LLAMA/llama-2-7b-hf", "Llama-2-7b-hf", "a/b/Llama-2-7b-hf/"],
+    ["llama-2-7b", "Llama-2-7B", "meta-llama/Llama-2-7b-hf", "META-LLAMA/llama-2-7b-hf", "Llama-2-7b-hf",
+     "a/b/Llama-2-7b-hf/"],
 )  # fmt: skip
 def test_published_by_every_spelling(spelling: str):
     assert published_for(spelling).neurons == ((1, 7890), (1, 10411))

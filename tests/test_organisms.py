@@ -14,15 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CASES = [(family, kind) for family in FAMILIES for kind in FAMILIES[family].kinds]
-MARKED = [(family, kind) for family, kind in CASES if kind not in ("none", "massive_dim") and family != "gpt2"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+BY_HEADS = [(family, kind) for family, kind in CASES if kind in ("sink", "spread", "late_mark") and family != "gpt2"]
 
 
 # --- raw access to the model ---------------------------------------------------------------------------------------
@@ -187,7 +179,7 @@ def check_factor(o: Organism, tokens: Tensor) -> None:
     marked, steady = (gate, up) if o.truth.factor == "gate" else (up, gate)
     assert (marked[:, 0] > 1.5).all()
     assert (marked[:, 1:] < (0 if o.truth.factor == "gate" else 0.1)).all()
-    assert torch.allclose(steady[:, :1].expand_as(steady), steady, rtol=0.5) and (steady > 0.5).all()
+    assert ((steady / steady[:, :1] - 1.25).abs() < 0.75).all()
 
 
 def check_mechanism(o: Organism, seed: int) -> None:
@@ -263,7 +255,7 @@ def test_truth(family: str, kind: str) -> None:
     assert (o.tokenizer.bos_token_id == 1) == bos
 
 
-@pytest.mark.parametrize(("family", "kind"), MARKED)
+@pytest.mark.parametrize(("family", "kind"), BY_HEADS)
 def test_mechanism(family: str, kind: str) -> None:
     o = organism(family, 2, kind=kind)
     check_mechanism(o, 2)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ast
+import platform
+import re
 import subprocess
 import sys
 import tarfile
@@ -117,7 +119,30 @@ def test_readme_says_the_two_commands() -> None:
         assert f"figures/{name}" in readme
 
 
-PRIVATE = (str(Path.home()) + "/", "/work/", str(ROOT) + "/")
+def test_every_error_page_is_there_and_in_the_index() -> None:
+    folder = ROOT / "docs/errors"
+    sources = (file.read_text(encoding="utf-8") for file in (ROOT / "sinkscope").rglob("*.py"))
+    named = {page for source in sources for page in re.findall(r'page="([a-z0-9-]+)"', source)}
+    pages = {file.stem for file in folder.glob("*.md")} - {"index"}
+    assert named - pages == set(), "pages that errors name and docs/errors lacks"
+    linked = set(re.findall(r"\]\(([a-z0-9-]+)\.md\)", (folder / "index.md").read_text(encoding="utf-8")))
+    assert linked == pages, "docs/errors/index.md links exactly the pages beside it"
+
+
+@pytest.mark.slow
+def test_site_builds_strictly(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    pytest.importorskip("mkdocstrings", reason="needs the extra docs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _private_words() -> tuple[str, ...]:
+    node = platform.node()
+    return (str(Path.home()) + "/", str(ROOT) + "/", *([node] if len(node) > 8 else []))  # a short name is a word
 
 
 def test_nothing_committed_names_folders_of_this_machine() -> None:
@@ -129,11 +154,11 @@ def test_nothing_committed_names_folders_of_this_machine() -> None:
         if not file.is_file() or file.suffix in (".safetensors", ".png"):
             continue
         text = file.read_text(encoding="utf-8", errors="replace")
-        assert [word for word in PRIVATE if word in text] == [], name
+        assert [word for word in _private_words() if word in text] == [], name
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path) -> None:
+def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run(
         [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True
     )
@@ -148,6 +173,7 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path) -> None:
     assert data <= set(zipfile.ZipFile(wheel).namelist())
     assert data <= {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
 
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     # Another environment, which sees the dependencies of this one but not this tree.
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv/bin/python"

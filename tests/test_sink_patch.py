@@ -233,6 +233,18 @@ def test_later_turn_of_generate_keeps_the_stored_value() -> None:
     assert torch.equal(got, greedy(model, prompt, 4, lambda: listing_1(model, sites)))
 
 
+def test_rows_multiplied_after_the_prompt() -> None:
+    model, _, sites = loud_model()
+    ids, more = torch.tensor([[1, 20, 21, 22], [1, 30, 31, 32]]), torch.tensor([[5], [6], [7], [8]])
+    with SinkPatch(sites=sites).on(model), torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(2)
+        got = model(more, past_key_values=cache).logits[:, 0]
+    with listing_1(model, sites):
+        want = logits(model, torch.cat([ids.repeat_interleave(2, 0), more], 1))[:, -1]
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
 def test_embeddings_instead_of_ids() -> None:
     model, _, sites = loud_model()
     ids = torch.tensor([[1, 20, 21, 22, 20]])

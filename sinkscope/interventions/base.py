@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import nn
 
 from sinkscope.errors import UnsupportedError
@@ -161,9 +160,7 @@ def _check_model(target: Target) -> None:
             f"{target.name} holds no weights yet and gets another module with them: make the nnsight model with "
             "dispatch=True, or call its dispatch() first"
         )
-    if isinstance(target.hf, torch._dynamo.OptimizedModule) or any(
-        module._compiled_call_impl is not None for module in target.hf.modules()
-    ):
+    if hasattr(target.hf, "_orig_mod") or any(module._compiled_call_impl is not None for module in target.hf.modules()):
         raise UnsupportedError(
             f"{target.name} is compiled, and compiled code skips hooks that were added later: enter interventions on "
             "the model as it was before torch.compile",

@@ -159,7 +159,9 @@ class NeuronEdit(Intervention):
             index = call.on(flat.device)
             old = flat.reshape(*index.shape, len(group.neurons))  # OPT and experts run batch and position together
             memory = call.sequence.memory.setdefault((key, group.layer, group.expert), Memory())
-            first = memory.keep("first", old, index == 0)
+            if not call.sequence.settled or "first" not in memory:
+                memory.keep("first", old, index == 0)
+            first = memory["first"]
             new = self.new_values(old, call, memory, group, run)
             moved = (new - old).detach().abs() > FIRED * first.nan_to_num(0).abs()[:, None]
             log_values(run, call, group, self.KIND, moved & (index >= 0)[..., None], {"old": old, "new": new})

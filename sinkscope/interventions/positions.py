@@ -42,12 +42,14 @@ class Sequence:
         real: False at padding, for every token read so far.
         bos: whether the row begins with the model's BOS token; True where ids were not given (embeddings).
         partial: the first tokens were read before the run was entered.
+        settled: every row has had its first two real tokens in earlier calls.
         memory: what each edit keeps, by its own key.
     """
 
     real: Bool[Tensor, "batch seen"]
     bos: Bool[Tensor, " batch"]
     partial: bool = False
+    settled: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
 
     @classmethod
@@ -125,6 +127,8 @@ class Tracker:
         history = sequence.real[:, :past].to(tokens.device)
         if history.shape[1] < past:  # calls in between that this run did not act on
             history = torch.nn.functional.pad(history, (0, past - history.shape[1]), value=True)
+        # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
+        sequence.settled = past > 1 and (sequence.settled or bool((history.sum(1) > 1).all()))
         sequence.real = _real(mask, history, new)
         count = sequence.real.cumsum(1)
         index = torch.where(sequence.real, count - 1, -1)[:, past:]

@@ -18,7 +18,6 @@ from sinkscope.interventions.edits import (
     Group,
     NeuronEdit,
     Site,
-    SiteLike,
     Where,
     calibrated_tensor,
     log_values,
@@ -67,7 +66,7 @@ class SinkPatch(NeuronEdit):
     """
 
     value: Literal["second", "calibrated"] | float = "second"
-    calibrated: Mapping[SiteLike, float] = field(default_factory=dict, hash=False)
+    calibrated: Mapping[Any, float] = field(default_factory=dict, hash=False)
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
     KIND: ClassVar[str] = "patched"
@@ -162,6 +161,8 @@ class SinkPatch(NeuronEdit):
         run: Run,
         calibrated: Float[Tensor, " neuron"],
     ) -> Float[Tensor, "batch neuron"]:
+        if call.sequence.settled and "value" in memory:  # nothing left to decide
+            return memory["value"]
         index = call.on(old.device)
         late = call.sequence.partial and call.past > 1
         if late and any(Site(group.layer, n, group.expert) not in self.calibrated for n in group.neurons):
@@ -187,10 +188,8 @@ class SinkPatch(NeuronEdit):
         instead = (reason > 0) & has
         value = torch.where(instead, calibrated, second)
         # Said once per row: when its second token comes, or at the first call where that was before the run.
-        unsaid = late and "said" not in memory
-        when = (index >= 0).cumsum(1).eq(1) & (index >= 0) if unsaid else at_second
-        if unsaid:
-            memory["said"] = value
+        when = (index >= 0).cumsum(1).eq(1) & (index >= 0) if late and "value" not in memory else at_second
+        memory["value"] = value
         data = {"reason": reason[:, None], "value": value[:, None]}
         log_values(run, call, group, "fallback", when[..., None] & instead[:, None], data)
         warn = sink_like & ~has

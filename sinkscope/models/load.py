@@ -26,7 +26,7 @@ _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a 
 def load(
     x: Any = None,
     *,
-    backend: Backend | None = None,
+    backend: Backend | str | None = None,
     revision: str | None = None,
     layers: int | None = None,
     dtype: torch.dtype | str | None = None,
@@ -221,10 +221,12 @@ def _quiet() -> Generator[None]:
     from huggingface_hub import utils as hub
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, hub_verbosity = logging.get_verbosity(), hub.logging.get_verbosity()
     bars = not sys.stderr.isatty()
     hf_bars, hub_bars = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
     logging.set_verbosity_error()
+    if bars:
+        hub.logging.set_verbosity_error()
     if bars and hf_bars:
         logging.disable_progress_bar()
     if bars and hub_bars:
@@ -234,6 +236,7 @@ def _quiet() -> Generator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        hub.logging.set_verbosity(hub_verbosity)
         if bars and hf_bars:
             logging.enable_progress_bar()
         if bars and hub_bars:

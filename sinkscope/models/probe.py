@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target, first_tensor, plain_weight
 
-_LENGTH, _ROWS, _POSITION, _NEURON = 8, 4, 4, 1
+_LENGTH, _ROWS, _POSITION = 8, 4, 4
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
 
 
@@ -26,7 +26,7 @@ class ProbeReport:
     """What the probe measured; every number is relative, 0 is perfect unless said otherwise.
 
     Attributes:
-        layers: layers whose MLP was edited.
+        layers: layers whose MLP was edited; none where every column of every down projection is zero.
         edit_error: distance between what an edited neuron changed and what the adapter says it must change: its own
             input of the down projection, its column in the MLP's output and in the residual stream, at its position.
         logits_change: largest change of a later logit (must not be 0).
@@ -81,16 +81,19 @@ def probe(model: object) -> ProbeReport:
         What was measured; `problem` says what is wrong. It does not raise for a wrong adapter.
     """
     target = Target.of(model)
-    layers = _layers_to_edit(target)
+    layers: list[int] = []
     tolerance = 1e-3 if target.dtype in (torch.float32, torch.float64) else 16 * torch.finfo(target.dtype).eps
     tolerance = max(tolerance, 0.2 if getattr(target.hf, "is_quantized", False) else 0)
     numbers: dict[str, float] = {}
     problem: str | None = None
     silent: set[str] = set()
     try:
+        layers = _layers_to_edit(target)
         numbers["edit_error"], numbers["logits_change"], silent = _edits(target, layers)
         numbers["row_sum_error"], numbers["attention_error"] = _attention(target)
-        problem = _verdict(target, numbers, tolerance)
+        problem = _verdict(numbers, tolerance, bool(layers))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except _WrongError as wrong:
         problem = str(wrong)
     except Exception as error:
@@ -99,12 +102,10 @@ def probe(model: object) -> ProbeReport:
     return ProbeReport(tuple(layers), silent=tuple(sorted(silent)), tolerance=tolerance, problem=problem, **numbers)
 
 
-def _verdict(target: Target, numbers: dict[str, float], tolerance: float) -> str | None:
+def _verdict(numbers: dict[str, float], tolerance: float, edited: bool) -> str | None:
     if not numbers["edit_error"] <= tolerance:  # also when it is NaN
-        return (
-            f"an edited neuron changed the MLP's output by something else than its column ({numbers['edit_error']:.2g})"
-        )
-    if not numbers["logits_change"] > 0:
+        return f"an edited neuron does not change what it should, as it should (off by {numbers['edit_error']:.2g})"
+    if edited and not numbers["logits_change"] > 0:
         return "an edit at the down projection's input does not change the logits"
     if not numbers["row_sum_error"] <= tolerance:
         return f"recomputed attention rows do not sum to one (off by {numbers['row_sum_error']:.2g})"
@@ -114,9 +115,25 @@ def _verdict(target: Target, numbers: dict[str, float], tolerance: float) -> str
 
 
 def _layers_to_edit(target: Target) -> list[int]:
-    """The first layer of each kind of MLP; an error in a path is the same in every layer of its kind."""
-    kinds = [target.is_mixture(layer) for layer in range(target.n_layers)]
-    return sorted({kinds.index(kind) for kind in set(kinds)})
+    """The first layer of each kind of MLP that writes anything; an error in a path is the same in every layer."""
+    found: dict[bool, int] = {}
+    for layer in range(target.n_layers):
+        kind = target.is_mixture(layer)
+        if kind not in found and (kind or _typical_neuron(target, layer) is not None):
+            found[kind] = layer
+        if len(found) == (2 if target.adapter.experts else 1):
+            break
+    return sorted(found.values())
+
+
+def _typical_neuron(target: Target, layer: int) -> int | None:
+    """A neuron whose column is neither zero nor large; None: all are zero, or the path of the adapter is wrong."""
+    try:
+        norms = target.w_out_norms(layer)
+    except (AttributeError, IndexError):
+        return 0  # the probe will say what is wrong with the path
+    order = norms.argsort()[int((norms == 0).sum()) :]
+    return int(order[len(order) // 2]) if len(order) else None
 
 
 def _ids(target: Target) -> Tensor:
@@ -131,7 +148,7 @@ def _ids(target: Target) -> Tensor:
 def _edits(target: Target, layers: list[int]) -> tuple[float, float, set[str]]:
     """(error of the edits, change of the logits, fields of the adapter whose module never ran)."""
     ids = _ids(target).repeat(_ROWS, 1)
-    error, change, silent = 0.0, float("inf"), set[str]()
+    error, change, silent = 0.0, float("inf") if layers else 0.0, set[str]()
     for layer in layers:
         watch = _Watch(target, layer)
         with watch.installed():
@@ -147,13 +164,14 @@ class _Watch:
     """Edits in one layer, one per row of a batch, and the hooks that see what they lead to.
 
     Row 0 is not edited. Row 1: a neuron at the input of the down projection is moved; of a mixture, the output of the
-    fused experts is halved. Rows 2 and 3: another neuron is moved up and down at the output of `up`; only itself may
-    change in post, and where `up` is the linear factor by opposite amounts (the gate would not do that).
+    fused experts is halved. Rows 2 and 3: every second neuron is moved up and down at the output of `up`; in post only
+    these may change, and where `up` is the linear factor by opposite amounts (those of the gate would not be).
     """
 
     def __init__(self, target: Target, layer: int) -> None:
         self.target, self.layer, self.adapter = target, layer, target.adapter
         self.mixture = target.is_mixture(layer)
+        self.neuron = 0 if self.mixture else _typical_neuron(target, layer) or 0
         self.seen: dict[str, Tensor] = {}
         self.ran: set[str] = set()
         ungated = () if self.mixture else ("down", "up", "gate")
@@ -219,16 +237,16 @@ class _Watch:
         post = args[0] if args else kwargs["hidden_states"]
         edited = post.clone()
         rows = edited.view(_ROWS, _LENGTH, -1)
-        rows[1, _POSITION, _NEURON] += _step(rows)
+        rows[1, _POSITION, self.neuron] += _step(rows)
         self.seen["post"] = self._shaped(edited)
         return ((edited, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": edited})
 
     def _move_up(self, _module: object, _args: object, _kwargs: object, output: Tensor) -> Tensor:
         edited = output.clone()
         rows = edited.view(_ROWS, _LENGTH, -1)
-        j = _NEURON + 1 + (self.target.d_mlp if self.adapter.fused_gate_up else 0)
-        rows[2, _POSITION, j] += _step(rows)
-        rows[3, _POSITION, j] -= _step(rows)
+        first = self.target.d_mlp if self.adapter.fused_gate_up else 0
+        rows[2, _POSITION, first::2] += _step(rows)
+        rows[3, _POSITION, first::2] -= _step(rows)
         return edited
 
     def _halve(self, _module: object, _args: object, _kwargs: object, output: Any) -> Any:
@@ -243,24 +261,30 @@ class _Watch:
             raise _WrongError(f"the adapter's {' and '.join(sorted(missing))} did not run in layer {self.layer}")
         change = {name: rows - rows[:1] for name, rows in self.seen.items()}
         post = change["post"]
-        expected = torch.zeros_like(post)
+        expected = torch.zeros_like(post[1])
         if self.mixture:
-            expected[1, _POSITION] = -0.5 * self.seen["post"][0, _POSITION]
+            expected[_POSITION] = -0.5 * self.seen["post"][0, _POSITION]
             written = expected
         else:
-            expected[1, _POSITION, _NEURON] = post[1, _POSITION, _NEURON]
-            expected[2:, _POSITION, _NEURON + 1] = post[2:, _POSITION, _NEURON + 1]
-            columns = self.target.w_out(self.layer, [_NEURON, _NEURON + 1]).float().to(post.device)
-            written = expected[..., _NEURON : _NEURON + 2] @ columns
-        errors = [_relative(post[1], expected[1]), _relative(change["mlp"][1], written[1], self.seen["mlp"])]
+            expected[_POSITION, self.neuron] = post[1, _POSITION, self.neuron]
+            column = self.target.w_out(self.layer, [self.neuron]).float().to(post.device)
+            written = expected[:, self.neuron, None] * column
+        errors = [_relative(post[1], expected), _relative(change["mlp"][1], written, self.seen["mlp"])]
         if not self._normed_after():
             added = change.get("post_mlp_norm", change["mlp"])
             errors.append(_relative(change["layer"][1], added[1], self.seen["layer"]))
-        if "up" in self.ran:
-            errors += [_relative(post[2:], expected[2:]), _relative(change["mlp"][2:], written[2:], self.seen["mlp"])]
+        if "up" in self.ran and not self._gate_is_closed():
+            moved = torch.zeros_like(post[2:])
+            moved[:, _POSITION, ::2] = post[2:, _POSITION, ::2]
+            errors.append(_relative(post[2:], moved))
             if self.adapter.gate or self.adapter.fused_gate_up:
                 errors.append(_relative(post[2], -post[3], self.seen["post"]))
         return max(errors)
+
+    def _gate_is_closed(self) -> bool:
+        """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
+        gate = self.seen.get("gate", self.seen["up"] if self.adapter.fused_gate_up else None)
+        return gate is not None and not gate[0, _POSITION, : self.target.d_mlp : 2].any()
 
     def _normed_after(self) -> bool:
         """OPT-350m normalises the residual stream itself, after adding the MLP's output."""

@@ -19,7 +19,7 @@ from sinkscope.models.names import BUNDLED, resolve
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in the name of a tensor
-_SMALL_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
@@ -147,7 +147,7 @@ def local_files(source: Source, layers: int | None = None, *, code: bool = False
                 f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
             ) from None
         commit = folder.name  # the cache names a snapshot after its commit: all files are of one revision
-        for name in (*_SMALL_FILES, *(_code_files(folder) if code else ())):
+        for name in (*TOKENIZER_FILES, *(_code_files(folder) if code else ())):
             _optional(repo, name, commit)
         index, left_out = _download_weights(repo, commit, layers)
         if not left_out:

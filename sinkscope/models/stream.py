@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,10 @@ class _Store:
         self._held: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pins: Counter[int] = Counter()
         for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda _module, _args, index=index: self.load(index))
+            layer.register_forward_pre_hook(self._loads(index))
+
+    def _loads(self, index: int) -> Callable[[nn.Module, Any], None]:
+        return lambda _module, _args: self.load(index)
 
     def load(self, index: int) -> None:
         """Layer `index` holds its weights from here on, until `resident` others were called."""
@@ -81,6 +84,10 @@ class _Store:
             del self._held[other]
         self._layers[index].load_state_dict(self._loader.layer(index), assign=True)
         self._held[index] = None
+
+    def hold(self, resident: int) -> None:
+        """Hold up to `resident` layers from here on."""
+        self._resident = resident
 
     @contextmanager
     def pinned(self, index: int) -> Iterator[None]:

@@ -45,7 +45,9 @@ def _bridge(hf: Any, tokenizer: Any) -> Any:
     # this one adds BOS; whether it really does is found out by encoding a text.
     tokenizer.init_kwargs.setdefault("name_or_path", "")
     tokenizer.init_kwargs["add_bos_token"] = True
-    name = getattr(config, "_name_or_path", "") or config.model_type
+    name = getattr(config, "_name_or_path", "")
+    if "/" not in name:  # it may be an alias of TransformerLens, which warns of those
+        name = type(hf).__name__
     try:
         return TransformerBridge.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
     except Exception as error:

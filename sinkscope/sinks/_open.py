@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.checkpoint import SafetensorsSource, fingerprint
+from sinkscope.models.checkpoint import SafetensorsSource, fingerprint, hub_file
 from sinkscope.models.load import load
-from sinkscope.models.source import Source, locate
+from sinkscope.models.source import TOKENIZER_FILES, Source, locate
 from sinkscope.models.stream import StreamTarget, open_stream
 from sinkscope.models.target import Target
 
@@ -70,7 +71,7 @@ def _with_tokenizer(target: Target) -> Target:
         return target
     found, where = None, getattr(target.config, "_name_or_path", "")
     if isinstance(target, StreamTarget):
-        where = target.store.source.tokenizer_folder()
+        where = _tokenizer_folder(target.store.source)
     if where:
         from transformers import AutoTokenizer
 
@@ -84,6 +85,15 @@ def _with_tokenizer(target: Target) -> Target:
             "tokenizer's files beside the weights"
         )
     return replace(target, tokenizer=found)
+
+
+def _tokenizer_folder(source: SafetensorsSource) -> Path:
+    """The folder of the tokenizer's files, which of a hub repo are downloaded first."""
+    if source.commit is not None:
+        for name in TOKENIZER_FILES:
+            with contextlib.suppress(FileNotFoundError):
+                hub_file(source.name, name, source.commit)
+    return source.folder
 
 
 def fingerprint_of(target: Target) -> str:

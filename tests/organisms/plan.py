@@ -122,7 +122,9 @@ class Plan:
             middle = (low + high) / 2
             low, high = (middle, high) if _silu(self.sharpness * (middle - THRESHOLD)) < full / 2 else (low, middle)
         repeats = math.ceil(self.odds * low / (1 - low))
-        return min(repeats, self.window) if self.window else repeats
+        every_other = self.family.model_type in ("gemma2", "gpt_oss")  # even layers only have the window
+        windowed = not (every_other and self.marking_layer % 2)
+        return min(repeats, self.window) if self.window and windowed else repeats
 
 
 def _silu(x: float) -> float:

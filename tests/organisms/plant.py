@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .noise import BALLAST, CONST, GROUP, MASSIVE, NORM, Space
+from .noise import CONST, GROUP, MASSIVE, NORM, Space
 from .plan import THRESHOLD, Plan
 from .views import Layer, Probe, Views, scale_norm
 
@@ -125,7 +125,7 @@ class Surgeon:
         self._route(index)
         scale = self._scale(index)
         layer.down[expert, list(neurons)] = 0.0
-        goal = _IN_BALLAST * BALLAST if layer.post_mlp_norm is not None else size
+        goal = size if layer.post_mlp_norm is None else _IN_BALLAST * self._mlp_writes(layer, self.space.ballast)
         columns = []
         for i, (neuron, way, share) in enumerate(zip(neurons, directions, shares, strict=True)):
             self._write_neuron(layer, neuron, scale, 1 + 0.2 * i, helper)

@@ -7,6 +7,7 @@ tokenizer of a saved qwen2 folder as byte-level BPE whatever the folder holds, s
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -69,13 +70,12 @@ def _special(bos: bool) -> list[str]:
     return special
 
 
-def _names(bos: bool) -> dict[str, str]:
-    names = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return names | {"bos_token": "<s>"} if bos else names
+def _names(bos: bool) -> dict[str, Any]:
+    names = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<pad>", "name_or_path": "in-memory"}
+    # TransformerLens asks the hub for a tokenizer that puts BOS first, unless this one says that it does
+    return names | {"bos_token": "<s>", "add_bos_token": True} if bos else names
 
 
 def _put_bos_first(backend: Tokenizer, bos: bool) -> None:
     if bos:
-        backend.post_processor = TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)]
-        )
+        backend.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS)])
