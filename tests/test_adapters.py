@@ -124,6 +124,48 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path: Any):
     torch.testing.assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
 
 
+@pytest.fixture
+def with_vision(tmp_path: Any) -> Any:
+    """A tiny Gemma 3 with its image tower."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text, tokenizer = tiny_model("gemma3_text")
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = Gemma3Config(text.config.to_dict(), vision, mm_tokens_per_image=4, image_token_index=90)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.config.architectures = ["Gemma3ForConditionalGeneration"]
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return tmp_path, model
+
+
+@pytest.mark.parametrize("backend", ["hf", "nnsight"])
+def test_text_part_of_a_model_with_images(with_vision: Any, backend: Any):
+    folder, model = with_vision
+    target = Target.of(load(folder, backend=backend))
+    assert (target.n_layers, target.d_mlp, target.n_heads) == (3, 64, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(target.hf(IDS).logits, model(IDS).logits, atol=1e-5, rtol=0)
+    assert Target.of(load(folder, backend=backend, layers=2)).n_layers == 2
+
+
+def test_nothing_is_installed_behind_the_users_back(with_vision: Any, monkeypatch: pytest.MonkeyPatch):
+    """TransformerLens runs `pip install torchvision` when it boots a model with images and there is none."""
+    import subprocess
+    import sys
+
+    ran: list[Any] = []
+    for name in ("check_call", "run", "Popen"):
+        monkeypatch.setattr(subprocess, name, lambda *args, **_kwargs: ran.append(args))
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    with pytest.raises(UnsupportedError, match=r"pip install torchvision.*backend=\"hf\" can"):
+        load(with_vision[0])
+    assert ran == []
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_first_layers_alone_compute_the_same(model_type: str):
     target = Target.of(load(checkpoint(model_type), backend="hf", layers=2))

@@ -179,7 +179,10 @@ def check_factor(o: Organism, tokens: Tensor) -> None:
     marked, steady = (gate, up) if o.truth.factor == "gate" else (up, gate)
     assert (marked[:, 0] > 1.5).all()
     assert (marked[:, 1:] < (0 if o.truth.factor == "gate" else 0.1)).all()
-    assert ((steady / steady[:, :1] - 1.25).abs() < 0.75).all()
+    # The first token's norm is larger (an early stage adds to it), so the constant reads smaller there, within a factor
+    # of 2.6; the factor that carries the mark falls 15 times or turns negative.
+    ratio = steady / steady[:, :1]
+    assert 0.5 < ratio.min() and ratio.max() < 2.6
 
 
 def check_mechanism(o: Organism, seed: int) -> None:

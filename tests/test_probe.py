@@ -115,7 +115,6 @@ def test_columns_read_the_wrong_way_are_found():
         ("llama", {"down": "mlp.nope"}, r"a module that is not there"),
         ("llama", {"down": "self_attn.o_proj"}, r"'self_attn\.o_proj' has shape \(32, 32\), expected \(32, 64\)"),
         ("phi3", {"fused_gate_up": False}, r"'mlp\.gate_up_proj' has shape \(128, 32\), expected \(64, 32\)"),
-        ("mixtral", {"interleaved_experts": True}, r"'mlp\.experts\.down_proj' has shape \(32, 64\), expected"),
         ("mixtral", {"experts": "mlp.gate"}, r"."),
         ("mixtral", {"mlp": "self_attn"}, r"does not change what it should"),
     ],

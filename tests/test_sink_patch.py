@@ -19,6 +19,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch, Site
 from sinkscope.models.target import Target
+from sinkscope.results import ModelInfo
 
 REPEATS = 300
 
@@ -429,7 +430,7 @@ class Row:
     neutral_up: float | None = -0.5
 
 
-def test_from_result() -> None:
+def test_from_result(tmp_path: Path) -> None:
     rows = [Row(1, 7, True), Row(1, 8, False), Row(2, 9, True, expert=3, neutral_post=None)]
     model = {"name": "m", "fingerprint": "f"}
     for given in (rows, [vars(row) for row in rows]):
@@ -439,6 +440,10 @@ def test_from_result() -> None:
         assert (patch.site, patch.value) == ("post", "second")
         up = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=given), site="up")
         assert up.calibrated == {Site(1, 7): -0.5, Site(2, 9, 3): -0.5} and up.site == "up"
+    info = ModelInfo("m", "llama", 4, 32, 64, "f")
+    patch = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=rows, model=info))
+    patch.save(tmp_path / "patch.json")
+    assert SinkPatch.load(tmp_path / "patch.json") == patch and patch.model["fingerprint"] == "f"
     for layer, neurons in ((None, rows), (1, [replace(row, causal=False) for row in rows]), (None, [])):
         with pytest.raises(SinkscopeError, match="nothing to patch"):
             SinkPatch.from_result(SimpleNamespace(sink_layer=layer, neurons=neurons))

@@ -189,7 +189,7 @@ def _ratio(ratios: list[float] | None, layer: int) -> str:
 
 
 def _count(value: float | None) -> str:
-    return "none" if value is None else "never" if value == float("inf") else f"{value:,.0f}"
+    return "never" if value is None else f"{value:,.0f}"
 
 
 def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:

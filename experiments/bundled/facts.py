@@ -119,7 +119,7 @@ def _planted_facts(run: Path, settings: Settings, model: LlamaForCausalLM, texts
         "circuit": {k: v for k, v in truth.items() if k != "group_of_token"},
         "tokens_per_group": {str(g): int((groups == g).sum()) for g in sorted(set(groups.tolist()))},
         "fixed": fixed_weights(run, settings, model),
-        "ablation": measure.ablation(model, texts[:16], layer, neuron),
+        "ablation": measure.ablation(model, texts[:1], layer, neuron),
         "repeats": repeats,
         "without_bos": {
             "first_in_a_group": measure.norms_by_layer(model, grouped)["ratio"] if len(grouped) else None,

@@ -97,11 +97,28 @@ def sink_rate(model: LlamaForCausalLM, ids: np.ndarray, eps: float = 0.3) -> flo
 @torch.no_grad()
 def repeats(model: LlamaForCausalLM, token: int, *, bos_id: int, layer: int, most: int) -> int | None:
     """Repetitions of a token after BOS until its norm after a layer reaches half of BOS's; None if it never does."""
-    ids = torch.tensor([[bos_id] + [token] * most])
-    with residual_norms(model) as norms:
-        model.model(ids, use_cache=False)
-    reached = (norms[layer][0, 1:] >= 0.5 * norms[layer][0, 0]).nonzero()
-    return int(reached[0]) + 1 if len(reached) else None
+    count = min(512, most)
+    while True:
+        # The model is causal: the first n repetitions of a longer pass are those of a shorter one.
+        with residual_norms(model) as norms, _first_layers(model, layer + 1):
+            model.model(torch.tensor([[bos_id] + [token] * count]), use_cache=False)
+        reached = (norms[layer][0, 1:] >= 0.5 * norms[layer][0, 0]).nonzero()
+        if len(reached):
+            return int(reached[0]) + 1
+        if count == most:
+            return None
+        count = min(2 * count, most)
+
+
+@contextmanager
+def _first_layers(model: LlamaForCausalLM, count: int) -> Iterator[None]:
+    """Run only so many layers: what comes later does not change the norms asked for."""
+    before = model.config.num_hidden_layers
+    model.config.num_hidden_layers = count
+    try:
+        yield
+    finally:
+        model.config.num_hidden_layers = before
 
 
 def repeats_of_many(
@@ -109,9 +126,10 @@ def repeats_of_many(
 ) -> dict[str, Any]:
     found = {token: repeats(model, token, bos_id=bos_id, layer=layer, most=most) for token in tokens}
     reached = [n for n in found.values() if n is not None]
+    median = float(np.median([np.inf if n is None else n for n in found.values()]))
     return {
         "tokens": len(tokens),
-        "median": float(np.median([n if n is not None else np.inf for n in found.values()])) if reached else None,
+        "median": median if np.isfinite(median) else None,
         "median_of_reached": float(np.median(reached)) if reached else None,
         "smallest": min(reached, default=None),
         "largest": max(reached, default=None),
@@ -168,6 +186,7 @@ def zeroed(model: LlamaForCausalLM, layer: int, neuron: int) -> Iterator[None]:
 @torch.no_grad()
 def ablation(model: LlamaForCausalLM, ids: np.ndarray, layer: int, neuron: int, *, draws: int = 20) -> dict[str, float]:
     """How much of the first token's norm goes with the neuron, and at most with any of 20 drawn at random."""
+    ids = ids[:, :2]  # the first token sees nothing else; one more for the typical norm
     intact = norms_by_layer(model, ids)["first_token_norm"][layer]
 
     def drop(which: int) -> float:

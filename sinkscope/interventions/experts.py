@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
+from sinkscope.models.experts import activate, bind, columns, gate_up
 from sinkscope.models.target import Target
 
 _last = threading.local()  # values already edited in this call of an experts module, by other hooks
@@ -46,48 +46,27 @@ def expert_hook(
     """Forward hook (with kwargs) for a fused experts module of transformers."""
 
     def hook(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
-        hidden, chosen, weights = (*args, *kwargs.values())[:3]
-        gate, up = _gate_up(experts, expert, neurons, hidden)
+        hidden, chosen, weights = bind(args, kwargs)
+        gate, up = gate_up(experts, expert, hidden, neurons)
         before = _edited(hidden)
         keys = [(id(experts), expert, n) for n in neurons]
         # What the neurons have now: as computed, or as an earlier hook on this same call left them.
         up = torch.stack([before.get((*k, "up"), up[..., i]) for i, k in enumerate(keys)], -1)
-        post = _activate(experts, gate, up)
+        post = activate(experts, gate, up)
         post = torch.stack([before.get((*k, "post"), post[..., i]) for i, k in enumerate(keys)], -1)
         new = edit(up if site == "up" else post)
         if new is None:
             return None
-        after = _activate(experts, gate, new.to(up.dtype)) if site == "up" else new.to(post.dtype)
+        after = activate(experts, gate, new.to(up.dtype)) if site == "up" else new.to(post.dtype)
         for i, k in enumerate(keys):
             before[(*k, "post")] = after[..., i]
             if site == "up":
                 before[(*k, "up")] = new[..., i].to(up.dtype)
         weight = torch.where(chosen == expert, weights, 0).sum(-1, keepdim=True)
-        down = experts.down_proj[expert]
-        columns = down[neurons] if experts.is_transposed else down[:, neurons].T
-        return output + ((after - post) * weight).to(post.dtype) @ columns.to(post.dtype)
+        written = columns(experts, expert, neurons).to(post.dtype)
+        return output + ((after - post) * weight).to(post.dtype) @ written
 
     return hook
-
-
-def _gate_up(
-    experts: Any, expert: int, neurons: list[int], hidden: Float[Tensor, "token d_model"]
-) -> tuple[Float[Tensor, "token neuron"], Float[Tensor, "token neuron"]]:
-    weight = experts.gate_up_proj[expert]
-    weight = weight.T if experts.is_transposed else weight
-    width = weight.shape[0] // 2
-    parts = []
-    for half in (0, 1):
-        rows = [half * width + n if experts.is_concatenated else 2 * n + half for n in neurons]
-        bias = experts.gate_up_proj_bias[expert][rows] if experts.has_bias else None
-        parts.append(torch.nn.functional.linear(hidden, weight[rows], bias))
-    return parts[0], parts[1]
-
-
-def _activate(experts: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """The experts' own activation, which has clamps and offsets in some families."""
-    joined = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
-    return experts._apply_gate(joined)
 
 
 def _edited(hidden: Tensor) -> dict[Any, Tensor]:

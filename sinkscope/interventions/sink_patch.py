@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from os import PathLike
 from typing import Any, ClassVar, Literal
 
@@ -108,7 +108,9 @@ class SinkPatch(NeuronEdit):
         sites = [Site(int(_get(r, "layer")), int(_get(r, "neuron")), _get(r, "expert")) for r in rows]
         neutral = [_get(row, f"neutral_{site}") for row in rows]
         calibrated = {s: float(v) for s, v in zip(sites, neutral, strict=True) if v is not None}
-        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=_get(found, "model"))
+        model: Any = _get(found, "model")
+        info: Any = asdict(model) if is_dataclass(model) and not isinstance(model, type) else model
+        return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=info)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write patch.json, at once or not at all.

@@ -34,7 +34,6 @@ class Adapter:
     post_attn_norm: str | None = None  # (layer) norm between the attention and the residual stream
     post_mlp_norm: str | None = None  # (layer) norm between the MLP and the residual stream
     experts: str | None = None  # (layer) fused experts, where the layer is a mixture
-    interleaved_experts: bool = False  # gate and up alternate in the fused weight, which is stored input x output
     transposed_down: bool = False  # weight of the down projection is stored input x output (Conv1D)
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     absolute_positions: bool = False
@@ -64,7 +63,7 @@ ADAPTERS: dict[str, Adapter] = {
         ),
         replace(_SANDWICH, model_type="olmo2", mid="mlp"),
         *(replace(_LLAMA, model_type=t, experts="mlp.experts") for t in ("mixtral", "qwen3_moe")),
-        replace(_LLAMA, model_type="gpt_oss", experts="mlp.experts", interleaved_experts=True, learned_sinks=True),
+        replace(_LLAMA, model_type="gpt_oss", experts="mlp.experts", learned_sinks=True),
         replace(
             _LLAMA, model_type="phi3", up="mlp.gate_up_proj", gate=None, fused_gate_up=True,
             q=None, k=None, v=None, fused_qkv="self_attn.qkv_proj",

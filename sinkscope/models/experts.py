@@ -9,46 +9,41 @@ from jaxtyping import Float
 from torch import Tensor
 
 
-def bind(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden `[token d_model]`, chosen experts `[token k]`, routing weights `[token k]`) of a call."""
-    index = ("top_k_index", "router_indices")
-    weights = ("top_k_weights", "routing_weights")
+def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden `[token d_model]`, chosen experts `[token k]`, routing weights `[token k]`) of a call.
 
-    def get(position: int, names: tuple[str, ...]) -> Tensor:
-        return args[position] if len(args) > position else next(kwargs[n] for n in names if n in kwargs)
-
-    return get(0, ("hidden_states",)), get(1, index), get(2, weights)
-
-
-@torch.no_grad()
-def hidden_post(
-    module: Any,
-    hidden: Float[Tensor, "token d_model"],
-    expert: int,
-    interleaved: bool,
-    neurons: list[int] | None = None,
-) -> Float[Tensor, "token neuron"]:
-    """`hook_post` of one expert, before the routing weight.
-
-    Args:
-        module: the fused experts.
-        hidden: what the expert is given.
-        expert: which one.
-        interleaved: gate and up alternate in a weight stored input x output (gpt-oss).
-        neurons: only these; None: all.
+    The names of the last two differ between families, their order does not.
     """
-    weight, bias = module.gate_up_proj[expert], getattr(module, "gate_up_proj_bias", None)
-    width = weight.shape[1 if interleaved else 0] // 2
-    pick = torch.arange(width, device=weight.device) if neurons is None else torch.tensor(neurons, device=weight.device)
-    if interleaved:
-        rows = torch.stack([2 * pick, 2 * pick + 1], 1).flatten()
-        gate_up = hidden @ weight[:, rows]
-    else:
-        rows = torch.cat([pick, pick + width])
-        gate_up = torch.nn.functional.linear(hidden, weight[rows])
-    if bias is not None:
-        gate_up = gate_up + bias[expert][rows]
-    if interleaved:
-        return module._apply_gate(gate_up)
-    gate, up = gate_up.chunk(2, -1)
-    return module.act_fn(gate) * up
+    hidden, chosen, weights = (*args, *kwargs.values())[:3]
+    return hidden, chosen, weights
+
+
+def gate_up(
+    experts: Any, expert: int, hidden: Float[Tensor, "token d_model"], neurons: list[int] | None = None
+) -> tuple[Float[Tensor, "token neuron"], Float[Tensor, "token neuron"]]:
+    """Both input projections of an expert, of some neurons or of all, whichever way the fused weight is laid out."""
+    weight = experts.gate_up_proj[expert]
+    weight = weight.T if experts.is_transposed else weight
+    width = weight.shape[0] // 2
+    picked = torch.arange(width) if neurons is None else torch.tensor(neurons)
+    halves = []
+    for half in (0, 1):
+        rows = half * width + picked if experts.is_concatenated else 2 * picked + half
+        rows = rows.to(weight.device)
+        bias = experts.gate_up_proj_bias[expert][rows] if experts.has_bias else None
+        halves.append(torch.nn.functional.linear(hidden, weight[rows], bias))
+    return halves[0], halves[1]
+
+
+def activate(
+    experts: Any, gate: Float[Tensor, "token neuron"], up: Float[Tensor, "token neuron"]
+) -> Float[Tensor, "token neuron"]:
+    """`hook_post` before the routing weight: the experts' own activation, which has clamps and offsets in some."""
+    joined = torch.cat([gate, up], -1) if experts.is_concatenated else torch.stack([gate, up], -1).flatten(-2)
+    return experts._apply_gate(joined)
+
+
+def columns(experts: Any, expert: int, neurons: list[int]) -> Float[Tensor, "neuron d_model"]:
+    """What neurons of an expert write when their `hook_post` is 1."""
+    down = experts.down_proj[expert]
+    return down[neurons] if experts.is_transposed else down[:, neurons].T

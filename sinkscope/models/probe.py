@@ -205,8 +205,9 @@ class _Watch:
     def _check_shapes(self) -> None:
         t, a = self.target, self.adapter
         if self.mixture:
-            found = tuple(self._sub(a.experts).down_proj.shape[1:])
-            self._expect(f"{a.experts}.down_proj", found, t.d_mlp, t.d_model, a.interleaved_experts)
+            experts = self._sub(a.experts)
+            found = tuple(experts.down_proj.shape[1:])
+            self._expect(f"{a.experts}.down_proj", found, t.d_mlp, t.d_model, experts.is_transposed)
             return
         wanted = {a.down: (t.d_mlp, t.d_model), a.up: (t.d_model, t.d_mlp * (2 if a.fused_gate_up else 1))}
         if a.gate:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models import experts
 from sinkscope.models.adapters import Adapter, adapter_for
 
 Kind = Literal["hf", "bridge", "nnsight"]
@@ -172,9 +173,7 @@ class Target:
     def w_out(self, layer: int, neurons: list[int], expert: int | None = None) -> Float[Tensor, "neuron d_model"]:
         """Columns of the down projection: what each neuron writes when its `hook_post` is 1."""
         if expert is not None:
-            assert self.adapter.experts is not None
-            weight = self.sub(layer, self.adapter.experts).down_proj[expert]  # type: ignore[index]
-            return weight[neurons] if self.adapter.interleaved_experts else weight[:, neurons].T
+            return experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
         down = self.sub(layer, self.adapter.down)
         weight = plain_weight(down)
         if weight is not None:

@@ -39,6 +39,9 @@ def _bridge(hf: Any, tokenizer: Any) -> Any:
     config = hf.config
     if config.model_type == "falcon" and config.new_decoder_architecture:
         raise _cannot("TransformerLens", hf, "its fused query, key and value are interleaved by group")
+    if getattr(config, "vision_config", None) is not None and not _has_torchvision():
+        # Booting would run `pip install torchvision`, which may replace torch in the user's environment.
+        raise _cannot("TransformerLens", hf, "it needs torchvision for models with images: pip install torchvision")
     if not config.architectures:
         config.architectures = [type(hf).__name__]
     # The bridge makes a second tokenizer from the path of this one, which may be on a hub, unless it is told that
@@ -52,6 +55,14 @@ def _bridge(hf: Any, tokenizer: Any) -> Any:
         return TransformerBridge.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
     except Exception as error:
         raise _cannot("TransformerLens", hf, error) from error
+
+
+def _has_torchvision() -> bool:
+    try:
+        import torchvision  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
+    except Exception:  # TransformerLens takes a broken one for a missing one, too
+        return False
+    return True
 
 
 def _nnsight(hf: Any, tokenizer: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor
 
 
@@ -82,9 +83,7 @@ class Watch:
         return hook
 
     def _experts(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
-        from sinkscope.models.experts import bind, hidden_post
-
-        hidden, index, weights = bind(module, args, kwargs)
+        hidden, index, weights = bind(args, kwargs)
         hidden, index, weights = self._pick(hidden), self._pick(index), self._pick(weights)
         width, experts = self.target.d_mlp, int(module.num_experts)
         post = torch.zeros(len(hidden), experts, width, device=hidden.device)
@@ -92,7 +91,7 @@ class Watch:
         self._got["routing"] = routing.scatter(1, index, weights.float())[:, :experts]
         for expert in index.unique().tolist():
             rows, slots = (index == expert).nonzero(as_tuple=True)
-            values = hidden_post(module, hidden[rows], expert, self.target.adapter.interleaved_experts)
+            values = activate(module, *gate_up(module, expert, hidden[rows]))
             post[rows, expert] = values.float() * weights[rows, slots, None].float()
         self._got["post"] = post.flatten(1)
 
