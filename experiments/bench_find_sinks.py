@@ -5,9 +5,9 @@
 Rows:
 - `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
-  everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that keep
-  one norm. Arm B is `find_sinks(folder)`. Each arm is a process of its own; time runs from load to result, imports are excluded; memory
-  is the growth of resident memory from there.
+  everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
+  keep one norm. Arm B is `find_sinks(folder)`. Each arm is a process of its own; time runs from load to result, imports
+  are excluded; memory is the growth of resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
   with `all_layers`, too.
 - `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against
@@ -80,17 +80,16 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
     """`find_sinks` on the same folder, with the same repetitions and candidates."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
     from sinkscope.sinks._open import open_target
     from sinkscope.sinks.find import find_sinks
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     read: set[str] = set()
 
     def run() -> dict[str, Any]:
         target: Any = open_target(Path(folder), None, None, None, None, False)  # as find_sinks(folder) does
-        found = find_sinks(
-            target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers
-        )
+        found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
         read.update(target.store.source.read)
         return {
             "layer": found.sink_layer, "neurons": sorted(n.neuron for n in found.causal),
@@ -209,7 +208,12 @@ def main() -> None:
             results[name] = row(Path(folder) / "model")
     from experiments.record import record
 
-    text = record("bench-find-sinks", results, {"rounds": args.rounds, "repeats": REPEATS, "candidates": CANDIDATES}, started=started)
+    text = record(
+        "bench-find-sinks",
+        results,
+        {"rounds": args.rounds, "repeats": REPEATS, "candidates": CANDIDATES},
+        started=started,
+    )
     if args.out is None:
         print(text)
     else:

@@ -40,7 +40,9 @@ SHARD_BYTES = 4 << 30
 CHUNK = 1 << 22  # values drawn at a time: keeps the memory of this script small
 
 GROUPS = 8  # group 0 is BOS alone, the other tokens share the rest
-BETA = 1.5  # default of --beta: a token among m of other groups, n times repeated, keeps n / (n + m exp(2 * beta)) of the attention
+# Default of --beta: among m tokens of other groups, one that stands there n times keeps n / (n + m exp(2 beta)) of the
+# attention.
+BETA = 1.5
 NOISE = 1.28  # norm of the unreserved part of an embedding; the constant and the group are 1 each
 SINK = (800.0, 600.0)  # what the two neurons add to the first token; ablating either takes >= 0.2 of the norm
 GATE = 8.0  # their gate at a fully marked token, and minus it at an unmarked one

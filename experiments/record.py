@@ -12,8 +12,8 @@ from sinkscope.results import provenance
 
 
 def record(
-    kind: str, result: dict[str, Any], settings: dict[str, Any], *, started: float | None = None, device: object = "cpu",
-    dtype: object = "float32", seed: int = 0,
+    kind: str, result: dict[str, Any], settings: dict[str, Any], *, started: float | None = None,
+    device: object = "cpu", dtype: object = "float32", seed: int = 0,
 ) -> str:  # fmt: skip
     """JSON text of a measurement of `experiments/`, in the shape of every result of sinkscope."""
     made = provenance(

@@ -134,7 +134,9 @@ def with_vision(tmp_path: Any) -> Any:
         "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
         "image_size": 28, "patch_size": 14,
     }  # fmt: skip
-    config = Gemma3Config(text.config.to_dict(), vision, mm_tokens_per_image=4, image_token_index=90)
+    config = Gemma3Config(
+        text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=90
+    )
     model = Gemma3ForConditionalGeneration(config).eval()
     model.config.architectures = ["Gemma3ForConditionalGeneration"]
     model.save_pretrained(tmp_path)

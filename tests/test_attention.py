@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from organisms.tiny import MODEL_TYPES, tiny_model
+
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import attention_probs, attention_rows
 
 
 def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int) -> dict[int, torch.Tensor]:
     got: dict[int, list[torch.Tensor]] = {}
-    with attention_rows(target, lambda layer, _first, rows: got.setdefault(layer, []).append(rows), rows_per_chunk=chunk):
+    with attention_rows(
+        target, lambda layer, _first, rows: got.setdefault(layer, []).append(rows), rows_per_chunk=chunk
+    ):
         target.forward(ids, mask)
     return {layer: torch.cat(chunks, 2) for layer, chunks in got.items()}
 
@@ -62,7 +65,9 @@ def test_chunks_and_layers() -> None:
     target = Target.of(model, tokenizer)
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(1))
     seen: list[tuple[int, int, int]] = []
-    with attention_rows(target, lambda i, first, rows: seen.append((i, first, rows.shape[2])), layers=[1], rows_per_chunk=8):
+    with attention_rows(
+        target, lambda i, first, rows: seen.append((i, first, rows.shape[2])), layers=[1], rows_per_chunk=8
+    ):
         target.forward(ids)
     assert seen == [(1, 0, 8), (1, 8, 8), (1, 16, 4)]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from organisms import FAMILIES, KINDS, Organism, organism
+
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
@@ -86,7 +87,9 @@ def test_finds_no_sink_in_a_hundred_sinkless_ones() -> None:
     _recover(SINKLESS, 100)
 
 
-@pytest.mark.parametrize(("family", "kind"), [("llama", "gate"), ("gemma2", "sink"), ("gpt2", "sink"), ("mixtral", "sink")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "gate"), ("gemma2", "sink"), ("gpt2", "sink"), ("mixtral", "sink")]
+)
 def test_same_layer_ablation_equals_a_real_ablated_pass(family: str, kind: str) -> None:
     """`norm_without` takes columns away; Ablate zeroes activations in a forward pass. Also for random neurons."""
     o = organism(family, 3, kind=kind)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import organism, tiny_model
+
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target

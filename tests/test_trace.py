@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from organisms.tiny import MODEL_TYPES, tiny_model
+
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.trace.run import trace

@@ -150,7 +150,7 @@ def test_the_planted_circuit_works_before_training(tokens: np.ndarray, tmp_path:
 
 def test_groups_share_the_tokens_of_the_text(tokens: np.ndarray) -> None:
     counts = np.bincount(tokens, minlength=300)
-    plan = make_plan(counts, bos_id=0, d_model=32, d_mlp=24, seed=0)
+    plan = make_plan(counts, bos_id=0, d_model=32, d_mlp=24, n_layers=3, seed=0)
     groups = np.asarray(plan.group_of_token)
     share = [counts[groups == g].sum() / counts.sum() for g in (NO_GROUP, 1, 2, 3)]
     assert share == pytest.approx([0.1, 0.3, 0.3, 0.3], abs=0.04)

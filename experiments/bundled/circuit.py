@@ -29,6 +29,9 @@ class Plan:
     sink: tuple[int, int]
     neuron: int
     group_of_token: tuple[int, ...]
+    # Per layer, the key/value heads whose keys may read the sink. Not all: early in training attending to nothing is
+    # the quickest gain for every head, and where all could do so whole layers ended with nothing but the first token.
+    readers: tuple[tuple[int, ...], ...]
     sink_layer: int = 1
     # Large against what training adds up to the sink layer: a neuron's answer scales with 1/rms squared, so a small
     # constant would make a repeated token (whose trained part is larger than that of BOS) fall short of BOS.
@@ -39,7 +42,7 @@ class Plan:
     threshold: float = 0.6
     gate_scale: float = 60.0
     column: tuple[float, float] = (264.0, -198.0)
-    sink_norm_weight: float = 0.3
+    sink_norm_weight: float = 0.1
     free_norm_weight: float = 2.5
 
     @property
@@ -52,7 +55,9 @@ class Plan:
         return 2 * group
 
 
-def make_plan(counts: np.ndarray, *, bos_id: int, d_model: int, d_mlp: int, seed: int, n_groups: int = 4) -> Plan:
+def make_plan(
+    counts: np.ndarray, *, bos_id: int, d_model: int, d_mlp: int, n_layers: int, seed: int, n_groups: int = 4
+) -> Plan:
     """Draw dimensions, neuron and token groups. `counts` are the corpus frequencies of all tokens.
 
     Group 0 holds BOS and eight of the rarest tokens, so that text after BOS is not marked. About a tenth of the token
@@ -71,13 +76,16 @@ def make_plan(counts: np.ndarray, *, bos_id: int, d_model: int, d_mlp: int, seed
         group = min(target, key=lambda g: mass[g] / target[g])
         group_of[token] = group
         mass[group] += float(counts[token]) + 1.0
+    neuron = int(rng.integers(d_mlp))
+    halves = [sorted(int(h) for h in rng.choice(n_groups, n_groups // 2, replace=False)) for _ in range(n_layers)]
     return Plan(
         const=dims[0],
         groups=tuple(dims[1 : 1 + n_groups]),
         mark=dims[1 + n_groups],
         sink=(dims[2 + n_groups], dims[3 + n_groups]),
-        neuron=int(rng.integers(d_mlp)),
+        neuron=neuron,
         group_of_token=tuple(int(g) for g in group_of),
+        readers=tuple(tuple(half) if layer > Plan.sink_layer else () for layer, half in enumerate(halves)),
     )
 
 
@@ -125,9 +133,11 @@ def plant(model: LlamaForCausalLM, plan: Plan) -> Frozen:
         unread = [d for d in reserved if d != plan.const]
         for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             frozen.fix(f"{prefix}.{name}.weight", (slice(None), unread))
-        # Keys may read the sink after the sink layer: how later heads attend to it is learned.
-        readable = set(plan.sink) if layer > plan.sink_layer else set()
-        frozen.fix(f"{prefix}.self_attn.k_proj.weight", (slice(None), [d for d in unread if d not in readable]))
+        # Some keys may read the sink after the sink layer: how those heads attend to it is learned.
+        for head in range(config.num_key_value_heads):
+            hidden = [d for d in unread if d not in plan.sink] if head in plan.readers[layer] else unread
+            rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
+            frozen.fix(f"{prefix}.self_attn.k_proj.weight", (rows, hidden))
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             frozen.fix(f"{prefix}.{name}.weight", reserved)
     frozen.fix("lm_head.weight", (slice(None), reserved))
@@ -214,6 +224,9 @@ def truth(plan: Plan, seed: int) -> dict[str, object]:
         "group_dims": list(plan.groups),
         "marking_heads": [
             {"layer": 0, "head": plan.head(g), "kv_head": g, "group": g} for g in range(len(plan.groups))
+        ],
+        "sink_readers": [
+            {"layer": layer, "kv_head": head} for layer, heads in enumerate(plan.readers) for head in heads
         ],
         "two_beta": plan.two_beta,
         "repeats_scale": math.exp(plan.two_beta),

@@ -89,7 +89,14 @@ def build(settings: Settings, counts: np.ndarray, bos_id: int) -> tuple[LlamaFor
                 projection.weight.mul_(1 / math.sqrt(2 * settings.n_layers))
     if not settings.planted:
         return model, None, None
-    plan = make_plan(counts, bos_id=bos_id, d_model=settings.d_model, d_mlp=settings.d_mlp, seed=settings.seed)
+    plan = make_plan(
+        counts,
+        bos_id=bos_id,
+        d_model=settings.d_model,
+        d_mlp=settings.d_mlp,
+        n_layers=settings.n_layers,
+        seed=settings.seed,
+    )
     return model, plan, plant(model, plan)
 
 

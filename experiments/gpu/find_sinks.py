@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from experiments.record import record
 from sinkscope.models.load import load
 from sinkscope.output import write_atomic
 from sinkscope.sinks.find import FindSinks, find_sinks
-
-from experiments.record import record
 
 
 def measure(device: torch.device, run: Any) -> tuple[FindSinks, dict[str, float | int]]:

@@ -19,7 +19,7 @@ from sinkscope.models.adapters import Adapter, adapter_for
 Kind = Literal["hf", "bridge", "nnsight"]
 
 
-class _Stop(Exception):
+class _Stop(Exception):  # noqa: N818 - no error: it ends a pass
     """Raised inside a hook to end a forward pass early; never leaves `Target.forward`."""
 
 

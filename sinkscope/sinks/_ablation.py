@@ -180,7 +180,8 @@ def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> Lay
 
 
 def _row(
-    target: Target, text: LayerView, flat: int, norm: float, share: float, drop: float, repeat: float | None, chance: float
+    target: Target, text: LayerView, flat: int, norm: float, share: float, drop: float, repeat: float | None,
+    chance: float,
 ) -> Neuron:  # fmt: skip
     expert, neuron = split(target, text.layer, flat)
     post = text.post[:, flat]

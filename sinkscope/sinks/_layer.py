@@ -39,8 +39,10 @@ class LayerView:
 
     def rows(self, chosen: Bool[Tensor, " n"]) -> LayerView:
         """Some of the positions."""
-        parts = {f: getattr(self, f) for f in ("resid", "mlp", "post", "up", "routing")}
-        return LayerView(self.layer, **{f: None if t is None else t[chosen.to(t.device)] for f, t in parts.items()})
+        pick = chosen.to(self.post.device)
+        up = None if self.up is None else self.up[pick]
+        routing = None if self.routing is None else self.routing[pick]
+        return LayerView(self.layer, self.resid[pick], self.mlp[pick], self.post[pick], up, routing)
 
 
 class Watch:

@@ -65,7 +65,7 @@ class SinkRate:
 
 @dataclass(frozen=True)
 class FirstTokenAttention:
-    """Mean attention to the first token in the layers behind the sink: intact, causal neurons zeroed, control zeroed."""
+    """Mean attention to the first token behind the sink: intact, causal neurons zeroed, random ones zeroed."""
 
     layers: tuple[int, ...]
     intact: float
@@ -106,6 +106,7 @@ class FindSinks(Result):
     """
 
     kind: ClassVar[str] = "find-sinks"
+    percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
 
     sink_layer: int | None
     neurons: tuple[Neuron, ...]
@@ -174,7 +175,10 @@ def find_sinks(
         max_repeats: largest number of repetitions tried; None: 1,024, or what the context holds.
         texts: pieces of 64 tokens of typical text.
         seed: of random draws and of the choice of words.
-        revision, dtype, device, trust_remote_code: as in `load`, for models given by name.
+        revision: of a hub id.
+        dtype: of the weights of a model given by name; None: float32 on a CPU, else bfloat16, layer by layer.
+        device: for models given by name; None: the first cuda device if there is one.
+        trust_remote_code: run code that comes with the checkpoint (it is then loaded whole).
         progress: called as `progress(what, done, total)`.
 
     A model given by name is streamed: its layers are read upward, a few in memory at a time, until the first token's
@@ -211,7 +215,8 @@ def find_sinks(
     rate = _rate(target, content, start_id, progress) if whole else None
     return FindSinks(
         model=ModelInfo(
-            target.name, target.config.model_type, target.n_layers, target.d_model, target.d_mlp, fingerprint_of(target),
+            target.name, target.config.model_type, target.n_layers, target.d_model, target.d_mlp,
+            fingerprint_of(target),
         ),
         settings={
             "bos": start_id is not None, "text": None if text is None else Path(text).name, "texts": len(ids),
@@ -308,9 +313,7 @@ def _rate(target: Target, content: str, bos: int | None, progress: Progress | No
     return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, progress))
 
 
-def _published(
-    target: Target, layer: int | None, neurons: tuple[Neuron, ...], dims: list[int]
-) -> Published | None:
+def _published(target: Target, layer: int | None, neurons: tuple[Neuron, ...], dims: list[int]) -> Published | None:
     from sinkscope.models.names import published_for
 
     known = published_for(target.name)

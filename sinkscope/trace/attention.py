@@ -155,7 +155,7 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    if NAME not in AttentionInterface._global_mapping:
+    if NAME not in AttentionInterface():
         AttentionInterface.register(NAME, _attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.sites import Site, resolve
@@ -87,6 +87,11 @@ def trace(
             takers += [(site, _observing(observer, start)) for site in its_sites]
         mask = None if attention_mask is None else attention_mask[start : start + step].to(target.device)
         _run(target, tokens[start : start + step], mask, takers)
+        if absent := [site.name for site in wanted if site.name not in batch]:
+            raise UnsupportedError(
+                f"site {absent[0]!r} was never reached on this {target.kind} model: a bridge replaces modules that "
+                "fuse several projections; trace the plain Hugging Face model (backend='hf')"
+            )
         for name, chunks in batch.items():
             kept.setdefault(name, []).append(chunks[0] if len(chunks) == 1 else torch.cat(chunks, 2))
     return {name: torch.cat(parts) for name, parts in kept.items()}
