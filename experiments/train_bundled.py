@@ -80,6 +80,12 @@ def health(trainer: Trainer, valid: np.ndarray) -> dict[str, object]:
     return record
 
 
+def forget_after(log: Path, step: int) -> None:
+    """Drop what was logged after the checkpoint: those steps are done again."""
+    kept = [line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
+    log.write_text("".join(kept))
+
+
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(args.threads)
@@ -89,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     trainer = Trainer(settings, train, args.out)
     if args.resume and (args.out / "checkpoint.pt").exists():
         trainer.load()
+        forget_after(args.out / "log.jsonl", trainer.step)
     started, first_step, recent = time.monotonic(), trainer.step, [0.0]
     if trainer.plan:
         export.save_circuit(trainer.plan, args.out, settings.seed)

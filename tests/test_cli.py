@@ -78,13 +78,13 @@ def test_arguments_arrive(calls: list[Any]) -> None:
         "seed": 0,
     }
     words = "find-sinks --model m --revision r --device cpu --dtype float16 --no-bos --all-layers --top-k 3 --seed 5"
-    assert main([*words.split(), "--max-repeats", "9", "--text", "t.txt"]) == 0
+    assert main([*words.split(), "--max-repeats", "9", "--text", "t.txt", "--token", "cat", "--token", "dog"]) == 0
     model, arguments = calls.pop()
     del arguments["progress"]
     assert model == "m"
     assert arguments == {
         "revision": "r", "device": "cpu", "dtype": "float16", "bos": False, "all_layers": True, "top_k": 3, "seed": 5,
-        "max_repeats": 9, "text": Path("t.txt"),
+        "max_repeats": 9, "text": Path("t.txt"), "tokens": ["cat", "dog"],
     }  # fmt: skip
 
 

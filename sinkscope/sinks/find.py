@@ -101,7 +101,7 @@ class FindSinks(Result):
         repeats: repetitions that make a repeated token a sink.
         attention: what zeroing does to the attention behind the sink layer.
         learned_sinks: the model has learned sink logits, which took part in every attention row.
-        sink_rate: None where not all layers are in memory or `all_layers` was not asked for.
+        sink_rate: None where not all layers were read; over 100 texts, over 25 where layers are read from disk.
         published: None where nothing is published for the model.
     """
 
@@ -309,8 +309,10 @@ def _dims(target: Target, ids: Int[Tensor, "row pos"], layer: int) -> list[int]:
 def _rate(target: Target, content: str, bos: int | None, progress: Progress | None) -> SinkRate | None:
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
         return None
-    ids = text_rows(target.tokenizer, content, RATE_TEXTS, RATE_LENGTH, bos)
-    return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, progress))
+    # Layers that are read from disk are read once, by one batch, which is smaller so that it fits.
+    texts, batch = (RATE_TEXTS, 8) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
+    ids = text_rows(target.tokenizer, content, texts, RATE_LENGTH, bos)
+    return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, progress, batch))
 
 
 def _published(target: Target, layer: int | None, neurons: tuple[Neuron, ...], dims: list[int]) -> Published | None:

@@ -1,36 +1,17 @@
-"""Results drawn with plotly; nothing is measured here."""
+"""The drawing of `find_sinks`."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.results import Result
-
-# Okabe and Ito's colours: told apart also without colour vision
-BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
-_BAND = "rgba(140,140,140,0.25)"
+from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED
 
 
-def figure(result: Result) -> go.Figure:
-    """The drawing of a result of any kind.
-
-    Raises:
-        SinkscopeError: there is none of this kind.
-    """
-    if result.kind not in _DRAW:
-        raise SinkscopeError(
-            f"no figure is drawn of {result.kind!r}: there are {', '.join(_DRAW)}; use --json or --html"
-        )
-    return _DRAW[result.kind](result)
-
-
-def find_sinks(result: Any) -> go.Figure:
+def draw(result: Any) -> go.Figure:
     """Norms per layer, contributions of the neurons, and their ablation against the control."""
     layer = result.sink_layer
     found = "no sink" if layer is None else f"sink in layer {layer}"
@@ -66,7 +47,7 @@ def _norms(fig: Any, result: Any) -> None:
         x=known + known[::-1],
         y=[result.typical_high[i] for i in known] + [result.typical_low[i] for i in reversed(known)],
         fill="toself",
-        fillcolor=_BAND,
+        fillcolor=BAND,
         mode="none",
         name="typical text, 5-95 %",
         hoverinfo="skip",
@@ -129,6 +110,3 @@ def _ablation(fig: Any, result: Any) -> None:
     fig.update_yaxes(
         title_text="share of the norm lost", tickformat=".0%", range=[max(lowest * 1.1, -1.0), 1.05], row=1, col=3
     )
-
-
-_DRAW: dict[str, Callable[[Any], go.Figure]] = {"find-sinks": find_sinks}

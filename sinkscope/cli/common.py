@@ -1,0 +1,101 @@
+"""Options that commands share, and what every command does before and after its work."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sinkscope._console import emit, print_result
+from sinkscope.errors import SinkscopeError
+from sinkscope.output import check_writable
+
+
+class Backend(StrEnum):
+    """Kinds of model object."""
+
+    bridge = "bridge"
+    hf = "hf"
+    nnsight = "nnsight"
+
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="Short name, hub id, folder or .gguf file.", show_default="the model in the package"),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+BackendOption = Annotated[Backend | None, typer.Option(help="Load the model as this kind of object.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")]
+DType = Annotated[str | None, typer.Option(help="float32, bfloat16, float16.", show_default="the checkpoint's")]
+Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="A BOS token first.", show_default="the tokenizer's")]
+Text = Annotated[Path | None, typer.Option(help="Typical text.", show_default="the text in the package")]
+MaxRepeats = Annotated[int | None, typer.Option(min=1, help="Largest number of repetitions.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of every random choice.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON.")]
+Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write tables and figures into one file.")]
+Png = Annotated[
+    str | None, typer.Option("--png", metavar="FILE", help="Write the figure; needs kaleido and a browser.")
+]
+
+
+def open_model(model: str | None, backend: Backend | None, **options: Any) -> Any:
+    """The model as the kind of object that was asked for; a name stays a name if none was."""
+    if backend is None:
+        return model
+    from sinkscope.models.load import load
+
+    return load(model, backend=backend.value, **{k: v for k, v in options.items() if v is not None})
+
+
+def check_outputs(*paths: str | None) -> None:
+    """Refuse before the work what could not be written after it."""
+    files = [path for path in paths if path not in (None, "-")]
+    written = [str(check_writable(path)) for path in files if path is not None]
+    for path in written:
+        if written.count(path) > 1 and not path.startswith("/dev/"):
+            raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
+    if len(paths) == 3:
+        for path in paths[1:]:
+            if path == "-":
+                raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
+        if paths[2] is not None:
+            from sinkscope.html import check_png
+
+            check_png()
+
+
+def deliver(result: Any, json: str | None, html: str | None, png: str | None) -> None:
+    """Standard output first: what cannot be written to a file is at least seen."""
+    if json != "-":
+        print_result(result)
+    if json is not None:
+        emit(json, result.to_json())
+    if html is not None:
+        from sinkscope.html import save_html
+
+        save_html(result, html)
+    if png is not None:
+        from sinkscope.html import save_png
+
+        save_png(result, png)
+
+
+def read_prompt(name: str) -> str:
+    """Text of a file, or of standard input for "-"; it may not be empty."""
+    text = sys.stdin.read() if name == "-" else read_text(Path(name))
+    if not text:
+        raise SinkscopeError("the prompt is empty: write at least one word into the file")
+    return text
+
+
+def read_text(path: Path) -> str:
+    """Text of a file, or one line that says why not."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
+    except OSError as error:
+        raise SinkscopeError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
