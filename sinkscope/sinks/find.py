@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,14 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
-from sinkscope.results import ModelInfo, Result, provenance
+from sinkscope.results import Result
 from sinkscope.sinks._ablation import Neuron, Proof, prove, prove_stage, set_drop_across
 from sinkscope.sinks._layer import LayerView
 from sinkscope.sinks._measure import first_token_attention, repeat_until_half, sink_rate, spike_dims, view_layer
-from sinkscope.sinks._open import fingerprint_of, open_target
+from sinkscope.sinks._setup import setup
 from sinkscope.sinks._tokens import pick_tokens
 from sinkscope.sinks._walk import Progress, Walk, walk
-from sinkscope.text import resolve_bos, text_rows, typical_text
+from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
 
@@ -187,16 +186,15 @@ def find_sinks(
     Raises:
         SinkscopeError: bad input; the message is one line and says what to do.
     """
-    started = time.perf_counter()
     _check(top_k, max_repeats, seed, texts)
-    content = typical_text(text)
-    target = open_target(model, tokenizer, revision, dtype, device, trust_remote_code)
+    made = setup(
+        model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
+        device=device, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    target, start_id, ids = made.target, made.bos, made.ids
     if top_k > target.d_mlp:
         raise SinkscopeError(f"--top-k {top_k} is more than the {target.d_mlp} neurons of a layer; give at most that")
     limit = _repeat_limit(target, max_repeats)
-    start_id = resolve_bos(target.tokenizer, target.config, bos)
-    length = min(RATE_LENGTH, target.max_positions or RATE_LENGTH)
-    ids = text_rows(target.tokenizer, content, texts, length, start_id)
     words = pick_tokens(target.tokenizer, ids, tokens, seed)
     whole = all_layers or target.resident
     seen = walk(target, ids, whole=whole, progress=progress)
@@ -212,21 +210,15 @@ def find_sinks(
         proof = _proof(target, ids, layer, seen.stages(), top_k, generator, reached)
         attention = _attention(target, ids, layer, proof)
         dims = _dims(target, ids, layer)
-    rate = _rate(target, content, start_id, progress) if whole else None
+    rate = _rate(target, made.text, start_id, progress) if whole else None
     return FindSinks(
-        model=ModelInfo(
-            target.name, target.config.model_type, target.n_layers, target.d_model, target.d_mlp,
-            fingerprint_of(target),
-        ),
+        model=made.info(),
         settings={
             "bos": start_id is not None, "text": None if text is None else Path(text).name, "texts": len(ids),
             "tokens": None if tokens is None else list(tokens), "all_layers": all_layers, "top_k": top_k,
             "max_repeats": limit, "seed": seed, "revision": revision,
         },
-        provenance=provenance(
-            started=started, device=target.device, dtype=target.dtype, seed=seed, bos=start_id is not None,
-            attention=str(getattr(target.config, "_attn_implementation", "unknown")),
-        ),
+        provenance=made.provenance(),
         sink_layer=layer,
         neurons=proof.neurons,
         set_drop=proof.set_drop,
