@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 from typing import Any
 
 import pytest
@@ -29,6 +30,15 @@ def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _found(o: Organism, **kwargs: Any) -> FindSinks:
+    # Text in the organism's own words: English would be one unknown word over and over, a repeated token.
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
+        rows = o.natural(16, 64)
+        file.write(" ".join(o.tokenizer.decode(row[o.bos :]) for row in rows))
+        file.flush()
+        return _find(o, text=file.name, **kwargs)
+
+
+def _find(o: Organism, **kwargs: Any) -> FindSinks:
     limit = (o.model.config.max_position_embeddings or 1000) - 1
     return find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=min(64, limit), **kwargs)
 

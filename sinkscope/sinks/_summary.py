@@ -60,6 +60,12 @@ def _names(found: FindSinks) -> str:
 
 def _rest(found: FindSinks) -> list[str]:
     lines: list[str] = []
+    unknown = found.settings.get("unknown_tokens") or 0.0
+    if unknown > 0.1:
+        lines.append(
+            f"Mind: {unknown:.0%} of the typical text is unknown to this tokenizer, so it is no typical text for it; "
+            "give text of its kind with --text."
+        )
     if found.sink_rate is not None:
         s = found.sink_rate
         lines.append(f"Sink rate {s.value:.1%} (eps {s.eps}, {s.samples} texts of {s.length} tokens).")

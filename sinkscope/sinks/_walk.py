@@ -15,12 +15,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
-STAGE_OUTLIER = 4.0  # ... and its MLP writes this many times the upper quartile of what it writes on typical text,
-# along the spike (an early stage can be small against all that an MLP writes, but not along that direction) or at all
+STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
+# spike (an early stage can be small against all that an MLP writes, but not along that direction) or at all
+SINK_RATIO = 3.0  # a sink: the first token's norm is this many times the typical one
+# Medians, and no high quantiles: some later positions are sinks, too (delimiters; without BOS the first tokens, as long
+# as they are of one cluster), and must not hide the first one.
 _SAMPLE = 64  # positions of typical text whose MLP output is kept for that comparison
-SINK_RATIO = 3.0  # a sink: the first token's norm is this many times the upper quartile of the typical norm
-# The quartile and not a higher quantile: some later positions are sinks, too (delimiters; without BOS the first few
-# tokens, as long as they are of one cluster), and must not hide the first one.
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`."""
@@ -34,9 +34,8 @@ class Walk:
     whole: bool = True
     first: list[float] = field(default_factory=list)  # residual stream after the layer, first token (median of rows)
     typical: list[tuple[float, float, float]] = field(default_factory=list)  # 5 %, median, 95 % of later positions
-    upper: list[float] = field(default_factory=list)  # upper quartile of later positions
     mlp_first: list[float] = field(default_factory=list)  # what the MLP adds, first token
-    mlp_typical: list[float] = field(default_factory=list)  # ... upper quartile of later positions
+    mlp_typical: list[float] = field(default_factory=list)  # ... median of later positions
     raw_first: list[float] = field(default_factory=list)  # output of the MLP itself, first token (notebook's rule)
     residual: list[Tensor] = field(default_factory=list)  # residual stream, first token (mean of rows), [d_model]
     written: list[Tensor] = field(default_factory=list)  # what the MLP adds, first token (mean of rows), [d_model]
@@ -51,12 +50,12 @@ class Walk:
         found: list[int] = []
         for i in range(len(self.first)):
             along = float(self.written[i] @ spike)
-            usual = (self.sample[i] @ spike).abs().quantile(0.75).item()
+            usual = (self.sample[i] @ spike).abs().median().item()
             builds = along >= STAGE_SHARE * largest and along > STAGE_OUTLIER * usual
             grows = self.first[i] > (self.first[i - 1] if i else 0.0) + STAGE_SHARE * largest
             if builds or (grows and self.mlp_first[i] > STAGE_OUTLIER * self.mlp_typical[i]):
                 found.append(i)
-        return found if any(self.first[i] > SINK_RATIO * self.upper[i] for i in found) else []
+        return found if any(self.first[i] > SINK_RATIO * self.typical[i][1] for i in found) else []
 
     def sink_layer(self) -> int | None:
         """The stage that adds most."""
@@ -104,7 +103,7 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         seen.sample.append(added[:, 1:].flatten(0, 1)[:_SAMPLE].cpu())
         norms = added.norm(dim=-1)
         seen.mlp_first.append(norms[:, 0].median().item())
-        seen.mlp_typical.append(norms[:, 1:].flatten().quantile(0.75).item())
+        seen.mlp_typical.append(norms[:, 1:].flatten().median().item())
 
     def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
         norms = _norms(first_tensor(out), ids.shape)
@@ -115,9 +114,7 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
             )
         seen.first.append(norms[:, 0].median().item())
         seen.residual.append(first_tensor(out).detach()[:, 0].float().mean(0).cpu())
-        ranks = torch.tensor([0.05, 0.5, 0.95, 0.75], device=norms.device)
-        low, mid, high, upper = norms[:, 1:].flatten().quantile(ranks).tolist()
-        seen.upper.append(upper)
+        low, mid, high = norms[:, 1:].flatten().quantile(torch.tensor([0.05, 0.5, 0.95], device=norms.device)).tolist()
         seen.typical.append((low, mid, high))
         if progress is not None:
             progress("layers", len(seen.first), target.n_layers)

@@ -216,7 +216,7 @@ def find_sinks(
         settings={
             "bos": start_id is not None, "text": None if text is None else Path(text).name, "texts": len(ids),
             "tokens": None if tokens is None else list(tokens), "all_layers": all_layers, "top_k": top_k,
-            "max_repeats": limit, "seed": seed, "revision": revision,
+            "max_repeats": limit, "seed": seed, "revision": revision, "unknown_tokens": _unknown(target, ids),
         },
         provenance=made.provenance(),
         sink_layer=layer,
@@ -319,6 +319,12 @@ def _published(target: Target, layer: int | None, neurons: tuple[Neuron, ...], d
     if known.residual_dims:
         return Published(known.source, set(known.residual_dims) <= set(dims))
     return None
+
+
+def _unknown(target: Target, ids: Tensor) -> float:
+    """Share of the typical text that the tokenizer does not know: repeated unknowns would be a repeated token."""
+    unknown = getattr(target.tokenizer, "unk_token_id", None)
+    return 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
 
 
 def _other(ids: Tensor, token: int) -> int:
