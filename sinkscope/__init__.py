@@ -16,6 +16,8 @@ _HOME = {  # public name -> where it lives
     "Target": "sinkscope.models.target",
     "trace": "sinkscope.trace.run",
     "find_sinks": "sinkscope.sinks.find",
+    "convergence": "sinkscope.sinks.converge",
+    "massive_activations": "sinkscope.sinks.massive",
     "Intervention": "sinkscope.interventions.base",
     "Event": "sinkscope.interventions.base",
     "Ablate": "sinkscope.interventions.ablate",
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from sinkscope.models.names import models as models
     from sinkscope.models.target import Target as Target
     from sinkscope.results import Result as Result
+    from sinkscope.sinks.converge import convergence as convergence
     from sinkscope.sinks.find import find_sinks as find_sinks
+    from sinkscope.sinks.massive import massive_activations as massive_activations
     from sinkscope.trace.run import trace as trace
 
 

@@ -75,10 +75,13 @@ def generate(
     tok: Any = target.tokenizer
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     if tok is None:
-        raise SinkscopeError(f"{target.name} carries no tokenizer: give tokenizer=...", page="generate")
+        raise SinkscopeError(
+            f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
+            page="no-tokenizer",
+        )
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
     _check_loaded(target)
-    rows = [_encode(tok, i, prompt, bos) for i, prompt in enumerate(prompts)]
+    rows = [_encode(tok, i, prompt, bos, target.name) for i, prompt in enumerate(prompts)]
     for i, ids in enumerate(rows):
         _check_length(i, len(ids), max_new_tokens, target)
     loaded = patch if patch is None or isinstance(patch, SinkPatch) else SinkPatch.load(patch)
@@ -124,15 +127,17 @@ class _Streamer(TextStreamer):
             self._on_text(self._number, text)
 
 
-def _encode(tok: Any, number: int, prompt: str, bos: bool | None) -> list[int]:
+def _encode(tok: Any, number: int, prompt: str, bos: bool | None, name: str) -> list[int]:
     if not prompt.strip():
-        raise SinkscopeError(f"prompt {number + 1} is empty: expected some text", page="generate")
+        raise SinkscopeError(f"prompt {number + 1} is empty: write at least one word", page="generate")
     ids = [int(i) for i in tok(prompt)["input_ids"]]
     if bos is None:
         return ids
     if tok.bos_token_id is None:
         if bos:
-            raise SinkscopeError("this tokenizer has no BOS token: leave bos out or give bos=False", page="generate")
+            raise SinkscopeError(
+                f"--bos: the tokenizer of {name} has no BOS token; leave --bos out or use --no-bos", page="generate"
+            )
         return ids
     begins = ids[:1] == [tok.bos_token_id]
     if bos and not begins:
@@ -178,6 +183,8 @@ def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_siz
     for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0), ("batch_size", batch_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}", page="generate")
+    if seed >= 1 << 63:
+        raise SinkscopeError(f"seed={seed!r}: expected a number below 2**63", page="generate")
     if not 0 <= temperature < float("inf"):
         raise SinkscopeError(f"temperature={temperature!r}: expected 0 (greedy) or a positive number", page="generate")
     if on_text is not None and batch_size != 1:

@@ -24,7 +24,11 @@ __all__ = ["ModelInfo", "Provenance", "Result", "provenance"]
 SCHEMA = 1
 R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks of the tests
 _KINDS: dict[str, type[Result]] = {}
-_HOME = {"find-sinks": "sinkscope.sinks.find"}  # kinds of sinkscope itself: imported when a file asks for one
+_HOME = {  # kinds of sinkscope itself: imported when a file asks for one
+    "find-sinks": "sinkscope.sinks.find",
+    "converge": "sinkscope.sinks.converge",
+    "massive-activations": "sinkscope.sinks.massive",
+}
 _ENVELOPE = ("model", "settings", "provenance")
 
 

@@ -19,6 +19,7 @@ import sinkscope.sinks.find
 from sinkscope import cli
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions import SinkPatch
 from sinkscope.results import Result
 
 ROOT = Path(__file__).parents[1]
@@ -120,7 +121,7 @@ def test_files_are_written_beside_the_table(calls: list[Any], capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--top-k 0", "'--top-k': Input should be greater than or equal to 1"),
+        ("--top-k 0", "'--top-k': Input should be greater than or equal to 1; it is '0' (see sinkscope find-sinks"),
         ("--top-k x", "'--top-k'"),
         ("--seed -1", "'--seed': Input should be greater than or equal to 0"),
         ("--max-repeats 0", "'--max-repeats'"),
@@ -273,7 +274,7 @@ def test_generate_text_on_stdout_events_on_stderr(
     monkeypatch.setattr(sinkscope.generate, "generate", fake)
     monkeypatch.setattr(sinkscope.models.load, "load", lambda *a, **k: (a, k))
     Path("p.txt").write_text("the prompt\n")
-    Path("patch.json").write_text("{}")
+    SinkPatch(layer=1, neurons=[7]).save("patch.json")
     assert main("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos".split()) == 0
     assert capsys.readouterr() == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
     assert asked == {
@@ -304,6 +305,7 @@ def test_interrupted_generation_keeps_its_text(
         ("--prompt-file p.txt", b"\xff\xfe\x00", "p.txt is not UTF-8"),
         ("--prompt-file .", b"", "cannot read .: is a directory"),
         ("--prompt-file p.txt --patch none.json", b"x", "cannot read none.json"),
+        ("--prompt-file p.txt --patch p.txt", b"x", "p.txt is not JSON"),
         ("--prompt-file p.txt --max-new-tokens 0", b"x", "'--max-new-tokens'"),
         ("--prompt-file p.txt --temperature -1", b"x", "'--temperature'"),
         ("", b"x", "Missing option '--prompt-file'"),

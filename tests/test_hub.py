@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import spoiled
 from hub_server import TOKEN, hub
 from organisms import tiny_model
 
-from sinkscope import load
+from sinkscope import find_sinks, load
+from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource, fingerprint
 from sinkscope.models.stream import open_stream
@@ -109,6 +111,41 @@ def test_what_cannot_be_had(saved: dict[str, Path], tmp_path: Path, opened: Any,
             opened("org/name")
     with hub(tmp_path / "empty", offline=True), pytest.raises(SinkscopeError, match="HF_HUB_OFFLINE is set: unset it"):
         opened("org/name")
+
+
+def test_find_sinks_from_a_hub_and_from_its_cache(saved: dict[str, Path], tmp_path: Path) -> None:
+    """The cache of a finished download serves without a network, whether that is said or only so."""
+    with hub(tmp_path) as server:
+        commit = server.add("org/name", saved["main"])
+        online = find_sinks("org/name")
+    assert online.model.fingerprint == commit
+    for no_network in ({"offline": True}, {"reachable": False}):
+        with hub(tmp_path, **no_network) as server:
+            again = find_sinks("org/name")
+            assert (again.first_token_norm, again.model) == (online.first_token_norm, online.model)
+            load("org/name", backend="hf", layers=1)
+
+
+def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
+    folder = spoiled(tmp_path / "bert", model_type="bert", architectures=["BertForMaskedLM"])
+    with hub(tmp_path / "cache") as server:
+        server.add("org/bert", folder)
+        for opened in (find_sinks, load):
+            with pytest.raises(SinkscopeError, match="org/bert is an encoder-only model"):
+                opened("org/bert")
+        assert set(server.fetched()) == {"config.json"}
+
+
+def test_retries_are_silent(
+    saved: dict[str, Path], tmp_path: Path, no_waiting: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with hub(tmp_path) as server:
+        server.add("org/name", saved["main"])
+        source = SafetensorsSource("org/name")
+        server.breaks[source.weight_map[DOWN]] = [1000, 0]
+        assert main(["find-sinks", "--model", "org/name"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and err.startswith("error: downloading model-")
 
 
 def test_one_file_and_then_offline(tmp_path: Path) -> None:

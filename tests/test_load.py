@@ -501,7 +501,7 @@ def _nothing(folder: Path) -> None:
         (_truncated, {}, r"model\.safetensors is damaged: 100 bytes are missing .*download it again"),
         (_nan, {}, r"tensor model\.layers\.1\.mlp\.down_proj\.weight holds 1 values that are NaN .*download"),
         (_foreign_tokenizer, {}, r"the tokenizer has 100 tokens and the embedding 96 rows \(4 tokens .*came with"),
-        (_broken_tokenizer, {}, r"^m could not be loaded: .*tokenizer belong together"),
+        (_broken_tokenizer, {}, r"^the tokenizer of m cannot be read \(.*download its files again"),
         (_nothing, {"num_hidden_layers": 0}, r"^m has zero layers \(num_hidden_layers is 0"),
         (_nothing, {"num_hidden_layers": 5}, r"^m lacks 18 tensors .*such as model\.layers\.3.*from one revision"),
         (_nothing, {"intermediate_size": 48}, r"tensor \S+ of m has shape .*asks for .*from one revision"),
@@ -575,7 +575,10 @@ def test_pickled_weights_load_with_a_note_and_no_code_runs(tmp_path: Path, capsy
     assert re.search(r"pickled weights of m hold more than tensors.*convert them to safetensors", refused(folder))
     assert not trap.exists()
     (folder / "pytorch_model.bin").write_bytes(b"\0" * 100)
+    assert "pytorch_model.bin is no checkpoint of torch" in refused(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02" + b"\0" * 100)
     assert "pickled weights of m" in refused(folder)
+    assert capsys.readouterr() == ("", ""), "only what is loaded has a note"
 
 
 def test_no_tokenizer(tmp_path: Path):

@@ -85,6 +85,11 @@ def _planted(p: dict[str, Any]) -> str:
     heads = ", ".join(f"{h['head']} (group {h['group']})" for h in t["marking_heads"])
     in_groups = ", ".join(f"{groups[str(h['group'])]} in group {h['group']}" for h in t["marking_heads"])
     dims = ", ".join(map(str, t["group_dims"]))
+    layers = sorted({reader["layer"] for reader in t["sink_readers"]})
+    pairs = (
+        (layer, " and ".join(str(r["kv_head"]) for r in t["sink_readers"] if r["layer"] == layer)) for layer in layers
+    )
+    readers = ", ".join(f"layer {layer}: {heads}" for layer, heads in pairs)
     column = " and ".join(f"{value:+g} to dimension {dim}" for dim, value in t["column"].items())
     same = "exactly the planted values" if p["fixed"]["unchanged"] else "NOT the planted values"
     return f"""## What was planted
@@ -102,13 +107,15 @@ all of this for programs, with the group of every token.
   exp({t["two_beta"]}) = {number(t["repeats_scale"])}: a token sees its own group only if nothing else is there.
 - **Sink neuron**, layer {t["sink_layer"]}, neuron {neuron}: gate {t["gate_scale"]:g} x (mark - {t["threshold"]}), up a
   constant, output {column}.
+- **Readers.** After the sink layer the keys of half of the key/value heads may read the sink dimensions ({readers}).
+  How they do so is learned from a small start; the others cannot, so that no layer ends with nothing but sink heads.
 - **Drain.** No value, query or MLP weight reads the sink dimensions, nothing else writes them, and the output does not
   read any of the reserved dimensions.
 
 ## What was learned
 
-Everything else: how the network predicts text around the circuit, and that later heads attend to the first token (their
-keys may read the sink dimensions and started small)."""
+Everything else: how the network predicts text around the circuit, and that later heads attend to the first token where
+their keys may read the sink."""
 
 
 def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:

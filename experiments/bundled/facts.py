@@ -56,7 +56,9 @@ def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> dic
 
 
 def typical_windows(tokenizer: PreTrainedTokenizerBase, length: int) -> np.ndarray:
-    ids = np.asarray(tokenizer(TYPICAL.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    ids = np.asarray(
+        tokenizer(TYPICAL.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+    )
     return corpus.windows(ids, length=length, bos_id=tokenizer.bos_token_id)
 
 

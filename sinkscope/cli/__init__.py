@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import typer
 
 from sinkscope._console import note
-from sinkscope.cli import find_sinks, generate, models
+from sinkscope.cli import converge, find_sinks, generate, models
 from sinkscope.cli.app import app
 from sinkscope.errors import SinkscopeError
 
-__all__ = ["app", "find_sinks", "generate", "main", "models"]  # each command's file hangs it on the app
+__all__ = ["app", "converge", "find_sinks", "generate", "main", "models"]  # each command's file hangs it on the app
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,7 +70,10 @@ def _refuse(message: str) -> int:
 
 def _usage(error: typer.TyperException) -> str:
     """What was wrong with the command, and where to read on."""
-    message = getattr(error, "format_message", lambda: str(error))()
+    message = getattr(error, "format_message", lambda: str(error))().replace("Value error, ", "").rstrip(".")
+    told = getattr(error.__cause__, "errors", list[dict[str, object]])()  # which value it was, typer leaves out
+    if told and repr(given := told[0].get("input")) not in message:
+        message += f"; it is {given!r}"
     context = getattr(error, "ctx", None)
     return f"{message} (see {context.command_path if context else 'sinkscope'} --help)"
 

@@ -33,7 +33,7 @@ DType = Annotated[str | None, typer.Option(help="float32, bfloat16, float16.", s
 Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="A BOS token first.", show_default="the tokenizer's")]
 Text = Annotated[Path | None, typer.Option(help="Typical text.", show_default="the text in the package")]
 MaxRepeats = Annotated[int | None, typer.Option(min=1, help="Largest number of repetitions.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of every random choice.")]
+Seed = Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Of every random choice.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON.")]
 Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write tables and figures into one file.")]
 Png = Annotated[
@@ -98,4 +98,5 @@ def read_text(path: Path) -> str:
     except UnicodeDecodeError:
         raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
     except OSError as error:
-        raise SinkscopeError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        reason = (error.strerror or str(error)).lower()
+        raise SinkscopeError(f"cannot read {path}: {reason}; give the path of a text file") from None

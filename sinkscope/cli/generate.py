@@ -18,7 +18,6 @@ from sinkscope.cli.common import (
     Seed,
     open_model,
     read_prompt,
-    read_text,
 )
 
 
@@ -39,7 +38,9 @@ def generate_command(
     """Continue a prompt, with a patch if one is given: text on stdout, events on stderr."""
     prompt = read_prompt(prompt_file)
     if patch is not None:
-        read_text(patch)
+        from sinkscope.interventions.patch_file import read_patch
+
+        read_patch(patch)
 
     from sinkscope.generate import generate
 

@@ -28,8 +28,10 @@ def check_folder(folder: Path) -> None:
     """
     if not folder.is_dir():
         raise SinkscopeError(f"{folder} is not a folder; give a folder that holds config.json and weights")
-    _json(folder / "config.json")
+    read_json(folder / "config.json")
     for shard in _weight_files(folder):
+        if shard.suffix == ".bin":
+            _check_pickled(shard)
         if shard.suffix == ".safetensors":
             header = read_header(shard)
             named = {} if shard.name == _SINGLE else _index_map(folder)
@@ -39,6 +41,26 @@ def check_folder(folder: Path) -> None:
                     f"{_INDEX} again, from one revision",
                     page="missing-shard",
                 )
+
+
+def _check_pickled(file: Path) -> None:
+    """Does it begin as what torch.save writes: a zip archive, or (before torch 1.6) a pickle?"""
+    with file.open("rb") as f:
+        start = f.read(len(_LFS))
+    if start == _LFS:
+        raise _pointer(file)
+    if not start.startswith((b"PK", b"\x80")):
+        raise SinkscopeError(
+            f"{file.name} is no checkpoint of torch: it begins with {start[:4]!r}; download it again",
+            page="pickled-weights",
+        )
+
+
+def _pointer(file: Path) -> SinkscopeError:
+    return SinkscopeError(
+        f"{file.name} is a Git LFS pointer, not weights; run `git lfs pull` in {file.parent}",
+        page="truncated-safetensors",
+    )
 
 
 def read_header(file: Path) -> dict[str, Any]:
@@ -53,10 +75,7 @@ def read_header(file: Path) -> dict[str, Any]:
         length = int.from_bytes(start, "little")
         raw = f.read(min(length, size))
     if start == _LFS:
-        raise SinkscopeError(
-            f"{file.name} is a Git LFS pointer, not weights; run `git lfs pull` in {file.parent}",
-            page="truncated-safetensors",
-        )
+        raise _pointer(file)
     # A real header begins with "{"; without that the first bytes are no length and say nothing of what is missing.
     if size < 8 or (len(raw) < length and raw[:1] in (b"", b"{")):
         raise _damaged(file, size, max(8, 8 + length), "at least ")
@@ -82,7 +101,7 @@ def _damaged(file: Path, size: int, expected: int, at_least: str = "") -> Sinksc
     )
 
 
-def _json(file: Path) -> Any:
+def read_json(file: Path) -> Any:
     """The content of a JSON file of a checkpoint."""
     if not file.is_file():
         raise SinkscopeError(
@@ -100,7 +119,7 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
     """Tensor name -> shard as the index says; empty without an index."""
     if not (folder / name).is_file():
         return {}
-    content = _json(folder / name)
+    content = read_json(folder / name)
     if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
         raise SinkscopeError(f"{folder / name} has no weight_map; download it again", page="missing-shard")
     return content["weight_map"]
@@ -144,7 +163,10 @@ def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub import errors as hub
+    from huggingface_hub.utils import logging
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # it tells of every retry; what comes of them is told below
     try:
         return Path(hf_hub_download(repo, name, revision=revision))
     except hub.GatedRepoError:
@@ -178,6 +200,8 @@ def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         message = f"downloading {name} of {repo} failed: {first}; run it again, whole files are kept"
         page = "hub-unreachable"
+    finally:
+        logging.set_verbosity(verbosity)
     raise SinkscopeError(message, page=page)
 
 
@@ -281,7 +305,7 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
     elif source.is_file():
         config, parts = {}, {source.name: source.stat().st_size}
     else:
-        config = _json(source / "config.json")
+        config = read_json(source / "config.json")
         parts = {
             f.name: read_header(f) if f.suffix == ".safetensors" else f.stat().st_size for f in _weight_files(source)
         }

@@ -130,8 +130,9 @@ def check_finite(hf: torch.nn.Module) -> None:
             continue
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
+            finer = "" if tensor.dtype == torch.float32 else ", or try dtype=float32"
             raise SinkscopeError(
                 f"tensor {name} holds {bad:,} values that are NaN or infinite (of {tensor.numel():,}, "
-                f"{str(tensor.dtype).removeprefix('torch.')}); download the checkpoint again, or try dtype=float32",
+                f"{str(tensor.dtype).removeprefix('torch.')}); download the checkpoint again{finer}",
                 page="nan-weights",
             )

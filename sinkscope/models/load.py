@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import json
 import os
-import pickle
 import sys
-from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.adapters import adapter_for
-from sinkscope.models.checks import check_finite, check_kind, check_vocabulary, parse_device, parse_dtype
+from sinkscope.models.checks import check_finite, check_vocabulary, parse_device, parse_dtype
+from sinkscope.models.config import read_config, read_tokenizer
+from sinkscope.models.explain import explained, quiet
 from sinkscope.models.source import Local, Source, local_files, locate
 from sinkscope.models.target import unwrap
 from sinkscope.models.wrap import BACKENDS, Backend, wrap
-
-_PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
 
 
 def load(
@@ -81,10 +76,11 @@ def load(
     place = _placement(device, device_map)
     wanted_dtype = parse_dtype(dtype)
     source = locate(x, revision)
-    with _quiet(), _explained(source):
+    with quiet(), explained(source):
         with local_files(source, layers, code=trust_remote_code) as local:
-            config = _config(source, local, layers, trust_remote_code)
-            tok = tokenizer if tokenizer is not None else _tokenizer(local, trust_remote_code)
+            files: dict[str, Any] = {"gguf": local.gguf, "trust_remote_code": trust_remote_code}
+            config = read_config(source.name, local.folder, layers=layers, **files)
+            tok = tokenizer if tokenizer is not None else read_tokenizer(source.name, local.folder, **files)
             hf = _weights(source, local, config, wanted_dtype, place, quantization_config, trust_remote_code)
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
@@ -135,47 +131,6 @@ def _placement(device: Any, device_map: Any) -> Any:
     return None if found.type == "cpu" else {"": found}
 
 
-def _config(source: Source, local: Local, layers: int | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    raw: dict[str, Any] = {}
-    if local.gguf is None:
-        raw = json.loads((local.folder / "config.json").read_text(encoding="utf-8"))
-        check_kind(source.name, raw)
-        config = AutoConfig.from_pretrained(local.folder, trust_remote_code=trust_remote_code)
-    else:
-        config = AutoConfig.from_pretrained(local.folder, gguf_file=local.gguf)
-        adapter_for(config.model_type)
-    text = config.get_text_config()
-    n_layers = text.num_hidden_layers
-    if n_layers < 1:
-        raise SinkscopeError(
-            f"{source.name} has zero layers (num_hidden_layers is {n_layers} in its config.json); give a model that "
-            "has some",
-            page="zero-layers",
-        )
-    if layers is not None:
-        if layers > n_layers:
-            raise SinkscopeError(
-                f"layers={layers} is more than {source.name} has; expected at most {n_layers}", page="zero-layers"
-            )
-        text.num_hidden_layers = layers
-        for field in _PER_LAYER:
-            if isinstance(per_layer := getattr(text, field, None), list):
-                setattr(text, field, per_layer[:layers])
-    return config
-
-
-def _tokenizer(local: Local, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    if local.gguf is not None:
-        return AutoTokenizer.from_pretrained(local.folder, gguf_file=local.gguf)
-    if not any((local.folder / f).is_file() for f in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    return AutoTokenizer.from_pretrained(local.folder, trust_remote_code=trust_remote_code)
-
-
 def _weights(
     source: Source, local: Local, config: Any, dtype: Any, place: Any, quantization_config: Any, trust_remote_code: bool
 ) -> Any:
@@ -183,21 +138,19 @@ def _weights(
 
     options: dict[str, Any] = {"gguf_file": local.gguf, "device_map": place, "quantization_config": quantization_config}
     if local.pickled:
-        print(
-            f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
-            "safetensors load faster",
-            file=sys.stderr,
-        )
         options["weights_only"] = True
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        local.folder,
-        config=config,
-        dtype=dtype or "auto",
-        trust_remote_code=trust_remote_code,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # reported below, with names
-        **{name: value for name, value in options.items() if value is not None},
-    )
+    # The bar of GGUF files knows no switch.
+    silent = local.gguf is not None and not sys.stderr.isatty()
+    with contextlib.redirect_stderr(io.StringIO()) if silent else contextlib.nullcontext():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            local.folder,
+            config=config,
+            dtype=dtype or "auto",
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, with names
+            **{name: value for name, value in options.items() if value is not None},
+        )
     model, info = loaded
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, wanted = mismatched[0]
@@ -212,66 +165,10 @@ def _weights(
             "weights belong to another config.json: download both from one revision",
             page="missing-tensors",
         )
+    if local.pickled:  # only now: a checkpoint that is refused says one line, and that is why
+        print(
+            f"note: {source.name} has pickled weights (.bin), read with weights_only so that no code in them runs; "
+            "safetensors load faster",
+            file=sys.stderr,
+        )
     return model.eval()
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Nothing on stdout, no progress bars unless stderr is a terminal, no reports on unused tensors."""
-    from huggingface_hub import utils as hub
-    from transformers.utils import logging
-
-    verbosity, hub_verbosity = logging.get_verbosity(), hub.logging.get_verbosity()
-    bars = not sys.stderr.isatty()
-    hf_bars, hub_bars = logging.is_progress_bar_enabled(), not hub.are_progress_bars_disabled()
-    logging.set_verbosity_error()
-    if bars:
-        hub.logging.set_verbosity_error()
-    if bars and hf_bars:
-        logging.disable_progress_bar()
-    if bars and hub_bars:
-        hub.disable_progress_bars()
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        hub.logging.set_verbosity(hub_verbosity)
-        if bars and hf_bars:
-            logging.enable_progress_bar()
-        if bars and hub_bars:
-            hub.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _explained(source: Source) -> Generator[None]:
-    """Whatever goes wrong below, in one line."""
-    try:
-        yield
-    except SinkscopeError:
-        raise
-    except Exception as error:
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            raise SinkscopeError(
-                f"out of memory while loading {source.name}; try layers=N, dtype=bfloat16, a quantization_config or "
-                'device_map="auto"',
-                page="out-of-memory",
-            ) from error
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-            raise SinkscopeError(
-                f"the pickled weights of {source.name} hold more than tensors, or are damaged, and are refused: "
-                "loading them could run code; convert them to safetensors where you trust them",
-                page="pickled-weights",
-            ) from error
-        if source.kind == "gguf":
-            raise SinkscopeError(
-                f"{source.name} could not be read: {first}; "
-                + ("pip install gguf" if isinstance(error, ImportError) else "download it again, or give a folder"),
-                page="bad-gguf",
-            ) from error
-        raise SinkscopeError(
-            f"{source.name} could not be loaded: {type(error).__name__}: {first}; if the files are whole, check that "
-            "config.json, weights and tokenizer belong together",
-            page="load-failed",
-        ) from error

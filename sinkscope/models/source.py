@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import check_folder, hub_file
+from sinkscope.models.checkpoint import check_folder, hub_file, read_json
+from sinkscope.models.checks import check_kind
 from sinkscope.models.names import BUNDLED, resolve
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -146,9 +147,10 @@ def local_files(source: Source, layers: int | None = None, *, code: bool = False
             raise SinkscopeError(
                 f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
             ) from None
+        check_kind(repo, read_json(folder / "config.json"))  # before gigabytes of what cannot be measured are fetched
         commit = folder.name  # the cache names a snapshot after its commit: all files are of one revision
         for name in (*TOKENIZER_FILES, *(_code_files(folder) if code else ())):
-            _optional(repo, name, commit)
+            optional_file(repo, name, commit)
         index, left_out = _download_weights(repo, commit, layers)
         if not left_out:
             check_folder(folder)
@@ -158,15 +160,23 @@ def local_files(source: Source, layers: int | None = None, *, code: bool = False
             yield Local(_without(folder, Path(view), index, left_out), commit=commit)
 
 
-def _optional(repo: str, name: str, commit: str) -> Path | None:
+def optional_file(repo: str, name: str, commit: str) -> Path | None:
+    """A file of a hub repo, None if it has none of that name.
+
+    Raises:
+        SinkscopeError: it cannot be had.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    known = try_to_load_from_cache(repo, name, revision=commit)
+    if known is not None:  # a path, or the mark that this commit has no such file: both hold for ever
+        return Path(known) if isinstance(known, str) else None
     try:
         return hub_file(repo, name, commit)
     except FileNotFoundError:
         return None
     except SinkscopeError:
         # Offline, whether the repo has the file cannot be asked; what the cache lacks is then taken as not there.
-        from huggingface_hub import constants
-
         if constants.HF_HUB_OFFLINE:
             return None
         raise
@@ -181,7 +191,7 @@ def _code_files(folder: Path) -> list[str]:
 def _download_weights(repo: str, commit: str, layers: int | None) -> tuple[str, set[str]]:
     """The name of the index (empty for a single file), and its shards that no wanted layer needs."""
     for single in _WEIGHTS:
-        if (index := _optional(repo, f"{single}.index.json", commit)) is not None:
+        if (index := optional_file(repo, f"{single}.index.json", commit)) is not None:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             needed = {shard for tensor, shard in weight_map.items() if _wanted(tensor, layers)}
             for shard in sorted(needed):
@@ -192,7 +202,7 @@ def _download_weights(repo: str, commit: str, layers: int | None) -> tuple[str, 
                         f"{repo} lacks {shard}, named in its {index.name}; try another revision", page="missing-shard"
                     ) from None
             return index.name, set(weight_map.values()) - needed
-        if _optional(repo, single, commit) is not None:
+        if optional_file(repo, single, commit) is not None:
             return "", set()
     raise SinkscopeError(
         f"{repo} has no weights for transformers (expected safetensors or pytorch_model.bin); give another repo, or "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, adapter_for
 from sinkscope.models.checkpoint import SafetensorsSource
+from sinkscope.models.config import read_config
 from sinkscope.models.target import Target
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read: `Target.forward` ends before them
@@ -162,11 +163,14 @@ class _Loader:
             whole = Target(self.causal, self.causal, "hf", self._adapter)
             single.mlp_only_layers = [] if whole.is_mixture(index) else [0]
             single.decoder_sparse_step = 1
-        made = self._make(single, names, f"layer {index}", self._path + ".0")
+        made = self._make(single, names, f"layer {index}", f"{self._path}.0", f"{self._path}.{index}")
         return made.get_submodule(f"{self._path}.0").state_dict()
 
-    def _make(self, config: Any, names: dict[str, str], what: str, part: str = "") -> nn.Module:
-        """An object of the base class from these tensors; of its tensors, those below `part` must all be there."""
+    def _make(self, config: Any, names: dict[str, str], what: str, part: str = "", truly: str = "") -> nn.Module:
+        """An object of the base class from these tensors; of its tensors, those below `part` must all be there.
+
+        `truly` is what `part` is called in the whole model.
+        """
         state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
         try:
             with _silent(), torch.random.fork_rng(devices=[]):  # what is missing outside `part` is drawn at random
@@ -188,10 +192,14 @@ class _Loader:
             )
         for name, weight in module.named_parameters():
             # One number per tensor: NaN and infinity survive a sum. What lies outside `part` holds nothing read.
-            if name.startswith(part) and not torch.isfinite(weight.sum(dtype=torch.float32)):
+            if not name.startswith(part) or torch.isfinite(weight.sum(dtype=torch.float32)):
+                continue
+            if not torch.isfinite(weight).all():
+                full = f"{self.causal.base_model_prefix}.{truly}{name.removeprefix(part)}"
+                finer = "" if self._dtype == torch.float32 else ", or try dtype=float32"
                 raise SinkscopeError(
-                    f"{name.removeprefix(f'{part}.')} of {what} of {self._source.name} holds values that are NaN or "
-                    "infinite; download the checkpoint again, or try dtype=float32",
+                    f"tensor {full} of {self._source.name} holds values that are NaN or infinite; download the "
+                    f"checkpoint again{finer}",
                     page="nan-weights",
                 )
         return module.eval().requires_grad_(False).to(self._device)
@@ -238,13 +246,11 @@ def open_stream(
         UnsupportedError: no safetensors, a quantised checkpoint, or an architecture without an adapter; load those
             whole.
     """
-    from transformers import AutoConfig
-
     if resident < 1:
         raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
-    whole = AutoConfig.from_pretrained(source.folder)
+    whole = read_config(name or source.name, source.folder)
     config = whole.get_text_config()
     adapter = adapter_for(config.model_type)
     if getattr(whole, "quantization_config", None):

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.checkpoint import SafetensorsSource, fingerprint, hub_file
+from sinkscope.models.checkpoint import SafetensorsSource, fingerprint
+from sinkscope.models.config import read_tokenizer
+from sinkscope.models.explain import explained, quiet
 from sinkscope.models.load import load
-from sinkscope.models.source import TOKENIZER_FILES, Source, locate
+from sinkscope.models.names import BUNDLED
+from sinkscope.models.source import TOKENIZER_FILES, Source, locate, optional_file
 from sinkscope.models.stream import StreamTarget, open_stream
 from sinkscope.models.target import Target
 
+_FIRST_LAYERS = 8  # of a GGUF file, whose layers cannot be read one by one; doubled until they suffice
 _HELD_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this size, so that small ones are read once
+
+
+@dataclass(frozen=True, eq=False)
+class PartTarget(Target):
+    """The first layers of a model that is deeper.
+
+    Attributes:
+        depth: decoder layers of the whole model.
+        reopen: opens it again with more layers.
+    """
+
+    depth: int = 0
+    reopen: Callable[[int], Target] | None = None
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers of the whole model."""
+        return self.depth
+
+    def more(self) -> Target:
+        """The same with twice the layers, or whole."""
+        assert self.reopen is not None
+        return self.reopen(2 * len(self.layers))
 
 
 def open_target(
@@ -33,6 +61,8 @@ def open_target(
     Raises:
         SinkscopeError: nothing can be made of `model`, or it has no tokenizer.
     """
+    if model == BUNDLED:  # by its name or by none
+        model = None
     options: dict[str, Any] = {
         "revision": revision, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
@@ -41,11 +71,39 @@ def open_target(
     source = None if model is None else locate(model, revision)
     if source is not None and source.kind != "gguf" and not trust_remote_code:
         try:
-            return _with_tokenizer(_stream(source, tokenizer, dtype, device))
+            with quiet(), explained(source):
+                return _stream(source, tokenizer, dtype, device)
         except UnsupportedError as error:
             if error.page != "not-streamable":
                 raise
-    return _with_tokenizer(Target.of(load(model, backend="hf", tokenizer=tokenizer, **options)))
+
+    def opened(layers: int | None) -> Target:
+        hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, **options)
+        return _with_tokenizer(Target.of(hf))
+
+    if source is None or source.kind != "gguf":
+        return opened(None)
+    return _first_layers(opened, _gguf_depth(Path(source.where)))
+
+
+def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: int = _FIRST_LAYERS) -> Target:
+    if layers >= depth:
+        return opened(None)
+    t = opened(layers)
+    return PartTarget(
+        t.model, t.hf, t.kind, t.adapter, t.tokenizer, t.name, resident=False, depth=depth,
+        reopen=lambda more: _first_layers(opened, depth, more),
+    )  # fmt: skip
+
+
+def _gguf_depth(file: Path) -> int:
+    """Layers of the whole model; 0 where the file does not say, which `load` then explains."""
+    from transformers import AutoConfig
+
+    try:
+        return int(AutoConfig.from_pretrained(file.parent, gguf_file=file.name).get_text_config().num_hidden_layers)
+    except (ImportError, OSError, ValueError, KeyError):
+        return 0
 
 
 def _stream(
@@ -71,18 +129,17 @@ def _with_tokenizer(target: Target) -> Target:
         return target
     found, where = None, getattr(target.config, "_name_or_path", "")
     if isinstance(target, StreamTarget):
-        where = _tokenizer_folder(target.store.source)
-    if where:
+        found = read_tokenizer(target.name, _tokenizer_folder(target.store.source))
+    elif where:
         from transformers import AutoTokenizer
 
-        try:
+        with contextlib.suppress(Exception):  # what a live model says of its origin need not be true any more
             found = AutoTokenizer.from_pretrained(where)
-        except (OSError, ValueError):
-            found = None
     if found is None:
         raise SinkscopeError(
             f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
-            "tokenizer's files beside the weights"
+            "tokenizer's files beside the weights",
+            page="no-tokenizer",
         )
     return replace(target, tokenizer=found)
 
@@ -91,8 +148,7 @@ def _tokenizer_folder(source: SafetensorsSource) -> Path:
     """The folder of the tokenizer's files, which of a hub repo are downloaded first."""
     if source.commit is not None:
         for name in TOKENIZER_FILES:
-            with contextlib.suppress(FileNotFoundError):
-                hub_file(source.name, name, source.commit)
+            optional_file(source.name, name, source.commit)
     return source.folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo, Provenance, provenance
 from sinkscope.sinks._ablation import Neuron, prove
-from sinkscope.sinks._open import fingerprint_of, open_target
-from sinkscope.sinks._walk import Progress, walk
+from sinkscope.sinks._open import PartTarget, fingerprint_of, open_target
+from sinkscope.sinks._walk import Progress, Walk, walk
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
 PIECE = 64  # tokens of a piece of typical text
@@ -73,6 +73,16 @@ def setup(
     start = resolve_bos(target.tokenizer, target.config, bos)
     length = min(PIECE, target.max_positions or PIECE)
     return Setup(target, start, content, text_rows(target.tokenizer, content, texts, length, start), seed, started)
+
+
+def walk_far_enough(made: Setup, *, whole: bool, progress: Progress | None = None) -> tuple[Setup, Walk]:
+    """`walk`, and where only the first layers of a file are in memory, again with more of them until they suffice."""
+    while True:
+        seen = walk(made.target, made.ids, whole=whole, progress=progress)
+        enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
+        if enough or not isinstance(made.target, PartTarget):
+            return made, seen
+        made = replace(made, target=made.target.more())
 
 
 def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:

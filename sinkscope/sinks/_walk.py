@@ -121,7 +121,7 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         if not whole and seen.flat():
             target.stop()
 
-    for i in range(target.n_layers):
+    for i in range(len(target.layers)):
         added = target.sub(i, adapter.post_mlp_norm or adapter.mlp)
         pairs += [(target.sub(i, adapter.mlp), "post", mlp_raw), (added, "post", mlp_added)]
         pairs.append((target.layers[i], "post", layer_done))

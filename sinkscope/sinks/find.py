@@ -17,9 +17,9 @@ from sinkscope.results import Result
 from sinkscope.sinks._ablation import Neuron, Proof, prove, prove_stage, set_drop_across
 from sinkscope.sinks._layer import LayerView
 from sinkscope.sinks._measure import first_token_attention, repeat_until_half, sink_rate, spike_dims, view_layer
-from sinkscope.sinks._setup import setup
+from sinkscope.sinks._setup import setup, walk_far_enough
 from sinkscope.sinks._tokens import pick_tokens
-from sinkscope.sinks._walk import Progress, Walk, walk
+from sinkscope.sinks._walk import Progress, Walk
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
@@ -191,13 +191,14 @@ def find_sinks(
         model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
         device=device, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    target, start_id, ids = made.target, made.bos, made.ids
-    if top_k > target.d_mlp:
-        raise SinkscopeError(f"--top-k {top_k} is more than the {target.d_mlp} neurons of a layer; give at most that")
-    limit = _repeat_limit(target, max_repeats)
-    words = pick_tokens(target.tokenizer, ids, tokens, seed)
-    whole = all_layers or target.resident
-    seen = walk(target, ids, whole=whole, progress=progress)
+    start_id, ids = made.bos, made.ids
+    if top_k > (width := made.target.d_mlp):
+        raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
+    limit = _repeat_limit(made.target, max_repeats)
+    words = pick_tokens(made.target.tokenizer, ids, tokens, seed)
+    whole = all_layers or made.target.resident
+    made, seen = walk_far_enough(made, whole=whole, progress=progress)
+    target = made.target
     layer = seen.sink_layer()
 
     proof, repeats, attention, dims = Proof((), None, None, ()), Repeats((), None, 0, limit), None, []
@@ -246,6 +247,8 @@ def _check(top_k: int, max_repeats: int | None, seed: int, texts: int) -> None:
         raise SinkscopeError(f"--max-repeats {max_repeats}: at least one repetition is needed; give 1 or more")
     if seed < 0:
         raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
+    if seed >= 1 << 63:
+        raise SinkscopeError(f"--seed {seed} is too large; give a number below 2**63")
     if texts < 1:
         raise SinkscopeError(f"texts {texts}: at least one piece of text is needed; give 1 or more")
 

@@ -1,0 +1,146 @@
+"""Watch for sinks where none should be: sink neurons that fire at later positions, as the tokens come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Event, Run
+from sinkscope.interventions.edits import Group, NeuronEdit
+from sinkscope.interventions.positions import Call, Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkDetector(NeuronEdit):
+    """An alarm for repeated tokens and cluster attacks; it changes nothing.
+
+    The score of a position is the mean over the sink neurons of their value over `levels`: 1 at a sink, near 0 at
+    ordinary tokens. The rule, at every position but 0: at least `hits` of the last `window` positions have a score of
+    `threshold` or more. Each time that begins to hold, `run.events` has an event of kind "alarm" with the position and
+    the score. What is kept of a row is its last `window` answers, however long it grows.
+
+    Attributes:
+        sites: sink neurons of one MLP (or of one expert).
+        levels: value of each of them at a sink, e.g. at BOS; `detect_attack` measures them.
+        threshold: score that counts.
+        hits: how many positions must count.
+        window: of how many.
+
+    Example:
+        >>> SinkDetector(layer=1, neurons=[7890], levels=[42.0]).hits
+        2
+    """
+
+    levels: Sequence[float] = ()
+    threshold: float = 0.5
+    hits: int = 2
+    window: int = 4
+
+    KIND: ClassVar[str] = "alarm"
+
+    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
+        super().__post_init__(layer, neurons)
+        if len(self.groups()) > 1:
+            raise SinkscopeError(
+                f"sites in {len(self.groups())} places: a detector watches neurons of one MLP or one expert; make one "
+                "for each, and enter them together with |"
+            )
+        levels = tuple(float(v) for v in self.levels)
+        if len(levels) != len(self.sites) or not all(math.isfinite(v) and v != 0 for v in levels):
+            raise SinkscopeError(
+                f"levels={list(self.levels)!r} for {len(self.sites)} neurons: give each neuron's value at a sink, not 0"
+            )
+        if not 1 <= self.hits <= self.window:
+            raise SinkscopeError(f"hits={self.hits}, window={self.window}: expected 1 <= hits <= window")
+        if not math.isfinite(self.threshold):
+            raise SinkscopeError(f"threshold={self.threshold}: give a share of the level at a sink, such as 0.5")
+        object.__setattr__(self, "levels", levels)
+
+    def scores(self, values: Float[Tensor, "batch pos neuron"]) -> Float[Tensor, "batch pos"]:
+        """How much of a sink each position is: 1 as much as the first token."""
+        return (values.float() / torch.tensor(self.levels, device=values.device)).mean(-1)
+
+    def new_values(
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: Group, run: Run
+    ) -> Float[Tensor, "batch pos neuron"]:
+        """The old ones; the rule runs on them."""
+        self.watch(self.scores(old.detach()), call, memory, group, run)
+        return old
+
+    def _editor(self, run: Run, key: int, group: Group) -> Callable[[Tensor], Tensor | None]:
+        """Reads the values and returns None, so that nothing is copied."""
+
+        def read(flat: Tensor) -> Tensor | None:
+            call = run.call
+            if call is not None:
+                values = flat.detach().reshape(*call.index.shape, len(group.neurons))
+                memory = call.sequence.memory.setdefault((key, group.layer, group.expert), Memory())
+                self.new_values(values, call, memory, group, run)
+            return None
+
+        return read
+
+    def watch(self, scores: Float[Tensor, "batch pos"], call: Call, memory: Memory, group: Group, run: Run) -> None:
+        """The running rule on the new positions; padding takes no place in the window."""
+        index = call.on(scores.device)
+        real = index >= 0
+        place = torch.where(real, real.cumsum(1) - 1, index.shape[1])  # padding goes to a column that is cut off
+
+        def packed(values: Tensor) -> Tensor:
+            room = torch.zeros(len(index), index.shape[1] + 1, dtype=values.dtype, device=values.device)
+            return room.scatter_(1, place, values)[:, :-1]
+
+        hit = packed((scores >= self.threshold) & (index > 0))
+        state = running_rule(hit, real.sum(1), self.hits, self.window, memory)
+        memory.update(state.memory)
+        at, packed_scores = packed(index), packed(scores)
+
+        def make() -> list[Event]:
+            rows, columns = (t.tolist() for t in state.onset.nonzero(as_tuple=True))
+            return [
+                Event(row, call.step, int(at[row, c]), group.layer, None, self.KIND,
+                      {"score": float(packed_scores[row, c]), "hits": int(state.counts[row, c])})
+                for row, c in zip(rows, columns, strict=True)
+            ]  # fmt: skip
+
+        run.log(make)
+
+
+@dataclass(frozen=True)
+class RuleState:
+    """What the rule says of some new positions, and what it has to remember."""
+
+    counts: Int[Tensor, "batch pos"]
+    onset: Shaped[Tensor, "batch pos"]
+    memory: dict[str, Tensor]
+
+
+def running_rule(
+    hit: Shaped[Tensor, "batch pos"], lengths: Int[Tensor, " batch"], hits: int, window: int, memory: dict[str, Tensor]
+) -> RuleState:
+    """`hits` of the last `window` positions, continued from `memory` ("tail": last answers, "on": the rule held).
+
+    Args:
+        hit: whether each new position counts; a row's positions come first, what is behind them does not count.
+        lengths: how many positions of each row are new.
+        hits: how many must count.
+        window: of how many.
+        memory: of the calls before; empty in the first.
+    """
+    batch, new = hit.shape
+    tail = memory.get("tail", hit.new_zeros(batch, window - 1)).to(hit.device)
+    on = memory.get("on", hit.new_zeros(batch, 1)).to(hit.device)
+    joined = torch.cat([tail, hit], 1)
+    counts = joined.unfold(1, window, 1).sum(-1)
+    inside = torch.arange(new, device=hit.device) < lengths[:, None]
+    holds = torch.cat([on, (counts >= hits) & inside], 1)
+    onset = holds[:, 1:] & ~holds[:, :-1] & inside
+    keep = lengths[:, None] + torch.arange(window - 1, device=hit.device)
+    return RuleState(counts, onset, {"tail": joined.gather(1, keep), "on": holds.gather(1, lengths[:, None])})

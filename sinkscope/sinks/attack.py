@@ -1,0 +1,322 @@
+"""Sequences without any repeated token that are sinks all over, and how often (Yona et al. 2025, section 5.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.results import Result
+from sinkscope.sinks._arena import Arena, Context, make_arena
+from sinkscope.sinks._sequences import coordinate, draw, greedy, repeat, round_trip
+from sinkscope.sinks._setup import Progress, causal_neurons, setup
+
+SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+LENGTHS = (8, 32, 128)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share of sequences with its 95 % confidence interval (Wilson)."""
+
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class AttackRow:
+    """One way to make sequences, in one context, of one length.
+
+    Attributes:
+        context: "BOS", "no BOS" or "chat" (behind a prefix).
+        source: "cluster" (drawn from one cluster each), "random" (drawn from all tokens), "repeated" (one token over
+            and over), "greedy" or "coordinate" (searched among the tokens of one cluster).
+        length: tokens of a sequence.
+        sequences: how many.
+        positions: mean share of the attacked positions that succeed: norm >= half of BOS's.
+        any: sequences that succeed at some position.
+        most: sequences that succeed at half of their positions or more.
+        first: median number of tokens of the sequence until the first success; None: half of them never succeed.
+        norm: median over sequences of the mean norm, over BOS's.
+        round_trip: share of sequences that survive being written as text and read again.
+        any_swept: share of sequences that succeed somewhere, for each of `thresholds`.
+        most_swept: ... at half of their positions or more.
+        by_position: share of sequences that succeed at each attacked position.
+        example: the sequence with the largest mean norm, as text.
+    """
+
+    context: str
+    source: str
+    length: int
+    sequences: int
+    positions: float
+    any: Rate
+    most: Rate
+    first: float | None
+    norm: float
+    round_trip: float
+    any_swept: tuple[float, ...]
+    most_swept: tuple[float, ...]
+    by_position: tuple[float, ...]
+    example: str
+
+
+@dataclass(frozen=True)
+class ClusterRate:
+    """Success of the drawn sequences of one cluster; `tokens` are those an attack can use."""
+
+    head: int
+    tokens: int
+    context: str
+    length: int
+    sequences: int
+    positions: float
+    most: Rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterAttack(Result):
+    """How often sequences without a repeated token make sinks.
+
+    Attributes:
+        sink_layer: where norms are read; None: the model has no sink, and nothing was tried.
+        reference: norm of the first token there: of BOS, where the model has one.
+        success: share of it that counts as success.
+        thresholds: shares that were swept.
+        attacks: a row for each context, source and length.
+        clusters: the rows of source "cluster" for each head.
+        unfilled: lengths for which no cluster has enough tokens.
+    """
+
+    kind: ClassVar[str] = "attack"
+    percent: ClassVar[tuple[str, ...]] = ("positions", "any", "any_low", "any_high", "most", "most_low", "most_high",
+                                          "round_trip")  # fmt: skip
+
+    sink_layer: int | None
+    reference: float | None
+    success: float
+    thresholds: tuple[float, ...]
+    attacks: tuple[AttackRow, ...]
+    clusters: tuple[ClusterRate, ...]
+    unfilled: tuple[int, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per context, length and source."""
+        return [
+            {
+                "context": a.context, "length": a.length, "source": a.source, "sequences": a.sequences,
+                "positions": a.positions, "any": a.any.share, "any_low": a.any.low, "any_high": a.any.high,
+                "most": a.most.share, "most_low": a.most.low, "most_high": a.most.high, "first": a.first,
+                "norm": a.norm, "round_trip": a.round_trip,
+            }
+            for a in self.attacks
+        ]  # fmt: skip
+
+    def summary(self) -> str:
+        """What the attack reaches, in a few lines."""
+        if self.sink_layer is None:
+            return f"{self.model.name} has no sink, so there is nothing to attack"
+        lines = [
+            f"{self.model.name}: success is a norm of at least {self.success:.0%} of {self.reference:.4g} after layer "
+            f"{self.sink_layer}"
+        ]
+        for name in dict.fromkeys(a.context for a in self.attacks):
+            ours = [a for a in self.attacks if a.context == name]
+            longest = max(a.length for a in ours)
+            parts = [f"{a.source} {a.positions:.0%}" for a in ours if a.length == longest]
+            lines.append(f"{name}, {longest} tokens, positions that succeed: {', '.join(parts)}")
+        if self.unfilled:
+            lines.append(f"no cluster has enough tokens for length {', '.join(map(str, self.unfilled))}")
+        return "\n".join(lines)
+
+
+def cluster_attack(
+    model: object = None,
+    *,
+    tokenizer: Any = None,
+    clusters: Mapping[int, Sequence[int]] | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    sequences: int = 1000,
+    searched: int = 32,
+    candidates: int = 8,
+    bos: bool | None = None,
+    prefix: str | None = None,
+    thresholds: Sequence[float] = THRESHOLDS,
+    text: str | Path | None = None,
+    seed: int = 0,
+    batch: int = 64,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> ClusterAttack:
+    """Try to make sinks of sequences in which no token occurs twice, from the tokens that one head serves.
+
+    Yona et al. 2025 (section 5.2) show two such sequences and leave the success rate open. The same sequences are
+    tried after BOS, without it, and behind a chat prefix; beside them random and repeated tokens, and two searches.
+
+    Args:
+        model: as in `find_sinks`.
+        tokenizer: for live models that carry none.
+        clusters: head -> token ids; None: `token_clusters` finds them.
+        lengths: tokens of a sequence.
+        sequences: drawn for each length, from the clusters in turn; the success rate is over these.
+        searched: sequences of each search and length; 0: no search.
+        candidates: blocks of tokens that a search tries at each of its (up to eight) steps.
+        bos: True: only with BOS, False: only without, None: both.
+        prefix: text before the attack; None: that of the tokenizer's chat template, or of a plain chat; "": none.
+        thresholds: shares of BOS's norm to sweep.
+        text: file of typical text; None: the neutral text that ships.
+        seed: of the draws.
+        batch: sequences of one pass.
+        revision: of a hub id.
+        dtype: as in `find_sinks`.
+        device: as in `find_sinks`.
+        trust_remote_code: run code that comes with the checkpoint.
+        progress: called as `progress(what, done, total)`.
+
+    A model without a sink is an answer: `sink_layer` is None.
+
+    Raises:
+        SinkscopeError: bad input; the message is one line and says what to do.
+    """
+    check_attack(lengths, sequences, batch, seed)
+    if searched < 0 or candidates < 2:
+        raise SinkscopeError(
+            f"searched {searched}, candidates {candidates}: give 0 or more sequences, and 2 candidates or more"
+        )
+    if not all(0 < t < math.inf for t in thresholds):
+        raise SinkscopeError(f"thresholds {list(thresholds)}: give shares of BOS's norm above 0, such as 0.5")
+    made = setup(
+        model, tokenizer=tokenizer, bos=bos or None, text=text, seed=seed, revision=revision, dtype=dtype,
+        device=device, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    layer, neurons = causal_neurons(made)
+    lengths = sorted(set(lengths))
+    attacks: list[AttackRow] = []
+    parts: list[ClusterRate] = []
+    arena = None
+    if layer is not None:
+        arena = make_arena(
+            made, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch,
+            progress=progress,
+        )  # fmt: skip
+        total = len(lengths) * len(arena.contexts)
+        for length in lengths:
+            for context in arena.contexts:
+                for source, rows, heads in _tries(arena, context, length, sequences, searched, candidates, seed):
+                    if len(rows):
+                        ratios = arena.norms(context, rows)
+                        attacks.append(_row(arena, context, source, rows, ratios, thresholds))
+                        parts += _by_cluster(arena, context, length, ratios, heads) if source == "cluster" else []
+                if progress is not None:
+                    progress("attacks", lengths.index(length) * len(arena.contexts) + arena.contexts.index(context) + 1, total)
+    return ClusterAttack(
+        model=made.info(),
+        settings={
+            "lengths": list(lengths), "sequences": sequences, "searched": searched, "candidates": candidates,
+            "bos": bos, "prefix": prefix, "text": None if text is None else Path(text).name, "seed": seed,
+            "batch": batch, "clusters": "given" if clusters is not None else "token_clusters", "revision": revision,
+        },
+        provenance=made.provenance(),
+        sink_layer=layer,
+        reference=None if arena is None else arena.reference,
+        success=SUCCESS,
+        thresholds=tuple(thresholds),
+        attacks=tuple(attacks),
+        clusters=tuple(parts),
+        unfilled=tuple(n for n in lengths if arena is not None and max(map(len, arena.pools.values())) < n),
+    )  # fmt: skip
+
+
+def check_attack(lengths: Sequence[int], sequences: int, batch: int, seed: int) -> None:
+    """Refuse numbers that make no attack."""
+    if not lengths or min(lengths) < 2:
+        raise SinkscopeError(f"--length {min(lengths, default=0)}: a cluster attack needs two tokens; give 2 or more")
+    for name, value, least in (("--sequences", sequences, 1), ("--batch", batch, 1), ("--seed", seed, 0)):
+        if value < least:
+            raise SinkscopeError(f"{name} {value}: give {least} or more")
+
+
+def _tries(
+    arena: Arena, context: Context, length: int, sequences: int, searched: int, candidates: int, seed: int
+) -> Iterator[tuple[str, Int[Tensor, "row pos"], Int[Tensor, " row"]]]:
+    """Every source of sequences; what is drawn does not depend on the context."""
+    rows, heads = draw(arena.pools, length, sequences, seed)
+    yield "cluster", rows, heads
+    if not len(rows):
+        return
+    yield "random", *draw(arena.everyone, length, sequences, seed)
+    yield "repeated", repeat(rows), heads
+    if searched:
+
+        def score(ids: Tensor) -> Tensor:
+            return arena.norms(context, ids).clamp(max=1.0)  # beyond BOS's norm nothing is gained
+
+        best, of = greedy(score, arena.pools, length, searched, candidates, seed)
+        yield "greedy", best, of
+        some, of = rows[:searched], heads[:searched]
+        yield "coordinate", coordinate(score, some, of, arena.pools, candidates, seed), of
+
+
+def _row(
+    arena: Arena, context: Context, source: str, rows: Int[Tensor, "row pos"], ratios: Float[Tensor, "row attacked"],
+    thresholds: Sequence[float],
+) -> AttackRow:  # fmt: skip
+    tokenizer = arena.made.target.tokenizer
+    hit = ratios >= SUCCESS
+    reached = hit.any(1)
+    before = rows.shape[1] - ratios.shape[1]  # tokens of the sequence before the first attacked one
+    first = torch.where(reached, hit.int().argmax(1) + 1.0 + before, math.inf).median()
+    swept = [ratios >= t for t in thresholds]
+    return AttackRow(
+        context=context.name,
+        source=source,
+        length=rows.shape[1],
+        sequences=len(rows),
+        positions=hit.float().mean().item(),
+        any=wilson(int(reached.sum()), len(rows)),
+        most=wilson(int(_most(hit).sum()), len(rows)),
+        first=None if math.isinf(first) else float(first),
+        norm=ratios.mean(1).median().item(),
+        round_trip=round_trip(tokenizer, rows),
+        any_swept=tuple(h.any(1).float().mean().item() for h in swept),
+        most_swept=tuple(_most(h).float().mean().item() for h in swept),
+        by_position=tuple(hit.float().mean(0).tolist()),
+        example=tokenizer.decode(rows[ratios.mean(1).argmax()]),
+    )
+
+
+def _most(hit: Tensor) -> Tensor:
+    return hit.float().mean(1) >= 0.5
+
+
+def _by_cluster(
+    arena: Arena, context: Context, length: int, ratios: Float[Tensor, "row attacked"], heads: Int[Tensor, " row"]
+) -> list[ClusterRate]:
+    found = []
+    for head in heads.unique().tolist():
+        hit = ratios[heads == head] >= SUCCESS
+        found.append(
+            ClusterRate(head, len(arena.pools[head]), context.name, length, len(hit), hit.float().mean().item(),
+                        wilson(int(_most(hit).sum()), len(hit)))
+        )  # fmt: skip
+    return found
+
+
+def wilson(successes: int, trials: int, z: float = 1.959964) -> Rate:
+    """Wilson's score interval of a share; for z = 1.96 it holds the true share 95 times of 100."""
+    share = successes / trials
+    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return Rate(share, max(0.0, middle - half), min(1.0, middle + half))

@@ -1,0 +1,398 @@
+"""Which head of the first layer marks which token as first (Yona et al. 2025, section 5.2 and appendix B)."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.target import Target, first_tensor
+from sinkscope.results import Result
+from sinkscope.sinks._chunks import Columns, Opened, check_workers, hold_layers, in_chunks
+from sinkscope.sinks._open import fingerprint_of
+from sinkscope.sinks._setup import Setup, causal_neurons, setup
+from sinkscope.sinks._single_head import HeadWork, first_direction, later_mean, neuron_at
+from sinkscope.sinks._vocabulary import shown, vocabulary
+from sinkscope.sinks._walk import Progress
+
+EXAMPLES = 12  # tokens shown of a cluster
+LDA_TOKENS = 512  # tokens alone that the discriminant is fitted on
+
+
+@dataclass(frozen=True)
+class HeadCluster:
+    """The tokens that one head of layer 0 serves best; examples are those it fires strongest."""
+
+    head: int
+    tokens: int
+    examples: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LdaSide:
+    """Where a linear discriminant (first against later positions) puts a token with one head alone.
+
+    Attributes:
+        fired: share of (token, head) that fire the sink neuron and lie on the side of first positions.
+        quiet: share of those that do not fire it and lie there all the same.
+    """
+
+    fired: float
+    quiet: float
+
+
+@dataclass(frozen=True)
+class PairNorms:
+    """Sequences of two tokens without BOS: does the second one become a sink, as in "Sch Com"?
+
+    Attributes:
+        ids: the tokens, by head.
+        tokens: the same as strings.
+        heads: the head that serves each.
+        norm: norm at the second position over that of the first token, `[first second]`.
+        same_head: share of pairs of one head whose second token reaches the threshold.
+        other_head: share of pairs of two heads.
+        clusters: how many an agglomerative clustering of the norms finds.
+        adjusted_rand: its agreement with the heads: 1 the same clusters, 0 as by chance.
+    """
+
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    heads: tuple[int, ...]
+    norm: tuple[tuple[float, ...], ...]
+    same_head: float | None
+    other_head: float | None
+    clusters: int
+    adjusted_rand: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenClusters(Result):
+    """For every token the head of layer 0 that fires the sink neuron by itself. Activations are shares of the sink
+    neuron's activation at the first token of natural text.
+
+    Attributes:
+        sink_layer: None: the model has no sink.
+        neuron: the sink neuron, (layer, neuron) or (layer, expert, neuron); None: no neuron is causal by itself.
+        threshold: share from which the neuron fires.
+        n_heads: of layer 0.
+        ids: the tokens.
+        tokens: the same as strings.
+        head: the head that serves the token; None where no single head does, or none is needed.
+        best: activation with only that head (with the best one, where none serves).
+        sufficing: number of heads that suffice by themselves.
+        intact: activation when the token stands first and nothing is replaced.
+        background: activation with no head intact.
+        clusters: tokens per head, largest first.
+        unserved: tokens that fire when intact, but by no single head.
+        silent: tokens that do not fire when intact.
+        without_heads: tokens that fire with no head of layer 0 intact: what marks them is elsewhere.
+        lda: agreement with a linear discriminant.
+        pairs: agreement with norms of pairs; None without two served tokens.
+    """
+
+    kind: ClassVar[str] = "clusters"
+    percent: ClassVar[tuple[str, ...]] = ("share",)
+
+    sink_layer: int | None
+    neuron: tuple[int, ...] | None
+    threshold: float
+    n_heads: int
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    head: tuple[int | None, ...]
+    best: tuple[float, ...]
+    sufficing: tuple[int, ...]
+    intact: tuple[float, ...]
+    background: tuple[float, ...]
+    clusters: tuple[HeadCluster, ...]
+    unserved: int
+    silent: int
+    without_heads: int
+    lda: LdaSide | None
+    pairs: PairNorms | None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per head that serves tokens."""
+        every = max(len(self.ids), 1)
+        return [
+            {"head": c.head, "tokens": c.tokens, "share": c.tokens / every, "examples": " ".join(map(repr, c.examples))}
+            for c in self.clusters
+        ]
+
+    def tokens_of(self, head: int) -> tuple[int, ...]:
+        """Ids of the tokens that a head serves, those it fires strongest first: material for a cluster attack."""
+        mine = [(-b, i) for i, h, b in zip(self.ids, self.head, self.best, strict=True) if h == head]
+        return tuple(i for _, i in sorted(mine))
+
+    def summary(self) -> str:
+        """What was found, in a few lines."""
+        if self.sink_layer is None:
+            return f"{self.model.name}: no attention sink, so no token is marked as first."
+        if self.neuron is None:
+            return f"{self.model.name}: no single neuron makes the sink in layer {self.sink_layer}; nothing to fire."
+        every, served = len(self.ids), sum(c.tokens for c in self.clusters)
+        lines = [
+            f"{self.model.name}: {every} tokens, each alone at the first position; sink neuron "
+            f"{self.neuron[-1]} of layer {self.sink_layer}, threshold {self.threshold:g} of its usual activation."
+        ]
+        if self.without_heads > every / 2:
+            lines.append(
+                f"Not in layer 0: {self.without_heads / every:.1%} of the tokens fire it with every head of layer 0 at "
+                "its mean."
+            )
+        elif not served:
+            lines.append("No single head of layer 0 suffices for any token.")
+        else:
+            several = sum(n > 1 for n in self.sufficing)
+            lines.append(
+                f"{served} are served by a single head ({len(self.clusters)} of {self.n_heads} heads take part), "
+                f"{several} of them by more than one."
+            )
+        lines.append(
+            f"{self.unserved} fire it only by several heads together, {self.without_heads} without any, {self.silent} "
+            "do not fire it at all."
+        )
+        if self.lda is not None and served:
+            lines.append(
+                f"A linear discriminant puts {self.lda.fired:.1%} of what fires on the side of first positions, and "
+                f"{self.lda.quiet:.1%} of what does not."
+            )
+        if self.pairs is not None:
+            p = self.pairs
+            rate = " and ".join(
+                f"{v:.1%} of pairs of {n}" for v, n in ((p.same_head, "one head"), (p.other_head, "two")) if v is not None
+            )
+            lines.append(
+                f"Two tokens without BOS: the second is a sink in {rate}; clusters of those norms: {p.clusters}, "
+                f"adjusted Rand index {p.adjusted_rand:.2f}."
+            )
+        return "\n".join(lines)
+
+
+def token_clusters(
+    model: object = None,
+    *,
+    tokenizer: Any = None,
+    bos: bool | None = None,
+    text: str | Path | None = None,
+    tokens: Sequence[str] | None = None,
+    threshold: float = 0.5,
+    sample: int = 64,
+    batch_size: int = 2048,
+    texts: int = 4,
+    seed: int = 0,
+    workers: int = 1,
+    resume: str | Path | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> TokenClusters:
+    """For every token: which single head of layer 0 suffices to fire the sink neuron when the token stands first.
+
+    All other heads are held at their mean over later positions of natural text. Two controls go with it: nothing
+    replaced, and every head at its mean; where the latter fires, the mark is not made in layer 0.
+
+    Args:
+        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
+        tokenizer: for live models that carry none.
+        bos: begin natural text with BOS; None: where the tokenizer has one. The tokens themselves stand alone.
+        text: file of typical text; None: the neutral text that ships.
+        tokens: strings, one token each; None: the whole vocabulary.
+        threshold: share of the sink neuron's usual activation from which it fires.
+        sample: tokens whose pairs are measured; 0: none.
+        batch_size: rows per pass; a token takes (heads + 2) of them.
+        texts: pieces of 64 tokens of typical text.
+        seed: of the sample.
+        workers: processes; more than one run over Ray.
+        resume: folder for finished chunks; a run that was ended goes on from there with the same table.
+        revision: of a hub id.
+        dtype: of the weights of a model given by name; None: float32 on a CPU, else bfloat16.
+        device: for models given by name; None: the first cuda device if there is one.
+        trust_remote_code: run code that comes with the checkpoint.
+        progress: called as `progress(what, done, total)`.
+
+    Raises:
+        SinkscopeError: bad input; the message is one line and says what to do.
+    """
+    _check(threshold, sample, batch_size, seed)
+    check_workers(workers)
+    options = {
+        "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
+        "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    made = setup(model, bos=bos, text=text, texts=texts, seed=seed, **options)
+    opened = Opened(model, made.target, options)
+    return clusters_of(
+        made, opened, vocabulary(made.target, tokens), threshold, sample, batch_size, workers, resume, progress,
+        {"bos": made.bos is not None, "text": None if text is None else Path(text).name, "texts": len(made.ids),
+         "tokens": None if tokens is None else list(tokens), "threshold": threshold, "sample": sample,
+         "batch_size": batch_size, "seed": seed, "revision": revision, "workers": workers},
+    )  # fmt: skip
+
+
+def clusters_of(
+    made: Setup, opened: Opened, ids: list[int], threshold: float, sample: int, batch_size: int, workers: int,
+    resume: str | Path | None, progress: Progress | None, settings: dict[str, Any],
+    found: tuple[int | None, tuple[Any, ...]] | None = None,
+) -> TokenClusters:  # fmt: skip
+    """`token_clusters` of a model that is open already; `found` is what `causal_neurons` gave."""
+    target = made.target
+    layer, neurons = causal_neurons(made) if found is None else found
+    site = None if not neurons else max(neurons, key=lambda n: n.contribution_norm)
+    columns: Columns = {}
+    lda = pairs = None
+    if layer is not None and site is not None:
+        hold_layers(target, layer)
+        flat = site.neuron + (site.expert or 0) * target.d_mlp
+        reference = float(neuron_at(target, layer, flat, made.ids[:, :1]).median())
+        some = _draw(ids, LDA_TOKENS, made.seed)
+        work = HeadWork(
+            layer, flat, reference, threshold, later_mean(target, made.ids), *first_direction(target, made.ids, some)
+        )
+        columns = in_chunks(
+            opened, work, ids, what="tokens x heads", size=max(1, batch_size // (target.n_heads + 2)), workers=workers,
+            resume=resume, settings=table_settings(made) | {"threshold": threshold, "site": site.site},
+            progress=progress,
+        )  # fmt: skip
+        lda = _lda(columns, len(ids) * target.n_heads)
+    counted = _assign(columns, threshold)
+    if layer is not None and sample:
+        pairs = _pairs(made, layer, ids, counted["head"], threshold, sample, batch_size)
+    names = shown(target, ids) if columns else ()
+    return TokenClusters(
+        model=made.info(), settings=settings, provenance=made.provenance(),
+        sink_layer=layer, neuron=None if site is None else site.site, threshold=threshold, n_heads=target.n_heads,
+        ids=tuple(ids) if columns else (), tokens=names, head=tuple(counted["head"]),
+        best=tuple(columns.get("best", ())), sufficing=tuple(columns.get("sufficing", ())),
+        intact=tuple(columns.get("intact", ())), background=tuple(columns.get("background", ())),
+        clusters=_clusters(names, counted["head"], columns.get("best", [])),
+        unserved=counted["unserved"], silent=counted["silent"], without_heads=counted["without_heads"],
+        lda=lda, pairs=pairs,
+    )  # fmt: skip
+
+
+def table_settings(made: Setup) -> dict[str, Any]:
+    """What of a setup decides a table over the vocabulary: the model, the text, BOS, the seed."""
+    return {
+        "model": fingerprint_of(made.target), "dtype": str(made.target.dtype), "bos": made.bos, "seed": made.seed,
+        "text": hashlib.sha256(made.text.encode()).hexdigest()[:16], "texts": len(made.ids),
+    }  # fmt: skip
+
+
+def _check(threshold: float, sample: int, batch_size: int, seed: int) -> None:
+    if not 0 < threshold <= 1:
+        raise SinkscopeError(f"--threshold {threshold}: a share of the usual activation; give more than 0, at most 1")
+    if sample < 0:
+        raise SinkscopeError(f"--sample {sample} is negative; give 0 (no pairs) or more")
+    if batch_size < 1:
+        raise SinkscopeError(f"--batch-size {batch_size}: at least one row is needed; give 1 or more")
+    if seed < 0:
+        raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
+
+
+def _assign(columns: Columns, threshold: float) -> dict[str, Any]:
+    """The head that serves each token, and how many tokens are served by none, and why."""
+    heads: list[int | None] = []
+    counts = {"unserved": 0, "silent": 0, "without_heads": 0}
+    names = ("head", "sufficing", "intact", "background")
+    for head, enough, intact, background in zip(*(columns.get(n, []) for n in names), strict=True):
+        served = enough > 0 and background < threshold
+        heads.append(head if served else None)
+        if background >= threshold:
+            counts["without_heads"] += 1
+        elif not served:
+            counts["unserved" if intact >= threshold else "silent"] += 1
+    return {"head": heads, **counts}
+
+
+def _clusters(names: Sequence[str], heads: list[int | None], best: list[float]) -> tuple[HeadCluster, ...]:
+    of: dict[int, list[tuple[float, int]]] = {}
+    for i, head in enumerate(heads):
+        if head is not None:
+            of.setdefault(head, []).append((-best[i], i))
+    clusters = [
+        HeadCluster(head, len(mine), tuple(names[i] for _, i in sorted(mine)[:EXAMPLES])) for head, mine in of.items()
+    ]
+    return tuple(sorted(clusters, key=lambda c: (-c.tokens, c.head)))
+
+
+def _lda(columns: Columns, every: int) -> LdaSide | None:
+    fired = sum(columns["sufficing"])
+    if not 0 < fired < every:
+        return None
+    return LdaSide(sum(columns["lda_fired"]) / fired, sum(columns["lda_quiet"]) / (every - fired))
+
+
+def _draw(ids: list[int], count: int, seed: int) -> list[int]:
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [ids[i] for i in order[:count]]
+
+
+def _pairs(
+    made: Setup, layer: int, ids: list[int], heads: list[int | None], threshold: float, sample: int, batch_size: int
+) -> PairNorms | None:
+    """Norms of two-token sequences of a sample of served tokens, and their clustering."""
+    from sklearn.cluster import AgglomerativeClustering
+    from sklearn.metrics import adjusted_rand_score
+
+    served = {token: head for token, head in zip(ids, heads, strict=False) if head is not None}
+    picked = sorted(_draw(list(served), sample, made.seed), key=lambda token: (served[token], token))
+    if len(picked) < 2:
+        return None
+    norm = pair_norms(made.target, layer, picked, made.ids[:, :1], batch_size)
+    head = torch.tensor([served[token] for token in picked])
+    same = head[:, None] == head
+    same_pairs = same & ~torch.eye(len(head), dtype=torch.bool)
+    near = torch.minimum(norm, norm.T).clamp(0, 1)
+    found: Any = AgglomerativeClustering(
+        n_clusters=None, metric="precomputed", linkage="average", distance_threshold=1 - threshold
+    )
+    labels = found.fit_predict((1 - near).fill_diagonal_(0).double().numpy())
+    return PairNorms(
+        ids=tuple(picked), tokens=shown(made.target, picked), heads=tuple(head.tolist()),
+        norm=tuple(tuple(round(v, 4) for v in row) for row in norm.tolist()),
+        same_head=_share(norm[same_pairs] >= threshold), other_head=_share(norm[~same] >= threshold),
+        clusters=int(labels.max()) + 1, adjusted_rand=float(adjusted_rand_score(head.numpy(), labels)),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def pair_norms(
+    target: Target, layer: int, tokens: list[int], first: Tensor, batch_size: int
+) -> Float[Tensor, "token token"]:
+    """Norm at the second of two tokens after `layer`, over the norm of the first tokens of natural text.
+
+    Args:
+        target: the model.
+        layer: the sink layer.
+        tokens: every ordered pair of them is a sequence, without BOS.
+        first: first tokens of natural text, `[row 1]`.
+        batch_size: rows per pass.
+    """
+    kept: list[Tensor] = []
+
+    def keep(_m: object, _a: object, _k: object, out: Any) -> None:
+        kept.append(torch.linalg.vector_norm(first_tensor(out)[:, -1], dim=-1, dtype=torch.float32).cpu())
+        target.stop()
+
+    ids = torch.tensor(tokens)
+    with target.hooks((target.layers[layer], "post", keep)):
+        for part in torch.cartesian_prod(ids, ids).split(batch_size):
+            target.forward(part)
+        pairs = torch.cat(kept).view(len(ids), len(ids))
+        target.forward(first)
+    return pairs / kept[-1].median()
+
+
+def _share(hits: Tensor) -> float | None:
+    return float(hits.float().mean()) if len(hits) else None

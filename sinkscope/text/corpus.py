@@ -1,0 +1,275 @@
+"""A text that is known, searched exactly: how long a piece of something stands in it, word for word."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.output import check_writable, write_atomic
+
+STDLIB = "stdlib"
+_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html", ".tex", ".c", ".h", ".js"})
+_FIRST, _DEPTH = 8, 4096  # suffixes are sorted by their first 8 bytes, then 16, 32, ... up to this many
+# What of the standard library is no library text: tests, third parties, tables, the text kept for measuring
+# (`pydoc_data`), and a description of the machine Python was built on.
+_OTHER = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
+)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest piece of a text that stands in the corpus.
+
+    Attributes:
+        start: where it begins in the text, in bytes.
+        length: in bytes; at most 4,096.
+        file: the first file of the corpus in the index's order that has it; "" for length 0.
+    """
+
+    start: int
+    length: int
+    file: str
+
+
+@dataclass(frozen=True, eq=False)
+class CorpusIndex:
+    """Suffix array of a corpus, in bytes: `order` lists every place of `data`, sorted by what follows there.
+
+    Attributes:
+        data: the files, one after the other, a zero byte behind each (no match reaches across).
+        order: suffix array, by the first 4,096 bytes of each suffix.
+        names: of the files.
+        ends: end of each file in `data`.
+        name: what the corpus is called.
+    """
+
+    data: npt.NDArray[np.uint8]
+    order: npt.NDArray[np.int32]
+    names: tuple[str, ...]
+    ends: npt.NDArray[np.int64]
+    name: str
+
+    @cached_property
+    def _bytes(self) -> bytes:
+        return self.data.tobytes()
+
+    def longest(self, text: bytes) -> Match:
+        """The longest piece of `text` that stands in the corpus; the first of several."""
+        best, length, where = 0, 0, -1
+        for start in range(len(text)):
+            if len(text) - start <= length:
+                break
+            # A zero byte ends a file: no piece reaches across one.
+            found, place = self._at(text[start : start + _DEPTH].partition(b"\0")[0], length)
+            if found > length:
+                best, length, where = start, found, place
+        file = "" if where < 0 else self.names[int(np.searchsorted(self.ends, where, side="right"))]
+        return Match(best, length, file)
+
+    def _at(self, text: bytes, least: int) -> tuple[int, int]:
+        """How many bytes from the beginning of `text` stand somewhere, and one such place."""
+        low, high, length, data = 0, len(self.order), 0, self._bytes
+        while low < high:  # the first suffix that does not sort before the text; a neighbour of it shares most
+            middle = (low + high) // 2
+            place = int(self.order[middle])
+            low, high = (middle + 1, high) if data[place : place + len(text)] < text else (low, middle)
+        found, where = 0, -1
+        for i in (low - 1, low):
+            if 0 <= i < len(self.order):
+                place = int(self.order[i])
+                length = _common(text, data[place : place + len(text)])
+                if length > max(found, least):
+                    found, where = length, place
+        return found, where
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the index, whole or not at all.
+
+        Raises:
+            SinkscopeError: the file cannot be written.
+        """
+        import io
+
+        out = io.BytesIO()
+        np.savez(out, data=self.data, order=self.order, names=np.array(self.names), ends=self.ends, name=self.name)
+        write_atomic(path, out.getvalue())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CorpusIndex:
+        """Read what `save` wrote.
+
+        Raises:
+            SinkscopeError: not there, or no such index; the message names the option that makes one.
+        """
+        name = Path(path).name
+        try:
+            with np.load(path, allow_pickle=False) as found:
+                names = tuple(str(n) for n in found["names"])
+                return cls(found["data"], found["order"], names, found["ends"], str(found["name"]))
+        except FileNotFoundError:
+            raise SinkscopeError(
+                f"the index {name} is not there: give --corpus DIR or --corpus stdlib to make it"
+            ) from None
+        except (OSError, ValueError, KeyError, EOFError):
+            raise SinkscopeError(
+                f"{name} is not a corpus index: remove it, and give --corpus DIR or --corpus stdlib to make it again"
+            ) from None
+
+
+def open_corpus(
+    corpus: str | os.PathLike[str] | None, index: str | os.PathLike[str] | None = None, progress: Progress | None = None
+) -> CorpusIndex | None:
+    """The index of a corpus; made once and used again.
+
+    Args:
+        corpus: a folder of text files, or "stdlib": the Python library of the running interpreter without the files
+            set apart for validation, which is what the model in the package was trained on. None: `index` has it.
+        index: file the index is kept in. None: beside the folder, and for the library in the user's cache folder,
+            by a name that changes with the text.
+        progress: told of the sorting.
+
+    Returns:
+        None if neither is given.
+
+    Raises:
+        SinkscopeError: no such folder, no text in it, or neither corpus nor a file of an index.
+    """
+    if corpus is None:
+        return None if index is None else CorpusIndex.load(index)
+    files, name, home = _read(corpus)
+    digest = hashlib.sha256(b"\0".join(part for file, text in files for part in (file.encode(), text))).hexdigest()
+    path = Path(index) if index is not None else home / f"{name}-{digest[:12]}.sinkscope-index.npz"
+    if path.exists():
+        found = CorpusIndex.load(path)
+        if found.name == f"{name} {digest[:12]}":
+            return found
+        if index is not None:
+            raise SinkscopeError(f"{path.name} is the index of {found.name!r}, not of {name}: give another --index")
+    made = build_index(files, f"{name} {digest[:12]}", progress)
+    try:
+        check_writable(path)
+        made.save(path)
+    except SinkscopeError:  # a corpus may lie where nothing can be written: then it is sorted again next time
+        if index is not None:
+            raise
+    return made
+
+
+def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | None = None) -> CorpusIndex:
+    """Sort every place of the files by what follows.
+
+    Args:
+        files: (name, content) of each.
+        name: what the corpus is called.
+        progress: told after each doubling of the sorted length.
+
+    Raises:
+        SinkscopeError: more than 2 GB.
+    """
+    joined = b"".join(text + b"\0" for _, text in files)
+    size = len(joined)
+    if size >= 1 << 31:
+        raise SinkscopeError(f"the corpus {name} has {size} bytes; at most 2,147,483,647 can be searched: give a part")
+    data = np.frombuffer(joined, dtype=np.uint8)
+    padded = np.concatenate([data, np.zeros(_FIRST, dtype=np.uint8)])
+    key = np.zeros(size, dtype=np.uint64)
+    for i in range(_FIRST):
+        key = (key << np.uint64(8)) | padded[i : i + size].astype(np.uint64)
+    order = np.argsort(key, kind="stable").astype(np.int32)
+    rank = _ranks(key[order], order, size)
+    length = _FIRST
+    while length < _DEPTH:
+        if progress is not None:
+            progress("index", length, _DEPTH)
+        # Only suffixes that are still equal to a neighbour are sorted again; places that share a rank stay together.
+        sorted_rank = rank[order]
+        same = np.zeros(size + 1, dtype=bool)
+        same[1:-1] = sorted_rank[1:] == sorted_rank[:-1]
+        tied = np.flatnonzero(same[1:] | same[:-1])
+        if not len(tied):
+            break
+        places = order[tied]
+        behind = places.astype(np.int64) + length
+        # Ranks count from 1; behind the end comes nothing, which sorts first.
+        second = np.where(behind < size, rank[np.minimum(behind, size - 1)], 0)
+        first = sorted_rank[tied]
+        moved = np.lexsort((second, first))
+        order[tied], first, second = places[moved], first[moved], second[moved]
+        new = np.empty(len(tied), dtype=bool)
+        new[0] = True
+        new[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+        # A rank is the place of the first of its equals in the order, plus one.
+        rank[order[tied]] = tied[np.maximum.accumulate(np.where(new, np.arange(len(tied)), 0))] + 1
+        length *= 2
+    ends = np.cumsum([len(text) + 1 for _, text in files]).astype(np.int64)
+    return CorpusIndex(data, order, tuple(file for file, _ in files), ends, name)
+
+
+def library_texts(root: Path | None = None) -> list[tuple[str, bytes]]:
+    """The Python files that the model in the package was trained on: (name, content), in their order."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    kept = [
+        path
+        for path in found
+        if not _OTHER & set(path.parts)
+        and not path.parts[0].startswith("config-")
+        and not path.name.startswith("_sysconfigdata")
+        and hashlib.sha256(path.as_posix().encode()).digest()[0] >= 8  # about 3 % are kept for validation
+    ]
+    texts = ((path.as_posix(), _utf8(root / path)) for path in kept)
+    return [(name, text) for name, text in texts if text is not None]
+
+
+def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str, Path]:
+    if corpus == STDLIB and not Path(corpus).is_dir():
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return library_texts(), STDLIB, cache / "sinkscope"
+    folder = Path(corpus)
+    if not folder.is_dir():
+        raise SinkscopeError(f"--corpus {os.fspath(corpus)!r} is not a folder: give a folder of text files, or {STDLIB}")
+    paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
+    texts = ((path.relative_to(folder).as_posix(), _utf8(path)) for path in paths)
+    files = [(name, text) for name, text in texts if text]
+    if not files:
+        kinds = ", ".join(sorted(_SUFFIXES))
+        raise SinkscopeError(f"--corpus {os.fspath(corpus)!r} has no UTF-8 text in it: expected files of {kinds}")
+    whole = folder.resolve()
+    return files, whole.name or "corpus", whole.parent
+
+
+def _utf8(path: Path) -> bytes | None:
+    try:
+        return path.read_text(encoding="utf-8").encode()  # line ends become what a tokenizer saw
+    except (UnicodeDecodeError, OSError):
+        return None
+
+
+def _ranks(sorted_key: npt.NDArray[np.uint64], order: npt.NDArray[np.int32], size: int) -> npt.NDArray[np.int64]:
+    new = np.empty(size, dtype=bool)
+    new[:1] = True
+    new[1:] = sorted_key[1:] != sorted_key[:-1]
+    rank = np.empty(size, dtype=np.int64)
+    rank[order] = np.maximum.accumulate(np.where(new, np.arange(size), 0)) + 1
+    return rank
+
+
+def _common(a: bytes, b: bytes) -> int:
+    """Length of the common beginning."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return low

@@ -1,0 +1,65 @@
+"""Text that a detector must not take for an attack: source code, and repetition that people write."""
+
+from __future__ import annotations
+
+import random
+from importlib.util import find_spec
+from pathlib import Path
+
+MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
+_THINGS = "apples pears plums lemons onions carrots beans leeks figs nuts eggs cheese bread butter milk salt".split()
+_VERSES = (
+    "The {a} lay down upon the hill", "The {a} went sailing over the bay", "One {a} for the morning, two for the night",
+    "Oh, where is the {a} that I left by the mill", "We sang of the {a} till the break of day",
+)  # fmt: skip
+_REFRAIN = ("Row, row, and row away,", "row, row, and row away,", "row till the end of the day.")
+_BEASTS = "swallow otter heron badger robin hare trout lark mole fox goose owl".split()
+
+
+def source_code() -> str:
+    """Python source of the standard library, read from the running interpreter."""
+    specs = [find_spec(name) for name in MODULES]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    return "\n".join(file.read_text("utf-8") for file in files if file.suffix == ".py" and file.exists())
+
+
+def honest_repetition(pieces: int = 200, seed: int = 0) -> str:
+    """Tables, songs with a refrain, lists, rulers and dotted contents, one after another."""
+    rng = random.Random(seed)
+    makers = (_prices, _times, _song, _shopping, _contents, _log)
+    return "\n\n".join(makers[i % len(makers)](rng) for i in range(pieces)) + "\n"
+
+
+def _prices(rng: random.Random) -> str:
+    rows = [f"| {thing} | {rng.randint(1, 40)} | {rng.randint(1, 9)}.{rng.randint(0, 99):02d} |" for thing in
+            rng.sample(_THINGS, 8)]  # fmt: skip
+    return "\n".join(["| item | count | price |", "| --- | --- | --- |", *rows])
+
+
+def _times(rng: random.Random) -> str:
+    factor = rng.randint(2, 19)
+    return "\n".join(f"{i} x {factor} = {i * factor}" for i in range(1, 11))
+
+
+def _song(rng: random.Random) -> str:
+    beasts = rng.sample(_BEASTS, 3)
+    return "\n\n".join("\n".join([*(v.format(a=b) for v in rng.sample(_VERSES, 2)), *_REFRAIN]) for b in beasts)
+
+
+def _shopping(rng: random.Random) -> str:
+    return "\n".join(["To buy:", "-" * 40, *(f"- [ ] {thing}" for thing in rng.sample(_THINGS, 7)), "=" * 40])
+
+
+def _contents(rng: random.Random) -> str:
+    page, lines = 1, []
+    for i in range(1, 9):
+        page += rng.randint(2, 14)
+        lines.append(f"{i}. On {rng.choice(_THINGS)} ".ljust(36, ".") + f" {page}")
+    return "\n".join(lines)
+
+
+def _log(rng: random.Random) -> str:
+    day = rng.randint(1, 28)
+    return "\n".join(
+        f"2024-03-{day:02d} {8 + i:02d}:00:00 INFO check {rng.choice(_BEASTS)}: ok, ok, ok, ok" for i in range(8)
+    )

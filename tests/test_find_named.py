@@ -1,0 +1,89 @@
+"""find_sinks on models given by name: the same answer from a folder, a file and memory, and no layer read in vain."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf_file import write_gguf
+from organisms import Organism, organism
+
+import sinkscope.sinks._open as opening
+from sinkscope.sinks.find import FindSinks, find_sinks
+
+LAYERS = 18
+
+
+@pytest.fixture(scope="module")
+def deep() -> Organism:
+    """A Llama of 18 layers whose sink is in the first four, so that reading may stop before the end."""
+    for seed in range(200):
+        o = organism("llama", seed, n_layers=LAYERS)
+        assert o.truth.sink_layer is not None
+        if o.truth.sink_layer < 4 and o.model.config.head_dim:
+            return o
+    raise AssertionError("no such organism in 200")
+
+
+def _text(o: Organism, folder: Path) -> Path:
+    rows = o.natural(16, 64)
+    file = folder / "typical.txt"
+    file.write_text(" ".join(o.tokenizer.decode(row[o.bos :]) for row in rows), encoding="utf-8")
+    return file
+
+
+def _agrees(result: FindSinks, o: Organism) -> None:
+    assert result.sink_layer == o.truth.sink_layer
+    assert {n.site for n in result.causal} == set(o.truth.neurons)
+    assert result.layers_read == o.truth.sink_layer + 1 + math.ceil(LAYERS / 3)
+    assert result.model.n_layers == LAYERS == len(result.first_token_norm)
+    assert all(v is None for v in result.first_token_norm[result.layers_read :])
+    assert result.sink_rate is None and result.notebook_rule_layer is None
+
+
+def test_folder_is_read_upward_and_no_further_than_needed(deep: Organism, tmp_path: Path) -> None:
+    deep.save(tmp_path / "m")
+    target: Any = opening.open_target(tmp_path / "m", None, None, None, None, False)
+    text = _text(deep, tmp_path)
+    result = find_sinks(target, max_repeats=64, text=text)
+    _agrees(result, deep)
+    read = {int(name.split("layers.")[1].split(".")[0]) for name in target.store.source.read if "layers." in name}
+    assert read == set(range(result.layers_read))
+    whole = find_sinks(tmp_path / "m", max_repeats=64, text=text, all_layers=True)
+    assert whole.layers_read == LAYERS and whole.sink_rate is not None
+    assert whole.sink_layer == result.sink_layer and whole.neurons == result.neurons
+    memory = find_sinks(deep.model, tokenizer=deep.tokenizer, max_repeats=64, text=text)
+    assert memory.first_token_norm == pytest.approx(whole.first_token_norm, rel=1e-4)
+
+
+def test_gguf_is_opened_with_as_many_layers_as_it_takes(
+    deep: Organism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "m.gguf", deep.model, deep.tokenizer)
+    asked: list[int | None] = []
+    load = opening.load
+
+    def counted(*args: Any, layers: int | None = None, **kwargs: Any) -> Any:
+        asked.append(layers)
+        return load(*args, layers=layers, **kwargs)
+
+    monkeypatch.setattr(opening, "load", counted)
+    monkeypatch.setattr(opening, "_FIRST_LAYERS", 3)
+    _agrees(find_sinks(tmp_path / "m.gguf", tokenizer=deep.tokenizer, max_repeats=64, text=_text(deep, tmp_path)), deep)
+    assert asked == [3, 6, 12]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "gpt2"])
+def test_streamed_equals_in_memory(family: str, tmp_path: Path) -> None:
+    o = organism(family, 7, kind="two_stage")
+    o.save(tmp_path / "m")
+    text = _text(o, tmp_path)
+    streamed = find_sinks(tmp_path / "m", max_repeats=32, text=text, all_layers=True)
+    memory = find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=32, text=text)
+    assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
+    assert [s.layer for s in streamed.stages] == list(o.truth.stages)
+    for a, b in zip(streamed.neurons, memory.neurons, strict=True):
+        assert a.ablation_drop == pytest.approx(b.ablation_drop, abs=1e-4)
+        assert a.contribution_norm == pytest.approx(b.contribution_norm, rel=1e-3)
