@@ -90,7 +90,9 @@ class RepeatAttention(Result):
     """
 
     kind: ClassVar[str] = "repeat-attention"
-    percent: ClassVar[tuple[str, ...]] = ("to_first", "to_high_norm", "if_uniform", "sink_rate", "high_norm_rate")
+    percent: ClassVar[tuple[str, ...]] = (
+        "to_first", "to_high_norm", "tail_to_first", "tail_to_high_norm", "sink_rate", "high_norm_rate",
+    )  # fmt: skip
 
     sink_layer: int | None
     length: int
@@ -103,8 +105,10 @@ class RepeatAttention(Result):
         """One row per layer and sequence."""
         return [
             {
-                "layer": layer, "sequence": s.label, "to_first": s.first[layer],
-                "to_high_norm": None if s.mass is None else s.mass[layer], "if_uniform": s.uniform,
+                "layer": layer, "sequence": s.label,
+                "to_first": s.first[layer], "to_high_norm": None if s.mass is None else s.mass[layer],
+                "tail_to_first": s.tail_first[layer],
+                "tail_to_high_norm": None if s.tail_mass is None else s.tail_mass[layer],
                 "sink_rate": s.first_rate[layer], "high_norm_rate": None if s.mass_rate is None else s.mass_rate[layer],
             }
             for layer in range(self.model.n_layers)
@@ -116,18 +120,20 @@ class RepeatAttention(Result):
         lines = [f"{self.model.name}: attention in sequences of {self.length} tokens, means over queries and heads."]
         if self.sink_layer is None:
             lines.append("No attention sink: no MLP lifts the first token's norm, so no position is a high-norm one.")
-        after = range(0 if self.sink_layer is None else min(self.sink_layer + 1, self.model.n_layers - 1),
-                      self.model.n_layers)  # fmt: skip
+        first_shown = 0 if self.sink_layer is None else min(self.sink_layer + 1, self.model.n_layers - 1)
+        layers = range(first_shown, self.model.n_layers)
+        lines.append(f"Layers {layers[0]} to {layers[-1]}; the last {TAIL} tokens are the same in every sequence:")
         for s in self.sequences:
-            rate = _mean(s.first_rate, after)
-            line = f"{s.label}: to position 0 {_mean(s.first, after):.1%}, sink rate {rate:.1%}"
-            if s.mass is not None and s.mass_rate is not None:
-                line += (
-                    f"; to all {s.high} high-norm positions {_mean(s.mass, after):.1%} (uniform attention: "
-                    f"{s.uniform:.1%}), heads above {EPS}: {_mean(s.mass_rate, after):.1%}"
+            lines.append(
+                f"{s.label}: to position 0 {_mean(s.first, layers):.1%}, of the last tokens "
+                f"{_mean(s.tail_first, layers):.1%}; sink rate {_mean(s.first_rate, layers):.1%}."
+            )
+            if s.mass is not None and s.mass_rate is not None and s.tail_mass is not None:
+                lines.append(
+                    f"  to its {s.high} high-norm positions {_mean(s.mass, layers):.1%} (were it uniform {s.uniform:.1%}), "
+                    f"of the last tokens {_mean(s.tail_mass, layers):.1%} ({s.tail_uniform:.1%}); heads above {EPS}: "
+                    f"{_mean(s.mass_rate, layers):.1%}."
                 )
-            lines.append(line + ".")
-        lines.insert(1, f"Over layers {after[0]} to {after[-1]}:")
         if self.replaced:
             pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in self.replaced)
             lines.append(f"Not one token here, so replaced: {pairs}.")

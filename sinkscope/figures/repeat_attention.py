@@ -1,0 +1,94 @@
+"""The drawing of `repeat_attention`."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from sinkscope.figures.style import BLUE, GREEN, ORANGE, RED
+
+_COLOURS = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9")
+
+
+def draw(result: Any) -> go.Figure:
+    """Attention to the first and to all high-norm positions over layers; below, a picture per sequence and layer."""
+    shown = [p.layer for p in result.sequences[0].pictures]
+    across, down = max(len(shown), 1), len(result.sequences)
+    left = (across + 1) // 2
+    specs: list[list[Any]] = [[None] * across]
+    specs[0][0] = {"colspan": left}
+    specs[0][left if across > 1 else 0] = {"colspan": across - left or 1}
+    labels = [html.escape(s.label) for s in result.sequences]
+    titles = ["Attention of all queries", "Attention of the last 32 tokens"][: 2 if across > 1 else 1]
+    titles += [f"layer {layer}: {label}" for label in labels for layer in shown]
+    fig = make_subplots(
+        rows=1 + down, cols=across, specs=[*specs, *[[{} for _ in range(across)] for _ in range(down)]],
+        subplot_titles=titles, row_heights=[1.1, *[1.0] * down], vertical_spacing=0.3 / (1 + down),
+        horizontal_spacing=0.035,
+    )  # fmt: skip
+    _over_layers(fig, result, labels, 1, ("first", "mass", "uniform"))
+    if across > 1:
+        _over_layers(fig, result, labels, left + 1, ("tail_first", "tail_mass", "tail_uniform"))
+    for row, sequence in enumerate(result.sequences, 2):
+        for column, picture in enumerate(sequence.pictures, 1):
+            _picture(fig, result.edges, picture, row, column)
+    where = "no sink" if result.sink_layer is None else f"sink layer {result.sink_layer}"
+    name, times = html.escape(result.model.name), result.max_repeats
+    fig.update_layout(
+        title={"text": f"{name}: head-averaged attention, {times} repetitions, {where}", "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=1400,
+        height=400 + 330 * down,
+        margin={"l": 80, "r": 20, "t": 100, "b": 60},
+        font={"size": 13},
+        legend={"orientation": "h", "y": 1 + 40 / (400 + 330 * down), "x": 1, "xanchor": "right", "yanchor": "bottom"},
+        coloraxis={"colorscale": "Viridis", "cmin": -3, "cmax": 0, "colorbar": _bar(down)},
+    )
+    fig.update_xaxes(title_text="key position", row=1 + down)
+    fig.update_yaxes(title_text="query position", col=1)
+    fig.update_yaxes(title_text="share of attention", row=1, col=1)
+    return fig
+
+
+def _bar(down: int) -> dict[str, Any]:
+    return {
+        "title": {"text": "share of<br>attention"}, "tickvals": [-3, -2, -1, 0],
+        "ticktext": ["0.001", "0.01", "0.1", "1"], "len": down / (1 + down), "y": 0, "yanchor": "bottom",
+    }  # fmt: skip
+
+
+def _over_layers(fig: Any, result: Any, labels: list[str], column: int, names: tuple[str, str, str]) -> None:
+    layers = list(range(result.model.n_layers))
+    for sequence, label, colour in zip(result.sequences, labels, _COLOURS * len(labels), strict=False):
+        lines = [(getattr(sequence, names[0]), "to position 0", "dot")]
+        if sequence.mass is not None:
+            lines.append((getattr(sequence, names[1]), "to all high-norm positions", "solid"))
+            lines.append(([getattr(sequence, names[2])] * len(layers), "the same, were it uniform", "dash"))
+        for values, what, dash in lines:
+            fig.add_scatter(
+                x=layers, y=values, mode="lines" if dash == "dash" else "lines+markers", name=f"{label}, {what}",
+                line={"color": colour, "dash": dash, "width": 1 if dash == "dash" else 2},
+                legendgroup=f"{label} {what}", showlegend=column == 1, row=1, col=column,
+            )  # fmt: skip
+    fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=1, col=column)
+    fig.update_yaxes(range=[0, 1], tickformat=".0%", row=1, col=column)
+
+
+def _picture(fig: Any, edges: Any, picture: Any, row: int, column: int) -> None:
+    import math
+
+    cells = [[math.log10(max(v, 1e-6)) if v > 0 else None for v in line] for line in picture.cells]
+    ends = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
+    fig.add_heatmap(
+        z=cells, coloraxis="coloraxis", row=row, col=column,
+        customdata=[[(q, k, v) for k, v in zip(ends, line, strict=True)]
+                    for q, line in zip(ends, picture.cells, strict=True)],
+        hovertemplate="queries %{customdata[0]}, keys %{customdata[1]}: %{customdata[2]:.3g}<extra></extra>",
+    )  # fmt: skip
+    ticks = [0, *range(1, len(ends), max(1, (len(ends) - 1) // 4))][1:]
+    style = {"tickvals": ticks, "ticktext": [str(edges[i]) for i in ticks], "row": row, "col": column}
+    fig.update_xaxes(**style)
+    fig.update_yaxes(autorange="reversed", **style)
