@@ -16,6 +16,8 @@ _HOME = {  # public name -> where it lives
     "Target": "sinkscope.models.target",
     "trace": "sinkscope.trace.run",
     "find_sinks": "sinkscope.sinks.find",
+    "repeat_norms": "sinkscope.sinks.repeat",
+    "repeat_attention": "sinkscope.sinks.repeat_attention",
     "convergence": "sinkscope.sinks.converge",
     "massive_activations": "sinkscope.sinks.massive",
     "Intervention": "sinkscope.interventions.base",
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from sinkscope.results import Result as Result
     from sinkscope.sinks.converge import convergence as convergence
     from sinkscope.sinks.find import find_sinks as find_sinks
+    from sinkscope.sinks.repeat import repeat_norms as repeat_norms
+    from sinkscope.sinks.repeat_attention import repeat_attention as repeat_attention
     from sinkscope.sinks.massive import massive_activations as massive_activations
     from sinkscope.trace.run import trace as trace
 

@@ -26,6 +26,8 @@ R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks o
 _KINDS: dict[str, type[Result]] = {}
 _HOME = {  # kinds of sinkscope itself: imported when a file asks for one
     "find-sinks": "sinkscope.sinks.find",
+    "repeat": "sinkscope.sinks.repeat",
+    "repeat-attention": "sinkscope.sinks.repeat_attention",
     "converge": "sinkscope.sinks.converge",
     "massive-activations": "sinkscope.sinks.massive",
 }

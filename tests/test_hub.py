@@ -123,7 +123,6 @@ def test_find_sinks_from_a_hub_and_from_its_cache(saved: dict[str, Path], tmp_pa
         with hub(tmp_path, **no_network) as server:
             again = find_sinks("org/name")
             assert (again.first_token_norm, again.model) == (online.first_token_norm, online.model)
-            load("org/name", backend="hf", layers=1)
 
 
 def test_another_kind_of_model_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:

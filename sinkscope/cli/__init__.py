@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import typer
 
 from sinkscope._console import note
-from sinkscope.cli import converge, find_sinks, generate, models
+from sinkscope.cli import converge, find_sinks, generate, models, repeat
 from sinkscope.cli.app import app
 from sinkscope.errors import SinkscopeError
 
-__all__ = ["app", "converge", "find_sinks", "generate", "main", "models"]  # each command's file hangs it on the app
+__all__ = ["app", "converge", "find_sinks", "generate", "main", "models", "repeat"]  # each command's file hangs it on the app
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -184,15 +184,20 @@ def _row(
     chance: float,
 ) -> Neuron:  # fmt: skip
     expert, neuron = split(target, text.layer, flat)
+    post, up = neutral_values(target, text, flat)
+    return Neuron(
+        text.layer, expert, neuron, norm, share, drop, repeat, chance, drop > chance and drop >= CAUSAL, post, up
+    )
+
+
+def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, float | None]:
+    """Median `hook_post` of a neuron on typical text, and of its up factor where there is one: what a patch writes."""
+    expert, _ = split(target, text.layer, flat)
     post = text.post[:, flat]
     if text.routing is not None and expert is not None:  # what the expert itself gives, where it was asked
         asked = text.routing[:, expert] > 0
         post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
-    up = None if text.up is None else float(text.up[:, flat].median())
-    return Neuron(
-        text.layer, expert, neuron, norm, share, drop, repeat, chance,
-        drop > chance and drop >= CAUSAL, float(post.median()), up,
-    )  # fmt: skip
+    return float(post.median()), None if text.up is None else float(text.up[:, flat].median())
 
 
 def _site(target: Target, layer: int, flat: int) -> tuple[int, ...]:

@@ -83,10 +83,10 @@ def open_target(
 
     if source is None or source.kind != "gguf":
         return opened(None)
-    return _first_layers(opened, _gguf_depth(Path(source.where)))
+    return _first_layers(opened, _gguf_depth(Path(source.where)), _FIRST_LAYERS)
 
 
-def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: int = _FIRST_LAYERS) -> Target:
+def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: int) -> Target:
     if layers >= depth:
         return opened(None)
     t = opened(layers)
@@ -102,7 +102,7 @@ def _gguf_depth(file: Path) -> int:
 
     try:
         return int(AutoConfig.from_pretrained(file.parent, gguf_file=file.name).get_text_config().num_hidden_layers)
-    except (ImportError, OSError, ValueError, KeyError):
+    except Exception:  # a damaged file may fail in any way
         return 0
 
 

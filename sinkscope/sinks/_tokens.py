@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.target import Target
 
 
 def single_token(tokenizer: Any, string: str) -> int:
@@ -45,3 +46,21 @@ def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed
     words = words or [i for i in seen if i not in special]
     order = torch.randperm(len(words), generator=torch.Generator().manual_seed(seed)).tolist()
     return [words[i] for i in order[:count]]
+
+
+def first_tokens(target: Target, ids: Tensor, count: int, seed: int) -> list[int]:
+    """Up to `count` different ordinary tokens to put first: those of the text, and others of the vocabulary after them.
+
+    Args:
+        target: the model, for its tokenizer and the size of its vocabulary.
+        ids: typical text `[row pos]`; the first column is not drawn from.
+        count: how many.
+        seed: of the draw.
+    """
+    special = set(target.tokenizer.all_special_ids)
+    size = min(len(target.tokenizer), int(target.config.vocab_size))
+    generator = torch.Generator().manual_seed(seed)
+    seen = [i for i in ids[:, 1:].unique().tolist() if i not in special]
+    rest = sorted(set(range(size)) - special - set(seen))
+    drawn = [pool[i] for pool in (seen, rest) for i in torch.randperm(len(pool), generator=generator).tolist()]
+    return drawn[:count]
