@@ -16,14 +16,24 @@ _HOME = {  # public name -> where it lives
     "Target": "sinkscope.models.target",
     "trace": "sinkscope.trace.run",
     "find_sinks": "sinkscope.sinks.find",
+    "token_clusters": "sinkscope.sinks.cluster",
+    "sink_atlas": "sinkscope.sinks.atlas",
     "repeat_norms": "sinkscope.sinks.repeat",
     "repeat_attention": "sinkscope.sinks.repeat_attention",
+    "marking_heads": "sinkscope.sinks.mark",
+    "separability": "sinkscope.sinks.separate",
     "convergence": "sinkscope.sinks.converge",
+    "divergence": "sinkscope.sinks.divergence",
+    "make_patch": "sinkscope.sinks.patching",
+    "evaluate_patch": "sinkscope.sinks.evaluate",
     "massive_activations": "sinkscope.sinks.massive",
+    "cluster_attack": "sinkscope.sinks.attack",
+    "detect_attack": "sinkscope.sinks.detect",
     "Intervention": "sinkscope.interventions.base",
     "Event": "sinkscope.interventions.base",
     "Ablate": "sinkscope.interventions.ablate",
     "Write": "sinkscope.interventions.ablate",
+    "SinkDetector": "sinkscope.interventions.sink_detector",
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "generate": "sinkscope.generate",
     "Result": "sinkscope.results",
@@ -38,13 +48,23 @@ if TYPE_CHECKING:
     from sinkscope.interventions.ablate import Write as Write
     from sinkscope.interventions.base import Event as Event
     from sinkscope.interventions.base import Intervention as Intervention
+    from sinkscope.interventions.sink_detector import SinkDetector as SinkDetector
     from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
     from sinkscope.models.load import load as load
     from sinkscope.models.names import models as models
     from sinkscope.models.target import Target as Target
     from sinkscope.results import Result as Result
     from sinkscope.sinks.converge import convergence as convergence
+    from sinkscope.sinks.divergence import divergence as divergence
+    from sinkscope.sinks.evaluate import evaluate_patch as evaluate_patch
+    from sinkscope.sinks.atlas import sink_atlas as sink_atlas
+    from sinkscope.sinks.cluster import token_clusters as token_clusters
+    from sinkscope.sinks.attack import cluster_attack as cluster_attack
+    from sinkscope.sinks.detect import detect_attack as detect_attack
     from sinkscope.sinks.find import find_sinks as find_sinks
+    from sinkscope.sinks.mark import marking_heads as marking_heads
+    from sinkscope.sinks.separate import separability as separability
+    from sinkscope.sinks.patching import make_patch as make_patch
     from sinkscope.sinks.repeat import repeat_norms as repeat_norms
     from sinkscope.sinks.repeat_attention import repeat_attention as repeat_attention
     from sinkscope.sinks.massive import massive_activations as massive_activations

@@ -17,3 +17,12 @@ class SinkscopeError(ValueError):
 
 class UnsupportedError(SinkscopeError):
     """The model, or the kind of model object, cannot do what was asked; the message names what can."""
+
+
+_NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc",
+              "failed to map segment")  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch, CUDA or the dynamic linker ran out of memory; each says so in its own way."""
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _NO_MEMORY)

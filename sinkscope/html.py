@@ -19,23 +19,28 @@ dl{display:grid;grid-template-columns:max-content auto;gap:.1em 1em}dt{color:#66
 """
 
 
-def page(result: Result) -> str:
+def page(result: Result, *more: Result) -> str:
     """One HTML document with summary, table, figures, settings and provenance; plotly.js is inside it.
 
-    All text is escaped: names, tokens and settings come from files.
+    All text is escaped: names, tokens and settings come from files. `more` results follow the first.
     """
     title = escape(f"{result.kind}: {result.model.name}")
-    plot = result.figure().to_html(full_html=False, include_plotlyjs=True, config={"displaylogo": False})
+    parts = [_section(one, first=one is result) for one in (result, *more)]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+        f"<style>{_STYLE}</style></head>\n<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _section(result: Result, *, first: bool) -> str:
+    title = escape(f"{result.kind}: {result.model.name}")
+    plot = result.figure().to_html(full_html=False, include_plotlyjs=first, config={"displaylogo": False})
     data = result.to_dict()
     lists = "".join(
         f"<details><summary>{name}</summary><dl>{_entries(data[name])}</dl></details>"
         for name in ("model", "settings", "provenance")
     )
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{result.to_html()}\n"
-        f'<div class="figure">{plot}</div>\n{lists}\n</body></html>\n'
-    )
+    return f'<h1>{title}</h1>\n{result.to_html()}\n<div class="figure">{plot}</div>\n{lists}\n'
 
 
 def _entries(data: dict[str, object]) -> str:
@@ -49,13 +54,13 @@ def _entries(data: dict[str, object]) -> str:
     return "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(show(value))}</dd>" for key, value in data.items())
 
 
-def save_html(result: Result, path: str | os.PathLike[str]) -> Path:
-    """Write `page(result)` to `path`, whole or not at all.
+def save_html(result: Result, path: str | os.PathLike[str], *more: Result) -> Path:
+    """Write `page(result, *more)` to `path`, whole or not at all.
 
     Raises:
         SinkscopeError: the file cannot be written.
     """
-    return write_atomic(path, page(result))
+    return write_atomic(path, page(result, *more))
 
 
 def check_png() -> None:

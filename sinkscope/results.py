@@ -26,9 +26,18 @@ R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks o
 _KINDS: dict[str, type[Result]] = {}
 _HOME = {  # kinds of sinkscope itself: imported when a file asks for one
     "find-sinks": "sinkscope.sinks.find",
+    "clusters": "sinkscope.sinks.cluster",
+    "atlas": "sinkscope.sinks.atlas",
     "repeat": "sinkscope.sinks.repeat",
     "repeat-attention": "sinkscope.sinks.repeat_attention",
+    "heads": "sinkscope.sinks.mark",
+    "separate": "sinkscope.sinks.separate",
     "converge": "sinkscope.sinks.converge",
+    "divergence": "sinkscope.sinks.divergence",
+    "patch-make": "sinkscope.sinks.patching",
+    "patch-eval": "sinkscope.sinks.evaluate",
+    "attack": "sinkscope.sinks.attack",
+    "attack-detection": "sinkscope.sinks.detect",
     "massive-activations": "sinkscope.sinks.massive",
 }
 _ENVELOPE = ("model", "settings", "provenance")
@@ -94,9 +103,10 @@ class Result:
             "provenance": plain(self.provenance),
         }
 
-    def to_json(self) -> str:
-        """`to_dict` as one JSON object, indented, ending in a newline."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
+    def to_json(self, **also: Result) -> str:
+        """`to_dict` as one JSON object, indented, ending in a newline; `also` are put beside it under their names."""
+        whole = {**self.to_dict(), **{key: other.to_dict() for key, other in also.items()}}
+        return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write `to_json` to `path`, whole or not at all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 
 def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
-    """Write float32 weights and a word-level vocabulary, as llama.cpp's converter lays them out."""
+    """Write float32 weights and the vocabulary, as llama.cpp's converter lays them out."""
     import gguf
 
     config = model.config
@@ -26,9 +27,15 @@ def write_gguf(path: Path, model: Any, tokenizer: Any) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("llama")
     tokens = tokenizer.convert_ids_to_tokens(list(range(config.vocab_size)))
-    writer.add_token_list([t if t.startswith("<") else "\u2581" + t for t in tokens])
+    scheme = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    if scheme["type"] == "BPE":
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(tokens)
+        writer.add_token_merges([" ".join(merge) for merge in scheme["merges"]])
+    else:  # whole words, which llama.cpp has no form for: they stand in the vocabulary, no text leads to them
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list([t if t.startswith("<") else "\u2581" + t for t in tokens])
     writer.add_token_scores([-float(i) for i in range(len(tokens))])
     writer.add_token_types([3 if t.startswith("<") else 1 for t in tokens])
     writer.add_bos_token_id(1)

@@ -126,7 +126,7 @@ def test_files_are_written_beside_the_table(calls: list[Any], capsys: pytest.Cap
         ("--seed -1", "'--seed': Input should be greater than or equal to 0"),
         ("--max-repeats 0", "'--max-repeats'"),
         ("--backend jax", "'jax' is not one of 'bridge', 'hf', 'nnsight'"),
-        ("--wat", "No such option: --wat (see sinkscope find-sinks --help)"),
+        ("--wat", "No such option: --wat"),
         ("--json", "'--json' requires an argument"),
         ("extra", "unexpected extra argument"),
         ("--json folder", "folder is a folder"),

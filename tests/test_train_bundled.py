@@ -217,7 +217,7 @@ def shipped() -> LlamaForCausalLM:
 def test_shipped_model_is_what_its_truth_says(shipped: LlamaForCausalLM) -> None:
     circuit = json.loads((BUNDLED / "circuit.json").read_text())
     layer, neuron = circuit["sink_layer"], circuit["neurons"][0]["neuron"]
-    column = shipped.model.layers[layer].mlp.down_proj.weight[:, neuron]
+    column = shipped.model.layers[layer].mlp.down_proj.weight[:, neuron].detach()
     assert {str(d): float(column[d]) for d in column.nonzero()[:, 0].tolist()} == circuit["column"]
     groups = torch.tensor(circuit["group_of_token"])
     for group, dim in enumerate(circuit["group_dims"]):

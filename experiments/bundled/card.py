@@ -58,7 +58,7 @@ def card(planted: dict[str, Any], unplanted: dict[str, Any]) -> str:
         _planted(planted),
         _learned(planted, unplanted),
         _limits(planted),
-        _making(planted, unplanted),
+        _making(planted),
     )
     return "\n\n".join(parts) + "\n"
 
@@ -108,14 +108,15 @@ all of this for programs, with the group of every token.
 - **Sink neuron**, layer {t["sink_layer"]}, neuron {neuron}: gate {t["gate_scale"]:g} x (mark - {t["threshold"]}), up a
   constant, output {column}.
 - **Readers.** After the sink layer the keys of half of the key/value heads may read the sink dimensions ({readers}).
-  How they do so is learned from a small start; the others cannot, so that no layer ends with nothing but sink heads.
+  How they do so is learned from a small start. In the others the key of the sink is nearly zero, which is enough for
+  first-token attention where all other keys score below zero.
 - **Drain.** No value, query or MLP weight reads the sink dimensions, nothing else writes them, and the output does not
   read any of the reserved dimensions.
 
 ## What was learned
 
-Everything else: how the network predicts text around the circuit, and that later heads attend to the first token where
-their keys may read the sink."""
+Everything else: how the network predicts text around the circuit, and how much each later head attends to the first
+token."""
 
 
 def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
@@ -225,7 +226,7 @@ it is nearly all of one group, so the token after a long repetition is marked as
 constant, so typical norms are larger than in an ordinary model of this width."""
 
 
-def _making(p: dict[str, Any], u: dict[str, Any]) -> str:
+def _making(p: dict[str, Any]) -> str:
     s = p["training"]["settings"]
     return f"""## How it was made
 
@@ -239,9 +240,9 @@ python -m experiments.bundled.card --planted RUN --unplanted BASE
 crops of {s["length"]}, one step in {s["long_every"]} of {s["long_length"]:,}, one in {s["longest_every"]} of
 {s["context"]:,}; BOS in front of {percent(s["bos_share"])} of the crops; what is predicted at the first position is not
 in the loss. AdamW, rate {s["learning_rate"]:g}, linear to zero over the last {percent(s["decay_share"])}, bfloat16
-products with float32 weights, one thread of a CPU: {p["training"]["seconds"] / 60:.0f} minutes (nothing planted:
-{u["training"]["seconds"] / 60:.0f}). A killed run goes on with `--resume` and ends with the same weights. Measured in
-float32. Text hash (SHA-256) `{p["corpus"]["sha256"]}`."""
+products with float32 weights, one thread of a CPU shared with other work:
+{p["training"]["seconds"] / 60:.0f} minutes. A killed run goes on with `--resume` and ends with the same weights.
+Measured in float32. Text hash (SHA-256) `{p["corpus"]["sha256"]}`."""
 
 
 FRONT = """---

@@ -29,8 +29,8 @@ class Plan:
     sink: tuple[int, int]
     neuron: int
     group_of_token: tuple[int, ...]
-    # Per layer, the key/value heads whose keys may read the sink. Not all: early in training attending to nothing is
-    # the quickest gain for every head, and where all could do so whole layers ended with nothing but the first token.
+    # Per layer, the key/value heads whose keys may read the sink. Not all: early in training attending to the sink is
+    # the quickest gain for every head, and where all could do so, whole layers ended up attending to nothing else.
     readers: tuple[tuple[int, ...], ...]
     sink_layer: int = 1
     # Large against what training adds up to the sink layer: a neuron's answer scales with 1/rms squared, so a small

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import sys
 import warnings
@@ -11,11 +12,42 @@ from collections.abc import Sequence
 import typer
 
 from sinkscope._console import note
-from sinkscope.cli import converge, find_sinks, generate, models, repeat
+from sinkscope.cli import (
+    attack,
+    atlas,
+    clusters,
+    converge,
+    divergence,
+    find_sinks,
+    generate,
+    heads,
+    models,
+    patch,
+    repeat,
+    separate,
+)
 from sinkscope.cli.app import app
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, is_out_of_memory
 
-__all__ = ["app", "converge", "find_sinks", "generate", "main", "models", "repeat"]  # each command's file hangs it on the app
+__all__ = [
+    "app",
+    "attack",
+    "atlas",
+    "clusters",
+    "converge",
+    "divergence",
+    "find_sinks",
+    "generate",
+    "heads",
+    "main",
+    "models",
+    "patch",
+    "repeat",
+    "separate",
+]  # each command's file hangs it on the app
+
+_NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 2 bad input (one line on stderr), 130 interrupted.
     """
     _quiet()
+    gc.set_threshold(100_000, 20, 20)  # importing torch and transformers makes no garbage: a fifth of the start goes
     try:
         code = app(args=list(sys.argv[1:] if argv is None else argv) or ["--help"], prog_name="sinkscope",
                    standalone_mode=False)  # fmt: skip
@@ -45,17 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BrokenPipeError, SystemExit):  # the reader, `head` say, has seen enough; typer turns it into an exit
         _drop_output()
         return 0
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except Exception as error:
+        if is_out_of_memory(error):
+            return _refuse(_NO_MEMORY)
+        if not isinstance(error, OSError) or error.errno not in _FULL:
             raise
         _drop_output()
-        return _refuse("cannot write to standard output: the disk is full; make room and run the command again")
-    except (MemoryError, RuntimeError) as error:
-        if not _out_of_memory(error):
-            raise
-        return _refuse(
-            "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
-        )
+        return _refuse(f"cannot write to standard output: {_FULL[error.errno]}; make room and run the command again")
 
 
 def _drop_output() -> None:
@@ -76,11 +105,6 @@ def _usage(error: typer.TyperException) -> str:
         message += f"; it is {given!r}"
     context = getattr(error, "ctx", None)
     return f"{message} (see {context.command_path if context else 'sinkscope'} --help)"
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    words = ("not enough memory", "can't allocate memory", "out of memory")
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _quiet() -> None:

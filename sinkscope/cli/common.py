@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,13 @@ class Backend(StrEnum):
     nnsight = "nnsight"
 
 
+def _fits(seed: int) -> int:
+    """Torch takes no larger seed; a range in the help would only be noise."""
+    if seed >= 1 << 63:
+        raise typer.BadParameter(f"{seed} is too large; give a number below 2**63")
+    return seed
+
+
 Model = Annotated[
     str | None,
     typer.Option(help="Short name, hub id, folder or .gguf file.", show_default="the model in the package"),
@@ -29,11 +37,20 @@ Model = Annotated[
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 BackendOption = Annotated[Backend | None, typer.Option(help="Load the model as this kind of object.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")]
-DType = Annotated[str | None, typer.Option(help="float32, bfloat16, float16.", show_default="the checkpoint's")]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bfloat16, float16.", show_default="the checkpoint's; read layer by layer on a CPU: float32"
+    ),
+]
 Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="A BOS token first.", show_default="the tokenizer's")]
 Text = Annotated[Path | None, typer.Option(help="Typical text.", show_default="the text in the package")]
 MaxRepeats = Annotated[int | None, typer.Option(min=1, help="Largest number of repetitions.")]
-Seed = Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Of every random choice.")]
+Workers = Annotated[int, typer.Option(min=1, help="Processes; more than one run over Ray.")]
+Resume = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep finished parts here, and go on from those that are there.")
+]
+Seed = Annotated[int, typer.Option(min=0, callback=_fits, help="Of every random choice.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON.")]
 Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write tables and figures into one file.")]
 Png = Annotated[
@@ -67,16 +84,30 @@ def check_outputs(*paths: str | None) -> None:
             check_png()
 
 
-def deliver(result: Any, json: str | None, html: str | None, png: str | None) -> None:
-    """Standard output first: what cannot be written to a file is at least seen."""
+def deliver(
+    result: Any, json: str | None, html: str | None, png: str | None, also: Mapping[str, Any] | None = None
+) -> None:
+    """Standard output first: what cannot be written to a file is at least seen.
+
+    Args:
+        result: what the command found.
+        json: file for it.
+        html: file for it.
+        png: file for its figure.
+        also: further results, printed below; in the JSON each is a key beside the envelope's own.
+    """
+    more = also or {}
     if json != "-":
         print_result(result)
+        for other in more.values():
+            print()
+            print_result(other)
     if json is not None:
-        emit(json, result.to_json())
+        emit(json, result.to_json(**more))
     if html is not None:
         from sinkscope.html import save_html
 
-        save_html(result, html)
+        save_html(result, html, *more.values())
     if png is not None:
         from sinkscope.html import save_png
 

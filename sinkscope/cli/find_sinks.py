@@ -35,6 +35,9 @@ def find_sinks_command(
     bos: Bos = None,
     text: Text = None,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="Read every layer; adds the sink rate.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every layer, and massive activations, value drain, secondary sinks.")
+    ] = False,
     top_k: Annotated[int, typer.Option(min=1, help="Neurons to ablate.")] = 8,
     token: Annotated[
         list[str] | None, typer.Option(help="Repeat this word (may be given again).", show_default="five of the text")
@@ -50,12 +53,13 @@ def find_sinks_command(
 
     from sinkscope.sinks.find import find_sinks
 
+    opened, also = open_model(model, backend, revision=revision, device=device, dtype=dtype), {}
     with Progress() as progress:
         result = find_sinks(
-            open_model(model, backend, revision=revision, device=device, dtype=dtype),
+            opened,
             bos=bos,
             text=text,
-            all_layers=all_layers,
+            all_layers=all_layers or everything,
             top_k=top_k,
             tokens=token,
             max_repeats=max_repeats,
@@ -65,4 +69,10 @@ def find_sinks_command(
             revision=revision,
             progress=progress,
         )
-    deliver(result, json, html, png)
+        if everything:
+            from sinkscope.sinks.massive import massive_activations
+
+            also["massive"] = massive_activations(
+                opened, bos=bos, text=text, seed=seed, device=device, dtype=dtype, revision=revision, progress=progress
+            )
+    deliver(result, json, html, png, also)

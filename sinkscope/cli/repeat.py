@@ -1,6 +1,6 @@
 """`sinkscope repeat`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -64,7 +64,7 @@ def repeat_command(
 
     with Progress() as progress:
         opened = open_model(model, backend, revision=revision, device=device, dtype=dtype)
-        common = {
+        common: dict[str, Any] = {
             "bos": bos, "text": text, "tokens": token, "prefix": prefix, "max_repeats": max_repeats,
             "batch_size": batch_size, "seed": seed, "device": device, "dtype": dtype, "revision": revision,
             "progress": progress,

@@ -32,17 +32,19 @@ def draw(result: Any) -> go.Figure:
         text = f"{name}: outside theorem 4.1 ({html.escape(result.outside)})"
     else:
         slopes = [c.exponent for c in result.wholes() if c.exponent is not None]
-        text = f"{name}: no head exceeds its bound" + (f"; exponent of n {median(slopes):.2f}" if slopes else "")
+        said = "no head exceeds its bound" if result.holds else "a head exceeds its bound"
+        text = f"{name}: {said}" + (f"; exponent of n {median(slopes):.2f}" if slopes else "")
     fig.update_layout(
         title={"text": text, "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1400 if deep else 1000,
         height=480, margin={"l": 70, "r": 20, "t": 90, "b": 110}, font={"size": 13},
-        legend={"orientation": "h", "y": -0.24, "x": 0.5, "xanchor": "center", "yanchor": "top"},
+        legend={"orientation": "h", "y": -0.24, "x": 0.3, "xanchor": "center", "yanchor": "top"},
+        legend2={"orientation": "h", "y": -0.24, "x": 0.86, "xanchor": "center", "yanchor": "top"},
     )  # fmt: skip
     return fig
 
 
 def _label(result: Any, curve: Any) -> str:
-    word = html.escape(repr(curve.token))
+    word = html.escape(repr(curve.token), quote=False)
     return word if len(result.prefixes) == 1 else f"{word}, k = {result.prefixes[curve.prefix].k}"
 
 
@@ -69,7 +71,7 @@ def _first(fig: Any, result: Any) -> None:
             xanchor="left",
         )  # fmt: skip
     fig.update_xaxes(title_text="repetitions n", type="log", dtick=1, row=1, col=1)
-    fig.update_yaxes(title_text="L2 distance of the outputs", type="log", exponentformat="power", row=1, col=1)
+    fig.update_yaxes(title_text="L2 distance of the outputs", type="log", dtick=1, exponentformat="power", row=1, col=1)
 
 
 def _heads(fig: Any, result: Any) -> None:
@@ -91,24 +93,15 @@ def _heads(fig: Any, result: Any) -> None:
 
 
 def _layers(fig: Any, result: Any) -> None:
-    scale = sample_colorscale("viridis", [i / max(1, result.layers_read - 1) for i in range(result.layers_read)])
-    for layer in range(result.layers_read):
+    count = result.layers_read
+    scale = sample_colorscale("viridis", [0.9 * i / max(1, count - 1) for i in range(count)])
+    named = set(range(count)) if count <= 8 else {0, count // 2, count - 1}
+    for layer in range(count):
         curves = result.wholes(layer)
         y = [median(c.distance[i] for c in curves) for i in range(len(result.counts))]
         fig.add_scatter(
             x=result.counts, y=[v if v > 0 else None for v in y], name=f"layer {layer}", mode="lines",
-            line={"color": scale[layer]}, showlegend=False, row=1, col=3,
+            line={"color": scale[layer]}, showlegend=layer in named, legend="legend2", row=1, col=3,
         )  # fmt: skip
-        if layer in {0, result.layers_read // 2, result.layers_read - 1} and y[0] > 0:
-            fig.add_annotation(
-                x=0, y=_log10(y[0]), text=f"layer {layer}", showarrow=False, xanchor="left", yanchor="bottom",
-                font={"color": scale[layer], "size": 11}, row=1, col=3,
-            )  # fmt: skip
     fig.update_xaxes(title_text="repetitions n", type="log", dtick=1, row=1, col=3)
-    fig.update_yaxes(type="log", exponentformat="power", row=1, col=3)
-
-
-def _log10(value: float) -> float:
-    from math import log10
-
-    return log10(value)
+    fig.update_yaxes(type="log", dtick=1, exponentformat="power", row=1, col=3)

@@ -69,7 +69,14 @@ def _panel(fig: Any, result: Any, condition: str, column: int) -> None:
         label = html.escape(f"cycle of {len(sequence.ids)}" if cycle else sequence.label)
         line = {"color": "#000000" if cycle else _COLOURS[i % len(_COLOURS)], "dash": "dash" if cycle else "solid"}
         fig.add_scatter(
-            x=x, y=curve.norms, mode="lines", name=label, line=line, legendgroup=f"s{i}", showlegend=column == 1, **style
+            x=x,
+            y=curve.norms,
+            mode="lines",
+            name=label,
+            line=line,
+            legendgroup=f"s{i}",
+            showlegend=column == 1,
+            **style,
         )
         if condition == "intact" and sequence.repeats is not None:
             fig.add_scatter(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import math
+from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
@@ -22,6 +24,7 @@ def draw(result: Any) -> go.Figure:
     specs[0][0] = {"colspan": left}
     specs[0][left if across > 1 else 0] = {"colspan": across - left or 1}
     labels = [html.escape(s.label) for s in result.sequences]
+    labels = [labels[0], *(f"{result.max_repeats} x {label}" for label in labels[1:])]
     titles = ["Attention of all queries", "Attention of the last 32 tokens"][: 2 if across > 1 else 1]
     titles += [f"layer {layer}: {label}" for label in labels for layer in shown]
     fig = make_subplots(
@@ -36,15 +39,15 @@ def draw(result: Any) -> go.Figure:
         for column, picture in enumerate(sequence.pictures, 1):
             _picture(fig, result.edges, picture, row, column)
     where = "no sink" if result.sink_layer is None else f"sink layer {result.sink_layer}"
-    name, times = html.escape(result.model.name), result.max_repeats
+    name = html.escape(result.model.name)
     fig.update_layout(
-        title={"text": f"{name}: head-averaged attention, {times} repetitions, {where}", "x": 0.01, "xanchor": "left"},
+        title={"text": f"{name}: head-averaged attention, {where}", "x": 0.01, "xanchor": "left"},
         template="plotly_white",
         width=1400,
         height=400 + 330 * down,
         margin={"l": 80, "r": 20, "t": 100, "b": 60},
         font={"size": 13},
-        legend={"orientation": "h", "y": 1 + 40 / (400 + 330 * down), "x": 1, "xanchor": "right", "yanchor": "bottom"},
+        legend={"x": 1.01, "y": 1, "yanchor": "top", "font": {"size": 11}},
         coloraxis={"colorscale": "Viridis", "cmin": -3, "cmax": 0, "colorbar": _bar(down)},
     )
     fig.update_xaxes(title_text="key position", row=1 + down)
@@ -55,21 +58,21 @@ def draw(result: Any) -> go.Figure:
 
 def _bar(down: int) -> dict[str, Any]:
     return {
-        "title": {"text": "share of<br>attention"}, "tickvals": [-3, -2, -1, 0],
-        "ticktext": ["0.001", "0.01", "0.1", "1"], "len": down / (1 + down), "y": 0, "yanchor": "bottom",
+        "title": {"text": "share of attention<br>(queries of a row,<br>keys of a column)"}, "tickvals": [-3, -2, -1, 0],
+        "ticktext": ["0.001", "0.01", "0.1", "1"], "len": 0.9 * down / (1 + down), "y": 0, "yanchor": "bottom",
     }  # fmt: skip
 
 
 def _over_layers(fig: Any, result: Any, labels: list[str], column: int, names: tuple[str, str, str]) -> None:
     layers = list(range(result.model.n_layers))
     for sequence, label, colour in zip(result.sequences, labels, _COLOURS * len(labels), strict=False):
-        lines = [(getattr(sequence, names[0]), "to position 0", "dot")]
+        lines = [(getattr(sequence, names[0]), "position 0", "dot")]
         if sequence.mass is not None:
-            lines.append((getattr(sequence, names[1]), "to all high-norm positions", "solid"))
-            lines.append(([getattr(sequence, names[2])] * len(layers), "the same, were it uniform", "dash"))
+            lines.append((getattr(sequence, names[1]), "high-norm positions", "solid"))
+            lines.append(([getattr(sequence, names[2])] * len(layers), "these, were it uniform", "dash"))
         for values, what, dash in lines:
             fig.add_scatter(
-                x=layers, y=values, mode="lines" if dash == "dash" else "lines+markers", name=f"{label}, {what}",
+                x=layers, y=values, mode="lines" if dash == "dash" else "lines+markers", name=f"{label}: {what}",
                 line={"color": colour, "dash": dash, "width": 1 if dash == "dash" else 2},
                 legendgroup=f"{label} {what}", showlegend=column == 1, row=1, col=column,
             )  # fmt: skip
@@ -78,17 +81,15 @@ def _over_layers(fig: Any, result: Any, labels: list[str], column: int, names: t
 
 
 def _picture(fig: Any, edges: Any, picture: Any, row: int, column: int) -> None:
-    import math
-
     cells = [[math.log10(max(v, 1e-6)) if v > 0 else None for v in line] for line in picture.cells]
-    ends = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in zip(edges, edges[1:], strict=False)]
+    ends = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
     fig.add_heatmap(
         z=cells, coloraxis="coloraxis", row=row, col=column,
         customdata=[[(q, k, v) for k, v in zip(ends, line, strict=True)]
                     for q, line in zip(ends, picture.cells, strict=True)],
         hovertemplate="queries %{customdata[0]}, keys %{customdata[1]}: %{customdata[2]:.3g}<extra></extra>",
     )  # fmt: skip
-    ticks = [0, *range(1, len(ends), max(1, (len(ends) - 1) // 4))][1:]
+    ticks = sorted({0, *range(0, len(ends), max(1, len(ends) // 4)), len(ends) - 1})
     style = {"tickvals": ticks, "ticktext": [str(edges[i]) for i in ticks], "row": row, "col": column}
     fig.update_xaxes(**style)
     fig.update_yaxes(autorange="reversed", **style)

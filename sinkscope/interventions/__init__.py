@@ -3,6 +3,18 @@
 from sinkscope.interventions.ablate import Ablate, Write
 from sinkscope.interventions.base import Composed, Event, Intervention, Run
 from sinkscope.interventions.edits import NeuronEdit, Site
+from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
 
-__all__ = ["Ablate", "Composed", "Event", "Intervention", "NeuronEdit", "Run", "SinkPatch", "Site", "Write"]
+__all__ = [
+    "Ablate",
+    "Composed",
+    "Event",
+    "Intervention",
+    "NeuronEdit",
+    "Run",
+    "SinkDetector",
+    "SinkPatch",
+    "Site",
+    "Write",
+]

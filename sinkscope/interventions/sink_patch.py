@@ -61,8 +61,10 @@ class SinkPatch(NeuronEdit):
 
     Example:
         >>> patch = SinkPatch(layer=1, neurons=[7890, 10411])
-        >>> [str(site) for site in patch.sites]
-        ['layer 1, neuron 7890', 'layer 1, neuron 10411']
+        >>> for site in patch.sites:
+        ...     print(site)
+        layer 1, neuron 7890
+        layer 1, neuron 10411
     """
 
     value: Literal["second", "calibrated"] | float = "second"

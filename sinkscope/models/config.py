@@ -32,6 +32,7 @@ def read_config(
     """
     from transformers import AutoConfig
 
+    config: Any
     if gguf is None:
         check_kind(name, read_json(folder / "config.json"))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -45,6 +46,8 @@ def read_config(
             f"{name} has zero layers (num_hidden_layers is {n_layers} in its config.json); give a model that has some",
             page="zero-layers",
         )
+    if getattr(text, "attn_logit_softcapping", None) is not None:
+        config._attn_implementation = "eager"  # some versions of transformers choose SDPA, which drops the soft cap
     if layers is not None:
         if layers > n_layers:
             raise SinkscopeError(
@@ -75,6 +78,12 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
         raise
     except Exception as error:  # a damaged file may fail in any way
         first = (str(error).splitlines() or [""])[0]
+        if "custom code" in str(error):
+            raise SinkscopeError(
+                f"the tokenizer of {name} is code of its own, which is not run; give another with tokenizer=..., or, "
+                "if you trust it, trust_remote_code=True in Python",
+                page="no-tokenizer",
+            ) from None
         raise SinkscopeError(
             f"the tokenizer of {name} cannot be read ({type(error).__name__}: {first}); download its files again, or "
             "give tokenizer=...",

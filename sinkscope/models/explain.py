@@ -7,10 +7,8 @@ import pickle
 import sys
 from collections.abc import Generator
 
-import torch
-
-from sinkscope.errors import SinkscopeError
-from sinkscope.models.source import Source
+from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.models.source import Source, no_permission
 
 
 @contextlib.contextmanager
@@ -50,12 +48,14 @@ def explained(source: Source) -> Generator[None]:
         raise
     except Exception as error:
         first = _first_line(error)
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if is_out_of_memory(error):
             raise SinkscopeError(
-                f"out of memory while loading {source.name}; try layers=N, dtype=bfloat16, a quantization_config or "
-                'device_map="auto"',
+                f"out of memory while loading {source.name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
+                'quantization_config or device_map="auto"',
                 page="out-of-memory",
             ) from error
+        if isinstance(error, PermissionError):
+            raise no_permission(error.filename or source.where) from error
         if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
             raise SinkscopeError(
                 f"the pickled weights of {source.name} hold more than tensors, or are damaged, and are refused: "

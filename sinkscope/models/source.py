@@ -52,12 +52,20 @@ def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> Sou
     Raises:
         SinkscopeError: it means nothing; `revision` given for something that has none.
     """
-    source = _locate(x, revision)
+    try:
+        source = _locate(x, revision)
+    except PermissionError as error:
+        raise no_permission(error.filename) from None
     if revision is not None and source.kind != "hub":
         raise SinkscopeError(
             f"revision {revision!r} means nothing for the {source.kind} {source.name}; revisions belong to hub ids"
         )
     return source
+
+
+def no_permission(path: object) -> SinkscopeError:
+    """The file is there, and not for us."""
+    return SinkscopeError(f"cannot read {path}: permission denied; ask for it, or give a copy", page="no-such-path")
 
 
 def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> Source:

@@ -109,7 +109,8 @@ class _Loader:
         with torch.device("meta"):
             from transformers import AutoModelForCausalLM
 
-            self.causal = AutoModelForCausalLM.from_config(config, dtype=self._dtype).eval().requires_grad_(False)
+            made = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=False)
+            self.causal = made.eval().requires_grad_(False)
         prefix = self.causal.base_model_prefix
         self._base_class = type(getattr(self.causal, prefix))
         self._path = adapter.layers.removeprefix(f"{prefix}.")  # of the layers, below an object of that class

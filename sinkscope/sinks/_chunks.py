@@ -9,24 +9,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from sinkscope._plain import plain
+from sinkscope._plain import pathless, plain
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.stream import StreamTarget
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
-from sinkscope.sinks._open import open_target
+from sinkscope.sinks._open import PartTarget, open_target
 from sinkscope.sinks._walk import Progress
 
 Columns = dict[str, list[Any]]
 """What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""
 
 
+@runtime_checkable
 class Work(Protocol):
     """What is done to a chunk of token ids. It is pickled for other processes, so it holds no model."""
+
+    @property
+    def layer(self) -> int:
+        """The deepest layer it runs."""
+        ...
 
     def __call__(self, target: Target, items: list[int]) -> Columns:
         """Columns with an entry per item."""
@@ -123,21 +129,20 @@ class _Kept:
         self._folder = None if folder is None else Path(folder)
         if self._folder is None:
             return
+        self._name = pathless(str(folder))
         wanted = json.dumps({"what": what, **plain(settings)}, indent=1, sort_keys=True) + "\n"
         manifest = self._folder / "settings.json"
         try:
             found = manifest.read_text("utf-8") if manifest.exists() else None
         except (OSError, UnicodeDecodeError) as error:
-            raise SinkscopeError(f"--resume {self._folder.name}: cannot read settings.json ({error})") from None
+            raise SinkscopeError(f"--resume {self._name}: cannot read settings.json ({error})") from None
         if found is None:
             if self._folder.exists() and (not self._folder.is_dir() or any(self._folder.iterdir())):
-                raise SinkscopeError(
-                    f"--resume {self._folder.name} is no folder of this command: give a new or empty one"
-                )
+                raise SinkscopeError(f"--resume {self._name} is no folder of this command: give a new or empty one")
             write_atomic(manifest, wanted)
         elif found != wanted:
             raise SinkscopeError(
-                f"--resume {self._folder.name} was begun with other settings ({_difference(found, wanted)}): give the "
+                f"--resume {self._name} was begun with other settings ({_difference(found, wanted)}): give the "
                 "same, or another folder"
             )
 
@@ -194,17 +199,19 @@ class _Worker:
 
     def __init__(self, model: object, options: dict[str, Any], work: Work, threads: int) -> None:
         torch.set_num_threads(threads)
-        self.target, self.work = open_target(model, **options), work
-        hold_layers(self.target, getattr(work, "layer", 0))
+        self.target, self.work = hold_layers(open_target(model, **options), work.layer), work
 
     def run(self, index: int, items: list[int]) -> tuple[int, Columns]:
         return index, self.work(self.target, items)
 
 
-def hold_layers(target: Target, layer: int) -> None:
-    """Let a streamed model keep every layer up to `layer`: each chunk passes through all of them."""
+def hold_layers(target: Target, layer: int) -> Target:
+    """The model with every layer up to `layer` in memory: each chunk passes through all of them."""
+    while isinstance(target, PartTarget) and len(target.layers) <= layer:
+        target = target.more()
     if isinstance(target, StreamTarget):
         target.store.hold(layer + 1)
+    return target
 
 
 @contextmanager
@@ -213,6 +220,7 @@ def _cluster(ray: Any, workers: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
     local = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": workers, "include_dashboard": False}
     ray.init(log_to_driver=False, logging_level="ERROR", **local)
     try:

@@ -150,11 +150,11 @@ def _run(target: Target, ids: Tensor, layers: list[int], keep: Callable[[int, Te
 def head_outputs(target: Target, layer: int) -> Tensor:
     """W_O of every head, `[head d_head d_model]`, float32."""
     with target.loaded(layer):
-        o = target.sub(layer, target.adapter.o)
+        o: Any = target.sub(layer, target.adapter.o)
         weight = plain_weight(o)
         if weight is not None:
             flat = weight if target.adapter.transposed_down else weight.T
-        else:  # quantised or adapted: ask the module what unit inputs write; `forward`, since hooks may be on the module
+        else:  # quantised or adapted: ask the module what unit inputs write; not by calling it, since hooks are on it
             eye = torch.eye(int(o.in_features), device=target.device, dtype=target.dtype)
             flat = o.forward(eye) - o.forward(torch.zeros_like(eye[:1]))
         return flat.float().unflatten(0, (target.n_heads, -1))

@@ -134,7 +134,7 @@ def _with_tokenizer(target: Target) -> Target:
         from transformers import AutoTokenizer
 
         with contextlib.suppress(Exception):  # what a live model says of its origin need not be true any more
-            found = AutoTokenizer.from_pretrained(where)
+            found = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     if found is None:
         raise SinkscopeError(
             f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "

@@ -53,41 +53,54 @@ def check(max_repeats: int | None, batch_size: int, texts: int, seed: int) -> No
         raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
 
 
-def known_tokens(
-    tokenizer: Any, ids: Int[Tensor, "row pos"], strings: Sequence[str], seed: int
+def choose(
+    made: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = (), count: int = 5
 ) -> tuple[list[int], tuple[tuple[str, str], ...]]:
-    """Ids of the strings; words of the text take the place of those that are not one token.
+    """What to repeat: the given strings; else those of the paper; else words of the text.
+
+    Words of the text take the place of those of the paper that are not one token here. None of them is in the prefix.
 
     Args:
-        tokenizer: of the model.
-        ids: typical text, where replacements come from.
-        strings: the wanted words.
-        seed: of the draw.
+        made: the model and its text.
+        tokens: the strings asked for.
+        prefix: what stands before the repetitions.
+        paper: the strings the paper uses.
+        count: words of the text, where there are no strings.
 
     Returns:
         The ids, and pairs of (wanted, used) for the replaced ones.
 
     Raises:
-        SinkscopeError: the text has too few words to replace with.
+        SinkscopeError: a string asked for is not one token, or the text has too few words to replace with.
     """
+    tokenizer, before = made.target.tokenizer, set(_prefix(made, prefix))
+    if tokens:
+        return pick_tokens(tokenizer, made.ids, tokens, made.seed), ()
     found: list[int | None] = []
-    for string in strings:
+    for string in paper:
         try:
             token = single_token(tokenizer, string)
         except SinkscopeError:
             token = None
         unknown = token is None or token == tokenizer.unk_token_id or token in found
         found.append(None if unknown else token)
-    spare = [t for t in pick_tokens(tokenizer, ids, None, seed, count=2 * len(strings)) if t not in found]
+    drawn = pick_tokens(tokenizer, made.ids, None, made.seed, count=count + len(before) + 2 * len(paper))
+    spare = [t for t in drawn if t not in found and t not in before]
+    if not paper:
+        return spare[:count] or drawn[:count], ()
     if len(spare) < found.count(None):
-        lacking = ", ".join(repr(s) for s, t in zip(strings, found, strict=True) if t is None)
+        lacking = ", ".join(repr(s) for s, t in zip(paper, found, strict=True) if t is None)
         raise SinkscopeError(
             f"{lacking}: not one token each for this tokenizer, and the text has too few words to take instead; give "
             "--token, or a longer --text"
         )
     chosen = [spare.pop(0) if t is None else t for t in found]
-    pairs = zip(strings, found, chosen, strict=True)
+    pairs = zip(paper, found, chosen, strict=True)
     return chosen, tuple((s, tokenizer.decode([c])) for s, t, c in pairs if t is None)
+
+
+def _prefix(made: Setup, prefix: str | None) -> list[int]:
+    return list(made.target.tokenizer(prefix, add_special_tokens=False)["input_ids"]) if prefix else []
 
 
 def repetitions(
@@ -107,11 +120,11 @@ def repetitions(
     """
     tokenizer, bos = made.target.tokenizer, made.bos
     repeated = {token for cycle in cycles for token in cycle}
-    body = tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
+    body = _prefix(made, prefix)
     if both := [t for t in body if t in repeated]:
         raise SinkscopeError(
-            f"--prefix {prefix!r} contains the repeated token {tokenizer.decode([both[0]])!r}, so it would be among the "
-            "repetitions; take it out of the prefix or repeat another token"
+            f"--prefix {prefix!r} contains the repeated token {tokenizer.decode([both[0]])!r}, so it would be one more "
+            "repetition; take it out of the prefix or repeat another token"
         )
     before = ([] if bos is None else [bos]) + body
     if not before:  # the first token is marked whatever it is, so it must be none of the repeated ones
@@ -120,13 +133,13 @@ def repetitions(
     largest = context - len(before) - after
     if largest < 1:
         raise SinkscopeError(
-            f"--prefix is {len(body)} tokens, which leaves no room for a repetition in the context of {context} tokens; "
-            "give a shorter one"
+            f"--prefix is {len(body)} tokens, which leaves no room for a repetition in the context of {context} "
+            "tokens; give a shorter one"
         )
     if max_repeats is not None and max_repeats > largest:
         raise SinkscopeError(
-            f"--max-repeats {max_repeats} does not fit the context of {context} tokens, {len(before) + after} of which stand "
-            f"around the repetitions; the largest is {largest}"
+            f"--max-repeats {max_repeats} does not fit the context of {context} tokens, {len(before) + after} of which "
+            f"stand around the repetitions; the largest is {largest}"
         )
     count = min(REPEATS, largest) if max_repeats is None else max_repeats
     rows = [before + [cycle[i % len(cycle)] for i in range(count)] for cycle in cycles]

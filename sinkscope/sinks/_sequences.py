@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
@@ -20,7 +22,7 @@ def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out:
     """The clusters as tensors, without the tokens of `left_out`; clusters of less than two tokens make no attack.
 
     Raises:
-        SinkscopeError: a token that the model does not have, or no cluster left.
+        SinkscopeError: a token that the model does not have.
     """
     pools: dict[int, Tensor] = {}
     for head, tokens in clusters.items():
@@ -33,8 +35,6 @@ def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out:
             )
         if len(ids) > 1:
             pools[int(head)] = torch.tensor(ids)
-    if not pools:
-        raise SinkscopeError("clusters: none has two ordinary tokens; give head -> token ids, at least two of a head")
     return pools
 
 
@@ -43,7 +43,7 @@ def draw(pools: Pools, length: int, count: int, seed: int) -> tuple[Int[Tensor, 
 
     No rows if no cluster has `length` tokens.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + length)
+    generator = _generator("draw", seed, length)
     heads = [head for head, tokens in pools.items() if len(tokens) >= length]
     of = [heads[i % len(heads)] for i in range(count if heads else 0)]
     rows = [pools[h][torch.randperm(len(pools[h]), generator=generator)[:length]] for h in of]
@@ -71,7 +71,7 @@ def greedy(
         candidates: blocks tried at each step.
         seed: of the draws.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + length + 1)
+    generator = _generator("greedy", seed, length)
     orders, heads = draw(pools, length, count, seed)  # only which clusters are large enough
     ids = orders[:, :0]
     for size in _block_sizes(length) if len(orders) else []:
@@ -92,7 +92,7 @@ def coordinate(
     The mean score never falls. Tokens come from the same cluster and are not in the sequence yet; where the cluster
     has not enough of them, the block stays as it is.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + rows.shape[1] + 2)
+    generator = _generator("coordinate", seed, rows.shape[1])
     ids, start = rows.clone(), 0
     for size in _block_sizes(rows.shape[1]):
         block = slice(start, start + size)
@@ -108,9 +108,13 @@ def coordinate(
     return ids
 
 
+def _generator(what: str, seed: int, length: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{what} {seed} {length}".encode()))
+
+
 def _block_sizes(length: int) -> list[int]:
     edges = torch.linspace(0, length, min(_BLOCKS, length) + 1).round().int().tolist()
-    return [b - a for a, b in zip(edges, edges[1:], strict=False)]
+    return [b - a for a, b in pairwise(edges)]
 
 
 def _spare(
@@ -125,4 +129,3 @@ def round_trip(tokenizer: Any, rows: Int[Tensor, "row pos"]) -> float:
     texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
     again = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return sum(a == b for a, b in zip(again, rows.tolist(), strict=True)) / max(len(rows), 1)
-

@@ -85,6 +85,13 @@ def walk_far_enough(made: Setup, *, whole: bool, progress: Progress | None = Non
         made = replace(made, target=made.target.more())
 
 
+def read_whole(made: Setup) -> Setup:
+    """The same with every layer, where only the first layers of a file are in memory."""
+    while isinstance(made.target, PartTarget):
+        made = replace(made, target=made.target.more())
+    return made
+
+
 def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
     """Sink layer and its causal neurons, proven by ablation; (None, ()) for a model without a sink.
 

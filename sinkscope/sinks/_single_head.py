@@ -63,8 +63,11 @@ class HeadWork:
 
     @torch.no_grad()
     def shares(self, target: Target, items: list[int]) -> tuple[Tensor, Tensor]:
-        """Activation over the reference, `[token 2+head]`: intact, no head, each head alone; and the discriminant's
-        side of each head alone, `[token head]`, True for "first"."""
+        """Activations over the reference, and the discriminant's side.
+
+        Returns:
+            `[token 2+head]`: intact, no head, each head alone; and `[token head]`, True for "first", each head alone.
+        """
         heads, ways = target.n_heads, target.n_heads + 2
         ids = torch.tensor(items).repeat_interleave(ways)[:, None]
         width = len(self.mean) // heads

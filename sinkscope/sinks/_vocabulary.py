@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from sinkscope.models.target import Target
 from sinkscope.sinks._tokens import single_token
 
@@ -26,3 +28,9 @@ def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
         text if text and "\ufffd" not in text else str(target.tokenizer.convert_ids_to_tokens(i))
         for text, i in zip(texts, ids, strict=True)
     )
+
+
+def draw(ids: list[int], count: int, seed: int) -> list[int]:
+    """Some of `ids`, in random order."""
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [ids[i] for i in order[:count]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,12 +15,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.results import Result
 from sinkscope.sinks._chunks import Columns, Opened, check_workers, hold_layers, in_chunks
-from sinkscope.sinks._setup import Setup, causal_neurons, setup
-from sinkscope.sinks._vocabulary import shown, vocabulary
+from sinkscope.sinks._setup import Setup, setup
+from sinkscope.sinks._vocabulary import draw, shown, vocabulary
 from sinkscope.sinks._walk import Progress
-from sinkscope.sinks.cluster import clusters_of, table_settings
+from sinkscope.sinks.cluster import clusters_of, sink_of, table_settings
 
-LENGTH = 128  # repetitions of the first pass; doubled for tokens that did not get there
+PILOT, SHORTEST = 16, 128  # tokens that say how long the first pass must be; it is at least this long
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class AtlasWork:
         layer: the sink layer, whose norm is read.
         first: what stands first: BOS, or a token that stands in for it.
         other: stands in where `first` is no BOS and is itself the repeated token.
+        length: repetitions of the first pass. Tokens that do not get there take four times as many, and so on.
         max_repeats: largest number of repetitions.
         batch_size: positions per pass.
     """
@@ -38,6 +39,7 @@ class AtlasWork:
     layer: int
     first: int
     other: int
+    length: int
     max_repeats: int
     batch_size: int
 
@@ -46,20 +48,21 @@ class AtlasWork:
         """Columns repeats and norm; an entry per token."""
         repeats: list[int | None] = [None] * len(items)
         reached = [0.0] * len(items)
-        left, length = list(range(len(items))), min(LENGTH, self.max_repeats)
+        left, length = list(range(len(items))), min(self.length, self.max_repeats)
         while left:
-            rows = max(1, self.batch_size // (length + 1))
-            for part in (left[i : i + rows] for i in range(0, len(left), rows)):
+            passes = -(-len(left) // max(1, self.batch_size // (length + 1)))
+            for part in (left[i::passes] for i in range(passes)):  # of equal size, as nearly as can be
                 norm = self.norms(target, torch.tensor([self.row(items[i], length) for i in part]))
                 share = norm[:, 1:] / norm[:, :1]
                 for i, row in zip(part, share, strict=True):
                     above = (row >= 0.5).nonzero().flatten()
-                    repeats[i] = int(above[0]) + 1 if len(above) else None
-                    reached[i] = round(float(row.max()), 4)
+                    at = int(above[0]) if len(above) else None
+                    repeats[i] = None if at is None else at + 1
+                    reached[i] = round(float(row.max() if at is None else row[at]), 4)
             left = [i for i in left if repeats[i] is None]
             if length >= self.max_repeats:
                 break
-            length = min(2 * length, self.max_repeats)
+            length = min(4 * length, self.max_repeats)
         return {"repeats": list(repeats), "norm": list(reached)}
 
     def row(self, token: int, length: int) -> list[int]:
@@ -85,8 +88,8 @@ class Property:
 
     Attributes:
         name: of the property.
-        reached: its median over tokens that become a sink by repetition.
-        resisting: its median over those that do not.
+        reached: its median over tokens that become a sink by repetition (share, of what is or is not).
+        resisting: the same over those that do not.
         auroc: chance that a resisting token has more of it than one that is reached; 0.5: it says nothing.
     """
 
@@ -116,7 +119,7 @@ class SinkAtlas(Result):
         ids: the tokens.
         tokens: the same as strings.
         repeats: first number of repetitions whose norm at the sink layer is half of the first token's; None: never.
-        norm: largest norm of a repetition, over the first token's.
+        norm: norm of that repetition over the first token's; of tokens that never get there the largest.
         frequency: how often the token stands in the neutral text.
         embedding_norm: L2 norm of its embedding.
         head: head of layer 0 that serves it (see `token_clusters`); None: no single one.
@@ -181,12 +184,12 @@ class SinkAtlas(Result):
             f"{self.max_repeats}.",
         ]
         lines += [
-            f"Resisting tokens, {p.name}: median {p.resisting:.3g} against {p.reached:.3g} (AUROC {p.auroc:.2f})."
+            f"Resisting tokens, {p.name}: {p.resisting:.3g} against {p.reached:.3g} (AUROC {p.auroc:.2f})."
             for p in self.shared
         ]
-        if resisting := [(f, t) for f, t, n in zip(self.frequency, self.tokens, self.repeats, strict=True) if n is None]:
-            shown_ = " ".join(repr(t) for _, t in sorted(resisting, key=lambda x: -x[0])[:12])
-            lines.append(f"Those most frequent in the text: {shown_}")
+        resisting = [(-f, t) for f, t, n in zip(self.frequency, self.tokens, self.repeats, strict=True) if n is None]
+        if resisting:
+            lines.append("Those most frequent in the text: " + " ".join(repr(t) for _, t in sorted(resisting)[:12]))
         return "\n".join(lines)
 
 
@@ -198,7 +201,7 @@ def sink_atlas(
     text: str | Path | None = None,
     tokens: Sequence[str] | None = None,
     max_repeats: int | None = None,
-    batch_size: int = 8192,
+    batch_size: int = 4096,
     texts: int = 4,
     seed: int = 0,
     workers: int = 1,
@@ -211,9 +214,9 @@ def sink_atlas(
 ) -> SinkAtlas:
     """For every token: the first number of repetitions that makes it a sink, from one causal pass up to the sink layer.
 
-    The pass is BOS and then n times the token; n doubles, for the tokens that did not get there, up to `max_repeats`.
-    Beside it stand the token's frequency in the neutral text, the norm of its embedding, and the head of layer 0 that
-    serves it (`token_clusters`): what resisting tokens may share.
+    The pass is BOS and then n times the token; a few tokens say which n to begin with, and it grows for the tokens that
+    do not get there, up to `max_repeats`. Beside it stand the token's frequency in the neutral text, the norm of its
+    embedding, and the head of layer 0 that serves it (`token_clusters`): what resisting tokens may share.
 
     Args:
         model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
@@ -241,26 +244,26 @@ def sink_atlas(
     if seed < 0:
         raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
     check_workers(workers)
-    options = {
+    options: dict[str, Any] = {
         "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
-    made = setup(model, bos=bos, text=text, texts=texts, seed=seed, **options)
+    made, layer, neurons = sink_of(setup(model, bos=bos, text=text, texts=texts, seed=seed, **options))
     limit = _limit(made.target, max_repeats)
     ids = vocabulary(made.target, tokens)
-    layer, neurons = found = causal_neurons(made)
     columns: Columns = {}
     heads: tuple[int | None, ...] = ()
     if layer is not None:
         opened, folder = Opened(model, made.target, options), None if resume is None else Path(resume)
         clusters = clusters_of(
-            made, opened, ids, 0.5, 0, 2048, workers, None if folder is None else folder / "clusters", progress, {}, found
-        )
+            made, layer, neurons, opened, ids, 0.5, 0, 2048, workers,
+            None if folder is None else folder / "clusters", progress, {},
+        )  # fmt: skip
         heads = clusters.head if neurons else (None,) * len(ids)
         hold_layers(made.target, layer)
-        work = AtlasWork(layer, *_firsts(made), limit, batch_size)
+        work = begin(AtlasWork(layer, *firsts(made), SHORTEST, limit, batch_size), made, ids)
         columns = in_chunks(
-            opened, work, ids, what="tokens", size=max(1, batch_size // (min(LENGTH, limit) + 1)), workers=workers,
+            opened, work, ids, what="tokens", size=max(1, batch_size // 64), workers=workers,
             resume=None if folder is None else folder / "atlas", progress=progress,
             settings=table_settings(made) | {"layer": layer, "first": work.first, "max_repeats": limit},
         )  # fmt: skip
@@ -283,7 +286,7 @@ def _limit(target: Target, asked: int | None) -> int:
     return min(1024, largest) if asked is None else asked
 
 
-def _firsts(made: Setup) -> tuple[int, int]:
+def firsts(made: Setup) -> tuple[int, int]:
     """What stands first, and what does where that is the repeated token itself; with BOS always BOS."""
     if made.bos is not None:
         return made.bos, made.bos
@@ -291,6 +294,13 @@ def _firsts(made: Setup) -> tuple[int, int]:
     first = int(flat[0])
     others = flat[flat != first]
     return first, int(others[0]) if len(others) else first
+
+
+def begin(work: AtlasWork, made: Setup, ids: list[int]) -> AtlasWork:
+    """`work` with a first pass in which most tokens get there; it decides the time, not the table."""
+    got = sorted(n for n in work(made.target, draw(ids, PILOT, made.seed))["repeats"] if n is not None)
+    enough = 1.1 * got[int(0.9 * (len(got) - 1))] if got else work.max_repeats
+    return replace(work, length=max(SHORTEST, -(-int(enough) // 32) * 32))
 
 
 def _result(
@@ -302,6 +312,11 @@ def _result(
     text = target.tokenizer(made.text, add_special_tokens=False, verbose=False)["input_ids"]
     counts = torch.bincount(torch.tensor(text), minlength=max([*ids, *text]) + 1)[ids].tolist() if ids else []
     norms = _embedding_norms(target, ids) if ids else []
+    properties = {
+        "median count in the text": [float(n) for n in counts],
+        "median norm of the embedding": norms,
+        "share served by a single head": [float(h is not None) for h in heads],
+    }
     got = sorted(n for n in repeats if n is not None)
     return SinkAtlas(
         model=made.info(), settings=settings, provenance=made.provenance(), sink_layer=layer, max_repeats=limit,
@@ -309,8 +324,7 @@ def _result(
         frequency=tuple(counts), embedding_norm=tuple(norms), head=heads,
         special=tuple(sorted({int(i) for i in target.tokenizer.all_special_ids} & set(ids))),
         median=_median(got), unreached=len(ids) - len(got), by_head=_by_head(heads, repeats),
-        shared=_shared(repeats, {"count in the text": counts, "norm of the embedding": norms,
-                                 "served by a single head": [float(h is not None) for h in heads]}),
+        shared=_shared(repeats, properties),
         text_tokens=len(text),
     )  # fmt: skip
 
@@ -338,7 +352,7 @@ def _by_head(heads: Sequence[int | None], repeats: Sequence[int | None]) -> tupl
     return tuple(sorted(rows, key=lambda r: (r.head is None, -r.tokens)))
 
 
-def _shared(repeats: Sequence[int | None], properties: dict[str, Sequence[float]]) -> tuple[Property, ...]:
+def _shared(repeats: Sequence[int | None], properties: Mapping[str, Sequence[float]]) -> tuple[Property, ...]:
     from sklearn.metrics import roc_auc_score
 
     resists = torch.tensor([n is None for n in repeats])
@@ -347,7 +361,7 @@ def _shared(repeats: Sequence[int | None], properties: dict[str, Sequence[float]
     found = []
     for name, values in properties.items():
         column = torch.tensor(values, dtype=torch.float64)
-        middle = torch.mean if name.startswith("served") else torch.median  # a share has no useful median
+        middle = torch.mean if name.startswith("share") else torch.median  # a share has no useful median
         found.append(
             Property(
                 name, float(middle(column[~resists])), float(middle(column[resists])),

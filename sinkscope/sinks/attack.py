@@ -15,8 +15,10 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
 from sinkscope.sinks._arena import Arena, Context, make_arena
+from sinkscope.sinks._chunks import Opened, check_workers
 from sinkscope.sinks._sequences import coordinate, draw, greedy, repeat, round_trip
-from sinkscope.sinks._setup import Progress, causal_neurons, setup
+from sinkscope.sinks._setup import Progress, setup
+from sinkscope.sinks.cluster import sink_of
 
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -134,6 +136,16 @@ class ClusterAttack(Result):
             longest = max(a.length for a in ours)
             parts = [f"{a.source} {a.positions:.0%}" for a in ours if a.length == longest]
             lines.append(f"{name}, {longest} tokens, positions that succeed: {', '.join(parts)}")
+            for length in dict.fromkeys(a.length for a in ours):
+                parts_of = [c for c in self.clusters if (c.context, c.length) == (name, length)]
+                won = [c for c in parts_of if c.most.share >= 0.5]
+                if won and len(won) < len(parts_of):
+                    heads = ", ".join(f"{c.head} ({c.tokens} tokens)" for c in won)
+                    lines.append(
+                        f"{name}, {length} tokens: only the clusters of head {heads} succeed at most positions"
+                    )
+        if not self.attacks:
+            return f"{self.model.name}: no head of layer 0 serves two tokens by itself, so no cluster to attack with"
         if self.unfilled:
             lines.append(f"no cluster has enough tokens for length {', '.join(map(str, self.unfilled))}")
         return "\n".join(lines)
@@ -146,7 +158,7 @@ def cluster_attack(
     clusters: Mapping[int, Sequence[int]] | None = None,
     lengths: Sequence[int] = LENGTHS,
     sequences: int = 1000,
-    searched: int = 32,
+    searched: int = 16,
     candidates: int = 8,
     bos: bool | None = None,
     prefix: str | None = None,
@@ -154,6 +166,8 @@ def cluster_attack(
     text: str | Path | None = None,
     seed: int = 0,
     batch: int = 64,
+    workers: int = 1,
+    resume: str | Path | None = None,
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
@@ -179,6 +193,8 @@ def cluster_attack(
         text: file of typical text; None: the neutral text that ships.
         seed: of the draws.
         batch: sequences of one pass.
+        workers: processes; more than one run over Ray (the searches run in one).
+        resume: folder for finished batches; a run that was ended goes on from there with the same table.
         revision: of a hub id.
         dtype: as in `find_sinks`.
         device: as in `find_sinks`.
@@ -197,36 +213,39 @@ def cluster_attack(
         )
     if not all(0 < t < math.inf for t in thresholds):
         raise SinkscopeError(f"thresholds {list(thresholds)}: give shares of BOS's norm above 0, such as 0.5")
-    made = setup(
-        model, tokenizer=tokenizer, bos=bos or None, text=text, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    layer, neurons = causal_neurons(made)
+    check_workers(workers)
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
+        "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    made, layer, neurons = sink_of(setup(model, bos=bos or None, text=text, seed=seed, **options))
     lengths = sorted(set(lengths))
-    attacks: list[AttackRow] = []
-    parts: list[ClusterRate] = []
-    arena = None
+    attacks, parts, arena = list[AttackRow](), list[ClusterRate](), None
     if layer is not None:
+        folder = None if resume is None else Path(resume)
         arena = make_arena(
-            made, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch,
-            progress=progress,
+            made, Opened(model, made.target, options), (layer, neurons), bos=bos, prefix=prefix, clusters=clusters,
+            lengths=lengths, batch=batch, workers=workers, resume=folder, progress=progress,
         )  # fmt: skip
-        total = len(lengths) * len(arena.contexts)
-        for length in lengths:
-            for context in arena.contexts:
-                for source, rows, heads in _tries(arena, context, length, sequences, searched, candidates, seed):
-                    if len(rows):
-                        ratios = arena.norms(context, rows)
-                        attacks.append(_row(arena, context, source, rows, ratios, thresholds))
-                        parts += _by_cluster(arena, context, length, ratios, heads) if source == "cluster" else []
+        tasks = list(_drawn(arena, lengths, sequences, seed))
+        measured = arena.norms_of_all([(t.context, t.rows) for t in tasks], progress)
+        for i, (task, ratios) in enumerate(zip(tasks, measured, strict=True)):
+            attacks.append(_row(arena, task, ratios, thresholds))
+            if task.source == "cluster":
+                parts += _by_cluster(arena, task, ratios)
+            if task.source == "repeated" and searched:  # the last of what is drawn in a context
+                start = tasks[i - 2]
+                for found in _searched(arena, start, searched, candidates, seed):
+                    attacks.append(_row(arena, found, arena.norms(found.context, found.rows), thresholds))
                 if progress is not None:
-                    progress("attacks", lengths.index(length) * len(arena.contexts) + arena.contexts.index(context) + 1, total)
+                    progress("searches", i + 1, len(tasks))
     return ClusterAttack(
         model=made.info(),
         settings={
             "lengths": list(lengths), "sequences": sequences, "searched": searched, "candidates": candidates,
             "bos": bos, "prefix": prefix, "text": None if text is None else Path(text).name, "seed": seed,
-            "batch": batch, "clusters": "given" if clusters is not None else "token_clusters", "revision": revision,
+            "batch": batch, "clusters": "given" if clusters is not None else "token_clusters", "workers": workers,
+            "revision": revision,
         },
         provenance=made.provenance(),
         sink_layer=layer,
@@ -235,7 +254,7 @@ def cluster_attack(
         thresholds=tuple(thresholds),
         attacks=tuple(attacks),
         clusters=tuple(parts),
-        unfilled=tuple(n for n in lengths if arena is not None and max(map(len, arena.pools.values())) < n),
+        unfilled=tuple(n for n in lengths if arena is not None and n not in {a.length for a in attacks}),
     )  # fmt: skip
 
 
@@ -248,40 +267,50 @@ def check_attack(lengths: Sequence[int], sequences: int, batch: int, seed: int) 
             raise SinkscopeError(f"{name} {value}: give {least} or more")
 
 
-def _tries(
-    arena: Arena, context: Context, length: int, sequences: int, searched: int, candidates: int, seed: int
-) -> Iterator[tuple[str, Int[Tensor, "row pos"], Int[Tensor, " row"]]]:
-    """Every source of sequences; what is drawn does not depend on the context."""
-    rows, heads = draw(arena.pools, length, sequences, seed)
-    yield "cluster", rows, heads
-    if not len(rows):
-        return
-    yield "random", *draw(arena.everyone, length, sequences, seed)
-    yield "repeated", repeat(rows), heads
-    if searched:
+@dataclass(frozen=True)
+class _Task:
+    """Sequences of one source in one context, and the head whose cluster each is of."""
 
-        def score(ids: Tensor) -> Tensor:
-            return arena.norms(context, ids).clamp(max=1.0)  # beyond BOS's norm nothing is gained
-
-        best, of = greedy(score, arena.pools, length, searched, candidates, seed)
-        yield "greedy", best, of
-        some, of = rows[:searched], heads[:searched]
-        yield "coordinate", coordinate(score, some, of, arena.pools, candidates, seed), of
+    context: Context
+    source: str
+    rows: Int[Tensor, "row pos"]
+    heads: Int[Tensor, " row"]
 
 
-def _row(
-    arena: Arena, context: Context, source: str, rows: Int[Tensor, "row pos"], ratios: Float[Tensor, "row attacked"],
-    thresholds: Sequence[float],
-) -> AttackRow:  # fmt: skip
-    tokenizer = arena.made.target.tokenizer
+def _drawn(arena: Arena, lengths: Sequence[int], sequences: int, seed: int) -> Iterator[_Task]:
+    """What is not searched for: the same sequences in every context."""
+    for length in lengths:
+        rows, heads = draw(arena.pools, length, sequences, seed)
+        if not len(rows):
+            continue
+        random = draw(arena.everyone, length, sequences, seed)
+        for context in arena.contexts:
+            yield _Task(context, "cluster", rows, heads)
+            yield _Task(context, "random", *random)
+            yield _Task(context, "repeated", repeat(rows), heads)
+
+
+def _searched(arena: Arena, drawn: _Task, count: int, candidates: int, seed: int) -> Iterator[_Task]:
+    """Two searches in the context of `drawn`; the second begins with its sequences."""
+    context, rows, heads = drawn.context, drawn.rows[:count], drawn.heads[:count]
+
+    def score(ids: Tensor) -> Tensor:
+        return arena.norms(context, ids).clamp(max=1.0)  # beyond BOS's norm nothing is gained
+
+    yield _Task(context, "greedy", *greedy(score, arena.pools, rows.shape[1], count, candidates, seed))
+    yield _Task(context, "coordinate", coordinate(score, rows, heads, arena.pools, candidates, seed), heads)
+
+
+def _row(arena: Arena, task: _Task, ratios: Float[Tensor, "row attacked"], thresholds: Sequence[float]) -> AttackRow:
+    tokenizer, rows = arena.made.target.tokenizer, task.rows
     hit = ratios >= SUCCESS
     reached = hit.any(1)
     before = rows.shape[1] - ratios.shape[1]  # tokens of the sequence before the first attacked one
     first = torch.where(reached, hit.int().argmax(1) + 1.0 + before, math.inf).median()
     swept = [ratios >= t for t in thresholds]
     return AttackRow(
-        context=context.name,
-        source=source,
+        context=task.context.name,
+        source=task.source,
         length=rows.shape[1],
         sequences=len(rows),
         positions=hit.float().mean().item(),
@@ -301,16 +330,13 @@ def _most(hit: Tensor) -> Tensor:
     return hit.float().mean(1) >= 0.5
 
 
-def _by_cluster(
-    arena: Arena, context: Context, length: int, ratios: Float[Tensor, "row attacked"], heads: Int[Tensor, " row"]
-) -> list[ClusterRate]:
+def _by_cluster(arena: Arena, task: _Task, ratios: Float[Tensor, "row attacked"]) -> list[ClusterRate]:
     found = []
-    for head in heads.unique().tolist():
-        hit = ratios[heads == head] >= SUCCESS
-        found.append(
-            ClusterRate(head, len(arena.pools[head]), context.name, length, len(hit), hit.float().mean().item(),
-                        wilson(int(_most(hit).sum()), len(hit)))
-        )  # fmt: skip
+    for head in task.heads.unique().tolist():
+        hit = ratios[task.heads == head] >= SUCCESS
+        tokens, length = len(arena.pools[head]), task.rows.shape[1]
+        most = wilson(int(_most(hit).sum()), len(hit))
+        found.append(ClusterRate(head, tokens, task.context.name, length, len(hit), hit.float().mean().item(), most))
     return found
 
 

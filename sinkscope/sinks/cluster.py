@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target
 from sinkscope.results import Result
+from sinkscope.sinks._ablation import Neuron
 from sinkscope.sinks._chunks import Columns, Opened, check_workers, hold_layers, in_chunks
 from sinkscope.sinks._open import fingerprint_of
-from sinkscope.sinks._setup import Setup, causal_neurons, setup
+from sinkscope.sinks._pairs import PairNorms, pairs_of
+from sinkscope.sinks._setup import Setup, causal_neurons, setup, walk_far_enough
 from sinkscope.sinks._single_head import HeadWork, first_direction, later_mean, neuron_at
-from sinkscope.sinks._vocabulary import shown, vocabulary
+from sinkscope.sinks._vocabulary import draw, shown, vocabulary
 from sinkscope.sinks._walk import Progress
 
 EXAMPLES = 12  # tokens shown of a cluster
@@ -46,31 +46,6 @@ class LdaSide:
 
     fired: float
     quiet: float
-
-
-@dataclass(frozen=True)
-class PairNorms:
-    """Sequences of two tokens without BOS: does the second one become a sink, as in "Sch Com"?
-
-    Attributes:
-        ids: the tokens, by head.
-        tokens: the same as strings.
-        heads: the head that serves each.
-        norm: norm at the second position over that of the first token, `[first second]`.
-        same_head: share of pairs of one head whose second token reaches the threshold.
-        other_head: share of pairs of two heads.
-        clusters: how many an agglomerative clustering of the norms finds.
-        adjusted_rand: its agreement with the heads: 1 the same clusters, 0 as by chance.
-    """
-
-    ids: tuple[int, ...]
-    tokens: tuple[str, ...]
-    heads: tuple[int, ...]
-    norm: tuple[tuple[float, ...], ...]
-    same_head: float | None
-    other_head: float | None
-    clusters: int
-    adjusted_rand: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +142,8 @@ class TokenClusters(Result):
             )
         if self.pairs is not None:
             p = self.pairs
-            rate = " and ".join(
-                f"{v:.1%} of pairs of {n}" for v, n in ((p.same_head, "one head"), (p.other_head, "two")) if v is not None
-            )
+            rates = ((p.same_head, "one head"), (p.other_head, "two"))
+            rate = " and ".join(f"{v:.1%} of pairs of {n}" for v, n in rates if v is not None)
             lines.append(
                 f"Two tokens without BOS: the second is a sink in {rate}; clusters of those norms: {p.clusters}, "
                 f"adjusted Rand index {p.adjusted_rand:.2f}."
@@ -226,28 +200,34 @@ def token_clusters(
     """
     _check(threshold, sample, batch_size, seed)
     check_workers(workers)
-    options = {
+    options: dict[str, Any] = {
         "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
         "trust_remote_code": trust_remote_code,
     }  # fmt: skip
-    made = setup(model, bos=bos, text=text, texts=texts, seed=seed, **options)
-    opened = Opened(model, made.target, options)
+    made, layer, neurons = sink_of(setup(model, bos=bos, text=text, texts=texts, seed=seed, **options))
     return clusters_of(
-        made, opened, vocabulary(made.target, tokens), threshold, sample, batch_size, workers, resume, progress,
+        made, layer, neurons, Opened(model, made.target, options), vocabulary(made.target, tokens), threshold, sample,
+        batch_size, workers, resume, progress,
         {"bos": made.bos is not None, "text": None if text is None else Path(text).name, "texts": len(made.ids),
          "tokens": None if tokens is None else list(tokens), "threshold": threshold, "sample": sample,
          "batch_size": batch_size, "seed": seed, "revision": revision, "workers": workers},
     )  # fmt: skip
 
 
+def sink_of(made: Setup) -> tuple[Setup, int | None, tuple[Neuron, ...]]:
+    """Sink layer and causal neurons, and the setup with as many layers open as that takes."""
+    made, seen = walk_far_enough(made, whole=made.target.resident)
+    layer = seen.sink_layer()
+    return made, layer, () if layer is None else causal_neurons(made, layer)[1]
+
+
 def clusters_of(
-    made: Setup, opened: Opened, ids: list[int], threshold: float, sample: int, batch_size: int, workers: int,
-    resume: str | Path | None, progress: Progress | None, settings: dict[str, Any],
-    found: tuple[int | None, tuple[Any, ...]] | None = None,
+    made: Setup, layer: int | None, neurons: tuple[Neuron, ...], opened: Opened, ids: list[int], threshold: float,
+    sample: int, batch_size: int, workers: int, resume: str | Path | None, progress: Progress | None,
+    settings: dict[str, Any],
 ) -> TokenClusters:  # fmt: skip
-    """`token_clusters` of a model that is open already; `found` is what `causal_neurons` gave."""
+    """`token_clusters` of a model that is open already and whose sink is known."""
     target = made.target
-    layer, neurons = causal_neurons(made) if found is None else found
     site = None if not neurons else max(neurons, key=lambda n: n.contribution_norm)
     columns: Columns = {}
     lda = pairs = None
@@ -255,7 +235,7 @@ def clusters_of(
         hold_layers(target, layer)
         flat = site.neuron + (site.expert or 0) * target.d_mlp
         reference = float(neuron_at(target, layer, flat, made.ids[:, :1]).median())
-        some = _draw(ids, LDA_TOKENS, made.seed)
+        some = draw(ids, LDA_TOKENS, made.seed)
         work = HeadWork(
             layer, flat, reference, threshold, later_mean(target, made.ids), *first_direction(target, made.ids, some)
         )
@@ -267,7 +247,7 @@ def clusters_of(
         lda = _lda(columns, len(ids) * target.n_heads)
     counted = _assign(columns, threshold)
     if layer is not None and sample:
-        pairs = _pairs(made, layer, ids, counted["head"], threshold, sample, batch_size)
+        pairs = pairs_of(made, layer, ids, counted["head"], threshold, sample, batch_size)
     names = shown(target, ids) if columns else ()
     return TokenClusters(
         model=made.info(), settings=settings, provenance=made.provenance(),
@@ -284,9 +264,26 @@ def clusters_of(
 def table_settings(made: Setup) -> dict[str, Any]:
     """What of a setup decides a table over the vocabulary: the model, the text, BOS, the seed."""
     return {
-        "model": fingerprint_of(made.target), "dtype": str(made.target.dtype), "bos": made.bos, "seed": made.seed,
-        "text": hashlib.sha256(made.text.encode()).hexdigest()[:16], "texts": len(made.ids),
+        "model": fingerprint_of(made.target), "weights": _some_weights(made.target), "dtype": str(made.target.dtype),
+        "bos": made.bos, "seed": made.seed, "text": hashlib.sha256(made.text.encode()).hexdigest()[:16],
+        "texts": len(made.ids),
     }  # fmt: skip
+
+
+@torch.no_grad()
+def _some_weights(target: Target) -> str:
+    """Digest of a few weights of each layer in memory (of the first, where layers are read from disk).
+
+    It tells apart what has the same fingerprint: models that differ in their weights only.
+    """
+    parts = [target.embedding(torch.arange(0, int(target.config.vocab_size), 97, device=target.device))]
+    for layer in range(target.n_layers if target.resident else 1):
+        with target.loaded(layer):
+            parts.append(target.w_out(layer, list(range(8)), 0 if target.is_mixture(layer) else None))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _check(threshold: float, sample: int, batch_size: int, seed: int) -> None:
@@ -331,68 +328,3 @@ def _lda(columns: Columns, every: int) -> LdaSide | None:
     if not 0 < fired < every:
         return None
     return LdaSide(sum(columns["lda_fired"]) / fired, sum(columns["lda_quiet"]) / (every - fired))
-
-
-def _draw(ids: list[int], count: int, seed: int) -> list[int]:
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [ids[i] for i in order[:count]]
-
-
-def _pairs(
-    made: Setup, layer: int, ids: list[int], heads: list[int | None], threshold: float, sample: int, batch_size: int
-) -> PairNorms | None:
-    """Norms of two-token sequences of a sample of served tokens, and their clustering."""
-    from sklearn.cluster import AgglomerativeClustering
-    from sklearn.metrics import adjusted_rand_score
-
-    served = {token: head for token, head in zip(ids, heads, strict=False) if head is not None}
-    picked = sorted(_draw(list(served), sample, made.seed), key=lambda token: (served[token], token))
-    if len(picked) < 2:
-        return None
-    norm = pair_norms(made.target, layer, picked, made.ids[:, :1], batch_size)
-    head = torch.tensor([served[token] for token in picked])
-    same = head[:, None] == head
-    same_pairs = same & ~torch.eye(len(head), dtype=torch.bool)
-    near = torch.minimum(norm, norm.T).clamp(0, 1)
-    found: Any = AgglomerativeClustering(
-        n_clusters=None, metric="precomputed", linkage="average", distance_threshold=1 - threshold
-    )
-    labels = found.fit_predict((1 - near).fill_diagonal_(0).double().numpy())
-    return PairNorms(
-        ids=tuple(picked), tokens=shown(made.target, picked), heads=tuple(head.tolist()),
-        norm=tuple(tuple(round(v, 4) for v in row) for row in norm.tolist()),
-        same_head=_share(norm[same_pairs] >= threshold), other_head=_share(norm[~same] >= threshold),
-        clusters=int(labels.max()) + 1, adjusted_rand=float(adjusted_rand_score(head.numpy(), labels)),
-    )  # fmt: skip
-
-
-@torch.no_grad()
-def pair_norms(
-    target: Target, layer: int, tokens: list[int], first: Tensor, batch_size: int
-) -> Float[Tensor, "token token"]:
-    """Norm at the second of two tokens after `layer`, over the norm of the first tokens of natural text.
-
-    Args:
-        target: the model.
-        layer: the sink layer.
-        tokens: every ordered pair of them is a sequence, without BOS.
-        first: first tokens of natural text, `[row 1]`.
-        batch_size: rows per pass.
-    """
-    kept: list[Tensor] = []
-
-    def keep(_m: object, _a: object, _k: object, out: Any) -> None:
-        kept.append(torch.linalg.vector_norm(first_tensor(out)[:, -1], dim=-1, dtype=torch.float32).cpu())
-        target.stop()
-
-    ids = torch.tensor(tokens)
-    with target.hooks((target.layers[layer], "post", keep)):
-        for part in torch.cartesian_prod(ids, ids).split(batch_size):
-            target.forward(part)
-        pairs = torch.cat(kept).view(len(ids), len(ids))
-        target.forward(first)
-    return pairs / kept[-1].median()
-
-
-def _share(hits: Tensor) -> float | None:
-    return float(hits.float().mean()) if len(hits) else None

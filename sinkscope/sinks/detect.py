@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,13 +21,15 @@ from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks._ablation import Neuron
 from sinkscope.sinks._arena import Arena, Context, make_arena
+from sinkscope.sinks._chunks import Opened
 from sinkscope.sinks._sequences import draw, repeat
-from sinkscope.sinks._setup import Progress, Setup, causal_neurons, setup
+from sinkscope.sinks._setup import Progress, Setup, setup
 from sinkscope.sinks.attack import LENGTHS, SUCCESS, Rate, check_attack, wilson
+from sinkscope.sinks.cluster import sink_of
 from sinkscope.text import text_rows
 from sinkscope.text.harmless import honest_repetition, source_code
 
-RULES = ((1, 1), (2, 4), (4, 8))  # (hits, window)
+RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
 FALSE_ALARMS = 0.01  # the rate at which detection is stated
 FALSE_RATES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -105,6 +107,12 @@ class AttackDetection(Result):
         cut = self.threshold if threshold is None else threshold
         return SinkDetector(sites=self.sites, levels=self.levels, threshold=cut, hits=hits, window=window)
 
+    @property
+    def only_harmless(self) -> str | None:
+        """Name of the harmless text where there is only one, and so no row "all"."""
+        names = {d.harmless for d in self.detections}
+        return names.pop() if len(names) == 1 else None
+
     def rows(self) -> list[dict[str, Any]]:
         """One row per context, length, attack, harmless text and rule."""
         return [
@@ -123,11 +131,20 @@ class AttackDetection(Result):
         if self.sink_layer is None:
             return f"{self.model.name} has no sink, so there is nothing to detect"
         names = ", ".join(map(str, self.sites))
-        lines = [f"{self.model.name}: watching {names}; a position counts from {self.threshold:g} of a first token's value"]
-        for d in self.detections:
-            if d.harmless == "all" and d.auroc is not None and d.attack == "cluster" and (d.hits, d.window) == (2, 4):
-                lines.append(f"{d.context}, {d.length} tokens, 2 of 4, cluster attacks against all harmless text: AUROC "
-                             f"{d.auroc:.3f}, {d.detected:.0%} detected at {FALSE_ALARMS:.0%} false alarms")  # fmt: skip
+        lines = [
+            f"{self.model.name}: watching {names}; a position counts from {self.threshold:g} of a first token's value"
+        ]
+        ours = [d for d in self.detections if d.attack == "cluster" and d.harmless in ("all", self.only_harmless)]
+        for place in dict.fromkeys((d.context, d.length) for d in ours):
+            here = [d for d in ours if (d.context, d.length) == place and d.detected is not None]
+            best = max(here, key=lambda d: (d.detected, d.auroc), default=None)
+            said = "no cluster attack made a sink"
+            if best is not None:
+                said = (
+                    f"{best.attacks} of {best.tried} cluster attacks made a sink; {best.hits} of {best.window} detects "
+                    f"{best.detected:.1%} of them at {FALSE_ALARMS:.0%} false alarms, AUROC {best.auroc:.4f}"
+                )
+            lines.append(f"{place[0]}, {place[1]} tokens: {said}")
         return "\n".join(lines)
 
 
@@ -222,20 +239,20 @@ def detect_attack(
     check_attack(lengths, sequences, batch, seed)
     if not rules:
         raise SinkscopeError("rules: none is given; give pairs of hits and window, such as (2, 4)")
-    made = setup(
-        model, tokenizer=tokenizer, bos=bos or None, text=text, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
-    layer, neurons = causal_neurons(made)
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
+        "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    made, layer, neurons = sink_of(setup(model, bos=bos or None, text=text, seed=seed, **options))
     detector, found = None, list[DetectRow]()
     lengths = sorted(set(lengths))
     if layer is not None and neurons:
         detector = make_detector(made, neurons, threshold)
         for hits, window in rules:
-            SinkDetector(sites=detector.sites, levels=detector.levels, hits=hits, window=window)  # refuses what is none
+            replace(detector, hits=hits, window=window)  # refuses what is no rule
         arena = make_arena(
-            made, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch,
-            progress=progress,
+            made, Opened(model, made.target, options), (layer, neurons), bos=bos, prefix=prefix, clusters=clusters,
+            lengths=lengths, batch=batch, progress=progress,
         )  # fmt: skip
         if harmless is None:
             harmless = {"text": made.text, "code": source_code(), "repetition": honest_repetition(seed=seed)}
@@ -281,15 +298,17 @@ def _compare(
     arena: Arena, context: Context, detector: SinkDetector, drawn: Int[Tensor, "row pos"],
     pieces: Mapping[str, Tensor], rules: Sequence[tuple[int, int]],
 ) -> list[DetectRow]:  # fmt: skip
-    quiet = {name: _scores(arena, context, detector, rows) for name, rows in pieces.items()}
+    quiet = {name: _measure(arena, context, detector, rows)[0] for name, rows in pieces.items()}
     if len(quiet) > 1:
         quiet["all"] = torch.cat(list(quiet.values()))
     found = []
     for attack, rows in (("cluster", drawn), ("repeated", repeat(drawn))):
-        scores = _scores(arena, context, detector, rows)
-        made_a_sink = (arena.norms(context, rows) >= SUCCESS).any(1)
+        scores, norms = _measure(arena, context, detector, rows)
+        made_a_sink = (norms >= SUCCESS).any(1)
         for name, of_text in quiet.items():
             for hits, window in rules:
+                if hits > scores.shape[1]:
+                    continue
                 loud, low = peak(scores, hits, window)[made_a_sink], peak(of_text, hits, window)
                 found.append(
                     _row(context.name, drawn.shape[1], attack, name, (hits, window), len(rows), loud, low,
@@ -298,12 +317,14 @@ def _compare(
     return found
 
 
-def _scores(
+def _measure(
     arena: Arena, context: Context, detector: SinkDetector, rows: Int[Tensor, "row pos"]
-) -> Float[Tensor, "row attacked"]:
-    """Scores at the positions of a sequence that the rule sees: all but the model's position 0."""
-    values = neuron_values(arena.made.target, detector_sites(detector), context.before(rows), arena.batch)
-    return detector.scores(values)[:, max(len(context.lead), 1) :]
+) -> tuple[Float[Tensor, "row attacked"], Float[Tensor, "row attacked"]]:
+    """Scores and norms at the positions of a sequence that the rule sees, from the same passes."""
+    recorder = _Recorder(sites=detector.sites, levels=detector.levels)
+    with recorder.on(arena.made.target):
+        norms = arena.norms(context, rows)
+    return detector.scores(torch.cat(recorder.into))[:, max(len(context.lead), 1) :], norms
 
 
 def peak(scores: Float[Tensor, "row pos"], hits: int, window: int) -> Float[Tensor, " row"]:

@@ -304,8 +304,9 @@ def _dims(target: Target, ids: Int[Tensor, "row pos"], layer: int) -> list[int]:
 def _rate(target: Target, content: str, bos: int | None, progress: Progress | None) -> SinkRate | None:
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
         return None
-    # Layers that are read from disk are read once, by one batch, which is smaller so that it fits.
-    texts, batch = (RATE_TEXTS, 8) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
+    # A batch holds 128 MB in the widest place. Layers that are read from disk are read once: one, smaller batch.
+    fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
+    texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
     ids = text_rows(target.tokenizer, content, texts, RATE_LENGTH, bos)
     return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, progress, batch))
 

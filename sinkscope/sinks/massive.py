@@ -15,7 +15,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.results import Result
 from sinkscope.sinks._measure import spike_dims
-from sinkscope.sinks._setup import PIECE, setup
+from sinkscope.sinks._setup import PIECE, read_whole, setup
 from sinkscope.sinks._walk import SINK_RATIO, Progress
 from sinkscope.text import text_rows
 from sinkscope.trace.sites import Site, resolve
@@ -30,6 +30,7 @@ class LayerActivations:
         top: the three largest magnitudes.
         median: magnitude.
         dims: residual dimensions with massive activations, largest first: above 100 and 1,000 times the median.
+        share: of all positions that have one; near 1 it is a massive dimension and no sink (Owen et al. 2025).
         first_norm: L2 at the first token.
         other_norm: upper quartile over later positions, which high norms are told from.
     """
@@ -38,6 +39,7 @@ class LayerActivations:
     top: tuple[float, float, float]
     median: float
     dims: tuple[int, ...]
+    share: float
     first_norm: float
     other_norm: float
 
@@ -61,7 +63,15 @@ class ValueDrain:
 
 @dataclass(frozen=True)
 class SinkToken:
-    """A string that is at positions of high norm: how often, of how many times that it is in the text."""
+    """A token at positions of high norm.
+
+    Attributes:
+        token: its string.
+        id: of it.
+        high: positions where it has a high norm after some layer.
+        seen: positions where it stands.
+        first: those of `high` that are first positions.
+    """
 
     token: str
     id: int
@@ -111,6 +121,7 @@ class MassiveActivations(Result):
     """What `massive_activations` returns: a `Condition` with BOS and one without, or one of them."""
 
     kind: ClassVar[str] = "massive-activations"
+    percent: ClassVar[tuple[str, ...]] = ("share",)
 
     texts: int
     length: int
@@ -121,7 +132,7 @@ class MassiveActivations(Result):
         return [
             {
                 "bos": c.bos, "layer": layer.layer, "top_1": layer.top[0], "top_2": layer.top[1], "top_3": layer.top[2],
-                "median": layer.median, "dims": " ".join(map(str, layer.dims)) or None,
+                "median": layer.median, "dims": " ".join(map(str, layer.dims)) or None, "share": layer.share,
                 "value_ratio": c.values[i].ratio if c.values else None,
                 "secondary": sum(s.created <= layer.layer < s.created + s.lifetime for s in c.secondary),
             }
@@ -134,14 +145,18 @@ class MassiveActivations(Result):
         for c in self.conditions:
             peak = max(c.layers, key=lambda one: one.top[0])
             dims = sorted({d for one in c.layers for d in one.dims})
-            massive = f"massive in dimensions {', '.join(map(str, dims))}" if dims else "none massive"
+            share = max(one.share for one in c.layers)
+            massive = f"massive in dimensions {', '.join(map(str, dims))}, at {share:.1%} of positions"
+            massive = massive if dims else "none massive"
             lines.append(
                 f"{'With' if c.bos else 'Without'} BOS: largest activation {peak.top[0]:.4g} after layer {peak.layer}, "
                 f"median {peak.median:.3g}; {massive}."
             )
             if c.values:
                 low = min(c.values, key=lambda v: v.ratio)
-                lines.append(f"  Value vectors of the first token: least in layer {low.layer}, {low.ratio:.2f} x others'.")
+                lines.append(
+                    f"  Value vectors of the first token: least in layer {low.layer}, {low.ratio:.2f} x others'."
+                )
             if c.tokens:
                 names = ", ".join(f"{t.token!r} {t.high} of {t.seen}" for t in c.tokens[:6])
                 lines.append(f"  High norms at: {names}.")
@@ -185,10 +200,10 @@ def massive_activations(
     """
     if texts < 1:
         raise SinkscopeError(f"texts {texts}: at least one piece of text is needed; give 1 or more")
-    made = setup(
+    made = read_whole(setup(
         model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
         device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    ))  # fmt: skip
     target = made.target
     length = min(PIECE, target.max_positions or PIECE)
     starts = [made.bos] if made.bos is None or bos is not None else [made.bos, None]
@@ -219,13 +234,11 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
         resid = first_tensor(out).detach().float()
         norm, flat = resid.norm(dim=-1), resid.abs().flatten(1)
         top, mid = flat.topk(3).values.mean(0).tolist(), flat.median(1).values.mean().item()
-        high = resid.abs().amax(1).median(0).indices  # of the rows; dims are those of the typical text
-        del high
-        dims = spike_dims(resid.abs().amax(1).median(0).values, resid.flatten(0, 1))
+        dims = spike_dims(resid.abs().amax(1).median(0).values, resid.flatten(0, 1))  # at whichever position
+        share = 0.0 if not dims else float((resid[..., dims].abs() > max(100.0, 1000 * mid)).any(-1).float().mean())
         upper = norm[:, 1:].flatten().quantile(0.75).item()
-        layers.append(
-            LayerActivations(len(layers), (top[0], top[1], top[2]), mid, tuple(dims), norm[:, 0].median().item(), upper)
-        )
+        first = norm[:, 0].median().item()
+        layers.append(LayerActivations(len(layers), (top[0], top[1], top[2]), mid, tuple(dims), share, first, upper))
         norms.append(norm.cpu())
         cosines.append(torch.cosine_similarity(resid, resid[:, :1], dim=-1).cpu())
         if progress is not None:
@@ -266,11 +279,8 @@ def _values(target: Target) -> list[Site]:
 
 def _tokens(target: Target, ids: Tensor, high: Tensor) -> tuple[SinkToken, ...]:
     """Strings at positions whose norm is high after some layer, those most often first."""
-    seen, count, first = Counter(ids.flatten().tolist()), Counter(ids[high].tolist()), Counter(ids[:, 0].tolist())
-    return tuple(
-        SinkToken(target.tokenizer.decode([i]), i, n, seen[i], first[i] if bool(high[ids[:, 0] == i][:, 0].any()) else 0)
-        for i, n in count.most_common()
-    )
+    seen, count, first = Counter(ids.flatten().tolist()), Counter(ids[high].tolist()), ids[high[:, 0], 0].tolist()
+    return tuple(SinkToken(target.tokenizer.decode([i]), i, n, seen[i], first.count(i)) for i, n in count.most_common())
 
 
 def _secondary_sinks(target: Target, ids: Tensor, norms: Tensor, high: Tensor, cosines: Tensor) -> list[SecondarySink]:

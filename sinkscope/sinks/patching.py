@@ -83,7 +83,7 @@ class PatchMade(Result):
         typical_norm: their median.
         typical_high: 95 %.
         ceiling: norms up to here count as typical: 1.5 times the 95 % line.
-        tried: every set that was tried, in order.
+        tried: every set that was tried, in order; the first is the empty one.
         unreached: words that no repetition turned into a sink; they say nothing about a patch.
         held_out: the tokens the patch was verified with.
         perplexity: on pieces of typical text that took no part in the choice.
@@ -136,7 +136,9 @@ class PatchMade(Result):
                 f"layer {n.layer}" + (f" expert {n.expert}" if n.expert is not None else "") + f" neuron {n.neuron}"
                 for n in self.neurons
             )
-            lines.append(f"Neurons ({len(self.neurons)} of {self.causal} causal ones, {len(self.tried)} sets): {names}.")
+            lines.append(
+                f"Neurons ({len(self.neurons)} of {self.causal} causal, sets tried: {len(self.tried) - 1}): {names}."
+            )
         if self.held_out and self.ceiling is not None:
             good = sum(t.patched <= self.ceiling for t in self.held_out)
             lines.append(
@@ -307,9 +309,7 @@ def largest_norms(
     return torch.cat(norms)
 
 
-def _check(
-    tokens: Sequence[str] | None, words: int, limit: float, pieces: int, length: int, batch_size: int
-) -> None:
+def _check(tokens: Sequence[str] | None, words: int, limit: float, pieces: int, length: int, batch_size: int) -> None:
     if tokens is not None and len(set(tokens)) < 2:
         raise SinkscopeError(
             f"{len(set(tokens))} token to repeat: at least two different ones are needed, one to choose the patch with "
@@ -341,13 +341,14 @@ def _smallest(
     target: Target, candidates: list[Neuron], layer: int, rows: Tensor, ceiling: float, batch_size: int,
     tried: list[Tried], progress: Progress | None,
 ) -> tuple[Neuron, ...] | None:  # fmt: skip
-    for size in range(1, len(candidates) + 1):
+    for size in range(len(candidates) + 1):
         for some in combinations(candidates, size):
-            worst = float(largest_norms(target, layer, rows, _patch(some), batch_size).max())
+            edit = _patch(some) if some else None  # no neuron at all: how far there is to fall
+            worst = float(largest_norms(target, layer, rows, edit, batch_size).max())
             tried.append(Tried(tuple(n.site for n in some), worst))
             if progress is not None:
-                progress("sets of neurons", len(tried), 2 ** len(candidates) - 1)
-            if worst <= ceiling:
+                progress("sets of neurons", len(tried), 2 ** len(candidates))
+            if some and worst <= ceiling:
                 return some
     return None
 

@@ -16,9 +16,8 @@ from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.results import Result, cell
 from sinkscope.sinks._ablation import prove
-from sinkscope.sinks._repetitions import CYCLE, Repetitions, check, known_tokens, repetitions, single_words
+from sinkscope.sinks._repetitions import CYCLE, Repetitions, check, choose, repetitions, single_words
 from sinkscope.sinks._setup import Progress, Setup, setup
-from sinkscope.sinks._tokens import pick_tokens
 from sinkscope.sinks._walk import walk
 
 POINTS = 512  # of a curve; longer ones are thinned, `repeats` is read before that
@@ -111,8 +110,8 @@ class RepeatNorms(Result):
         if self.sink_layer is None:
             return f"{self.model.name}: no attention sink, so no layer at which to look at repetitions."
         lines = [
-            f"{self.model.name}, sink layer {self.sink_layer}: norm of the first token {self.first_norm:.4g}, of typical "
-            f"text {self.typical_norm:.4g} (5-95 %: {self.typical_low:.4g} to {self.typical_high:.4g})."
+            f"{self.model.name}, sink layer {self.sink_layer}: norm of the first token {self.first_norm:.4g}, of "
+            f"typical text {self.typical_norm:.4g} (5-95 %: {self.typical_low:.4g} to {self.typical_high:.4g})."
         ]
         got = sorted(s.repeats for s in self.sequences if len(s.ids) == 1 and s.repeats is not None)
         single = sum(len(s.ids) == 1 for s in self.sequences)
@@ -138,13 +137,17 @@ class RepeatNorms(Result):
             return ["No single neuron of the layer is causal, so none was zeroed."]
         lines: list[str] = []
         for curve in self.sequences[0].curves[1:]:
-            here = [c for s in self.sequences if s.repeats is not None for c in s.curves if c.condition == curve.condition]
+            here = [
+                c for s in self.sequences if s.repeats is not None for c in s.curves if c.condition == curve.condition
+            ]
             names = ", ".join(str(site[-1]) for site in curve.sites)
             drops = torch.tensor([c.last_drop for c in here], dtype=torch.float64)
             last = f"; {_percent(drops.quantile(0.5))} at the last repetition of those that get there" if here else ""
             what = "Random neurons" if curve.condition == "control" else "Neurons"
             what = what[:-1] if len(curve.sites) == 1 else what
-            lines.append(f"{what} {names} zeroed: {_percent(curve.first_drop)} of the first token's norm is lost{last}.")
+            lines.append(
+                f"{what} {names} zeroed: {_percent(curve.first_drop)} of the first token's norm is lost{last}."
+            )
         return lines
 
 
@@ -200,12 +203,8 @@ def repeat_norms(
         device=device, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     target = made.target
-    replaced: tuple[tuple[str, str], ...] = ()
-    if ablate and tokens is None:
-        words, replaced = known_tokens(target.tokenizer, made.ids, CYCLE, seed)
-    else:
-        words = pick_tokens(target.tokenizer, made.ids, tokens, seed)
-    cycles = [(w,) for w in words]
+    words, replaced = choose(made, tokens, prefix, CYCLE if ablate else ())
+    cycles: list[tuple[int, ...]] = [(w,) for w in words]
     if ablate and len(words) > 1:
         cycles.append(tuple(words))
     asked = repetitions(made, cycles, prefix, max_repeats)

@@ -14,16 +14,15 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._repetitions import check, known_tokens, repetitions
+from sinkscope.sinks._repetitions import check, choose, repetitions
 from sinkscope.sinks._setup import Progress, setup
-from sinkscope.sinks._tokens import pick_tokens
-from sinkscope.sinks._walk import walk
+from sinkscope.sinks._walk import SINK_RATIO, walk
 from sinkscope.sinks.repeat import norms_at
 from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024
-BINS = 32  # of a picture, beside the first position, which has a bin of its own
+BINS = 32  # of a picture, beside the first position and the tail, which have bins of their own
 TAIL = 32  # tokens of natural text behind the repetitions, the same at the same positions in every sequence
 _ROWS = 128  # queries at a time: batch x head x _ROWS x key is the most that is in memory
 
@@ -47,7 +46,8 @@ class Attended:
     Attributes:
         label: "natural text", or the repeated token.
         repeats: first repetition whose norm reaches half of the first token's; None: never, or natural text.
-        high: number of positions whose norm at the sink layer does, the first among them; None without a sink layer.
+        high: number of high-norm positions: the first, and those whose norm at the sink layer is more than three times
+            the typical one; None without a sink layer.
         uniform: what `mass` would be if every query gave every key it sees the same.
         first: mean attention to position 0.
         mass: mean attention to all high-norm positions together.
@@ -56,6 +56,8 @@ class Attended:
         tail_uniform: as `uniform`, for the queries of the last 32 tokens, which are the same in every sequence.
         tail_first: as `first`, for these queries.
         tail_mass: as `mass`, for these queries.
+        tail_ratio: what these queries give a high-norm position before them, over what they give one there whose norm
+            is within 95 % of typical text, each on average; NaN where there is none.
         pictures: of the layers that are shown.
     """
 
@@ -70,6 +72,7 @@ class Attended:
     tail_uniform: float | None
     tail_first: tuple[float, ...]
     tail_mass: tuple[float, ...] | None
+    tail_ratio: tuple[float, ...] | None
     pictures: tuple[Picture, ...]
 
 
@@ -109,6 +112,7 @@ class RepeatAttention(Result):
                 "to_first": s.first[layer], "to_high_norm": None if s.mass is None else s.mass[layer],
                 "tail_to_first": s.tail_first[layer],
                 "tail_to_high_norm": None if s.tail_mass is None else s.tail_mass[layer],
+                "tail_ratio": None if s.tail_ratio is None else s.tail_ratio[layer],
                 "sink_rate": s.first_rate[layer], "high_norm_rate": None if s.mass_rate is None else s.mass_rate[layer],
             }
             for layer in range(self.model.n_layers)
@@ -122,18 +126,21 @@ class RepeatAttention(Result):
             lines.append("No attention sink: no MLP lifts the first token's norm, so no position is a high-norm one.")
         first_shown = 0 if self.sink_layer is None else min(self.sink_layer + 1, self.model.n_layers - 1)
         layers = range(first_shown, self.model.n_layers)
-        lines.append(f"Layers {layers[0]} to {layers[-1]}; the last {TAIL} tokens are the same in every sequence:")
+        lines.append(
+            f"Layers {layers[0]} to {layers[-1]}; of all / of the last {TAIL} tokens, the same in every sequence:"
+        )
         for s in self.sequences:
-            lines.append(
-                f"{s.label}: to position 0 {_mean(s.first, layers):.1%}, of the last tokens "
-                f"{_mean(s.tail_first, layers):.1%}; sink rate {_mean(s.first_rate, layers):.1%}."
-            )
+            first = f"{_mean(s.first, layers):.1%} / {_mean(s.tail_first, layers):.1%}"
+            line = f"{s.label}: {first} to position 0, sink rate {_mean(s.first_rate, layers):.1%}"
             if s.mass is not None and s.mass_rate is not None and s.tail_mass is not None:
-                lines.append(
-                    f"  to its {s.high} high-norm positions {_mean(s.mass, layers):.1%} (were it uniform {s.uniform:.1%}), "
-                    f"of the last tokens {_mean(s.tail_mass, layers):.1%} ({s.tail_uniform:.1%}); heads above {EPS}: "
-                    f"{_mean(s.mass_rate, layers):.1%}."
+                line += (
+                    f"; {_mean(s.mass, layers):.1%} / {_mean(s.tail_mass, layers):.1%} to all {s.high} high-norm "
+                    f"positions (were it uniform: {s.uniform:.1%} / {s.tail_uniform:.1%}), "
+                    f"sink rate {_mean(s.mass_rate, layers):.1%}"
                 )
+            if s.tail_ratio is not None:
+                line += f"; {_mean(s.tail_ratio, layers):.3g} times as much to each as to one of ordinary norm"
+            lines.append(line + ".")
         if self.replaced:
             pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in self.replaced)
             lines.append(f"Not one token here, so replaced: {pairs}.")
@@ -193,30 +200,31 @@ def repeat_attention(
     target = made.target
     if wrong := [n for n in layers or () if not 0 <= n < target.n_layers]:
         raise SinkscopeError(f"--layer {wrong[0]}: the model has layers 0 to {target.n_layers - 1}; give one of those")
-    replaced: tuple[tuple[str, str], ...] = ()
-    if tokens is None:
-        words, replaced = known_tokens(target.tokenizer, made.ids, ("the",), seed)
-    else:
-        words = pick_tokens(target.tokenizer, made.ids, tokens, seed)
+    words, replaced = choose(made, tokens, prefix, ("the",))
     asked = repetitions(made, [(w,) for w in words], prefix, max_repeats, after=TAIL)
     length = asked.ids.shape[1] + TAIL
     natural = text_rows(target.tokenizer, made.text, 1, length, made.bos)
     ids = torch.cat([natural, torch.cat([asked.ids, natural[:, -TAIL:].expand(len(words), -1)], 1)])
 
     seen = walk(target, made.ids, whole=target.resident, progress=progress)
-    layer, high = seen.sink_layer(), None
+    layer, norms, wanted = seen.sink_layer(), None, None
+    keys = torch.zeros(len(ids), 1, length)
+    keys[:, 0, 0] = 1  # position 0
     if layer is not None:
-        high = norms_at(target, layer, ids, batch_size, progress=progress, what="norms") >= seen.first[layer] / 2
-        high[:, 0] = True
+        norms = norms_at(target, layer, ids, batch_size, progress=progress, what="norms") / seen.first[layer]
+        wanted, keys = _key_sets(norms, SINK_RATIO * seen.typical[layer][1] / seen.first[layer],
+                                 seen.typical[layer][2] / seen.first[layer])  # fmt: skip
+    tail = torch.arange(length) >= length - TAIL
+    if wanted is not None:
+        tail &= ~wanted.any(0)
     shown = _shown(layer, target.n_layers) if layers is None else sorted(set(layers))
-    edges = _edges(length)
-    parts: list[_Seen] = []
+    edges, parts = _edges(length), []
     for start in range(0, len(ids), batch_size):
         rows = slice(start, start + batch_size)
-        parts.append(_watch(target, ids[rows], None if high is None else high[rows], shown, edges))
+        parts.append(attention_sums(target, ids[rows], keys[rows], tail / tail.sum().clamp(min=1), shown, edges))
         if progress is not None:
             progress("attention", min(start + batch_size, len(ids)), len(ids))
-    taken = _Seen(*(torch.cat(tensors) for tensors in zip(*map(astuple, parts), strict=True)))
+    sums = join(parts)
     return RepeatAttention(
         model=made.info(),
         settings={
@@ -231,7 +239,8 @@ def repeat_attention(
         edges=edges,
         replaced=replaced,
         sequences=tuple(
-            _attended(label, row, taken, high, shown, asked.start) for row, label in enumerate(("natural text", *asked.labels))
+            _attended(label, row, taken, high, shown, asked.start)
+            for row, label in enumerate(("natural text", *asked.labels))
         ),
     )  # fmt: skip
 
@@ -244,21 +253,26 @@ class _Seen:
     mass: Float[Tensor, "row layer head"]
     tail_first: Float[Tensor, "row layer head"]
     tail_mass: Float[Tensor, "row layer head"]
+    tail_per_high: Float[Tensor, "row layer head"]
+    tail_per_ordinary: Float[Tensor, "row layer head"]
     cells: Float[Tensor, "row shown bin bin"]
 
 
 @torch.no_grad()
 def _watch(
-    target: Target, ids: Int[Tensor, "row pos"], high: Bool[Tensor, "row pos"] | None, shown: list[int],
-    edges: tuple[int, ...],
+    target: Target, ids: Int[Tensor, "row pos"], high: Bool[Tensor, "row pos"] | None,
+    ordinary: Bool[Tensor, "row pos"] | None, shown: list[int], edges: tuple[int, ...],
 ) -> _Seen:  # fmt: skip
     """One pass; rows of attention are added up as they come by, in chunks of queries."""
     count, length = ids.shape
-    first, mass, tail_first, tail_mass = (torch.zeros(count, target.n_layers, target.n_heads) for _ in range(4))
+    first, mass, tail_first, tail_mass, tail_per_high, tail_per_ordinary = (
+        torch.zeros(count, target.n_layers, target.n_heads) for _ in range(6)
+    )
     cells = torch.zeros(count, len(shown), len(edges) - 1, len(edges) - 1)
     of_bin = torch.bucketize(torch.arange(length), torch.tensor(edges[1:]), right=True)
     member = torch.nn.functional.one_hot(of_bin, len(edges) - 1).float()  # position bin
     wanted = torch.zeros(count, length) if high is None else high.float()
+    per_high, per_ordinary = _weights(high, count, length), _weights(ordinary, count, length)
 
     def add(layer: int, start: int, rows: Tensor) -> None:
         to_first = rows[..., 0].cpu()
@@ -268,13 +282,23 @@ def _watch(
         mass[:, layer] += to_high.sum(-1)
         tail_first[:, layer] += to_first[..., late:].sum(-1)
         tail_mass[:, layer] += to_high[..., late:].sum(-1)
+        by_tail = rows[:, :, late:].sum(2).cpu()  # batch head key
+        tail_per_high[:, layer] += torch.einsum("bhk,bk->bh", by_tail, per_high)
+        tail_per_ordinary[:, layer] += torch.einsum("bhk,bk->bh", by_tail, per_ordinary)
         if layer in shown:
             by_key = rows.mean(1) @ member.to(rows.device)
             cells[:, shown.index(layer)].index_add_(1, of_bin[start : start + rows.shape[2]], by_key.cpu())
 
     with attention_rows(target, add, rows_per_chunk=_ROWS):
         target.forward(ids)
-    means = (first / length, mass / length, tail_first / TAIL, tail_mass / TAIL)
+    means = (
+        first / length,
+        mass / length,
+        tail_first / TAIL,
+        tail_mass / TAIL,
+        tail_per_high / TAIL,
+        tail_per_ordinary / TAIL,
+    )
     return _Seen(*means, cells / member.sum(0)[:, None])
 
 
@@ -300,8 +324,17 @@ def _attended(
         None if fair is None else float(fair[-TAIL:].mean()),
         _tuple(taken.tail_first[row].mean(-1)),
         of_high(taken.tail_mass[row].mean(-1)),
+        of_high(taken.tail_per_high[row].mean(-1) / taken.tail_per_ordinary[row].mean(-1)),
         tuple(Picture(layer, tuple(map(_tuple, taken.cells[row, i]))) for i, layer in enumerate(shown)),
     )
+
+
+def _weights(chosen: Bool[Tensor, "row pos"] | None, count: int, length: int) -> Float[Tensor, "row pos"]:
+    """The mean over the chosen positions before the tail, as weights; NaN where there are none."""
+    if chosen is None:
+        return torch.zeros(count, length)
+    before = (chosen & (torch.arange(length) < length - TAIL)).float()
+    return before / before.sum(1, keepdim=True)
 
 
 def _shown(sink_layer: int | None, n_layers: int) -> list[int]:
@@ -310,9 +343,10 @@ def _shown(sink_layer: int | None, n_layers: int) -> list[int]:
 
 
 def _edges(length: int) -> tuple[int, ...]:
-    """Position 0 alone, then up to `BINS` bins of nearly one size."""
-    bins = min(BINS, length - 1)
-    return (0, *(1 + (length - 1) * i // bins for i in range(bins + 1)))
+    """Position 0 alone, then up to `BINS` bins of nearly one size, then the tail."""
+    body = length - TAIL - 1
+    bins = min(BINS, body)
+    return (0, *(1 + body * i // bins for i in range(bins + 1)), length)
 
 
 def _tuple(values: Tensor) -> tuple[float, ...]:

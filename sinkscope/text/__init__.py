@@ -62,7 +62,10 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
     ids = tokenizer(text[: 8 * rows * body], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < body:
-        raise SinkscopeError(f"the text has {len(ids)} tokens; {body} are needed for one piece: give a longer --text")
+        raise SinkscopeError(
+            f"this tokenizer makes {len(ids)} tokens of the text; {body} are needed for one piece: give a "
+            "longer --text, of a kind that it knows"
+        )
     count = min(rows, len(ids) // body)
     pieces = torch.tensor(ids[: count * body], dtype=torch.long).view(count, body)
     return pieces if bos is None else torch.cat([torch.full((count, 1), bos), pieces], 1)

@@ -239,7 +239,9 @@ def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str,
         return library_texts(), STDLIB, cache / "sinkscope"
     folder = Path(corpus)
     if not folder.is_dir():
-        raise SinkscopeError(f"--corpus {os.fspath(corpus)!r} is not a folder: give a folder of text files, or {STDLIB}")
+        raise SinkscopeError(
+            f"--corpus {os.fspath(corpus)!r} is not a folder: give a folder of text files, or {STDLIB}"
+        )
     paths = sorted(p for p in folder.rglob("*") if p.suffix.lower() in _SUFFIXES and p.is_file())
     texts = ((path.relative_to(folder).as_posix(), _utf8(path)) for path in paths)
     files = [(name, text) for name, text in texts if text]

@@ -54,7 +54,7 @@ def attention_rows(
         with target.hooks(*_bridge_hooks(target, observer, wanted)):
             yield
         return
-    configs = _configs(target)
+    configs = configs_of(target)
     previous = [config._attn_implementation for config in configs]
     token = _session.set(_Session(observer, rows_per_chunk, wanted))
     interface = target.adapter.attention_interface
@@ -107,7 +107,7 @@ def attention_probs(
     return torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
 
 
-def _attend(
+def attend(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -156,11 +156,11 @@ def _register() -> None:
     from transformers.masking_utils import sdpa_mask
 
     if NAME not in AttentionInterface():
-        AttentionInterface.register(NAME, _attend)
+        AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def _configs(target: Target) -> list[Any]:
+def configs_of(target: Target) -> list[Any]:
     """Every distinct configuration object below the model that its attention may read."""
     found = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
     return list(found.values())

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace import attention
+from sinkscope.trace.attention import attend, configs_of
 
 NAME = "sinkscope-qk"
 QKObserver = Callable[[int, bool, Tensor, Tensor], None]
-"""Called as `observer(layer, rotated, query, key)`; query `[batch head pos d_head]`, key `[batch kv_head pos d_head]`."""
+"""Called as `observer(layer, rotated, query, key)`; `[batch head pos d_head]`, keys one per key/value head."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
         raise UnsupportedError(f"queries and keys of {what} are not offered; use a plain model (backend='hf')")
     _register()
     session = _Session(observer, frozenset(layers))
-    configs = attention._configs(target)
+    configs = configs_of(target)
     previous = [config._attn_implementation for config in configs]
     token = _session.set(session)
     hooks = [(target.sub(i, target.adapter.attn), "pre", _unrotated(session, i)) for i in layers]
@@ -87,7 +87,7 @@ def _unrotated(session: _Session, layer: int) -> Any:
     return hook
 
 
-def _attend(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def _shown(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """The attention function transformers calls: stock output, and queries and keys for the observer."""
     session = _session.get()
     layer = int(module.layer_idx)
@@ -96,7 +96,7 @@ def _attend(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) 
             session.observer(layer, False, query, key)
         if not session.nested:
             session.observer(layer, True, query, key)
-    return attention._attend(module, query, key, *args, **kwargs)
+    return attend(module, query, key, *args, **kwargs)
 
 
 def _register() -> None:
@@ -105,5 +105,5 @@ def _register() -> None:
     from transformers.masking_utils import sdpa_mask
 
     if NAME not in AttentionInterface():
-        AttentionInterface.register(NAME, _attend)
+        AttentionInterface.register(NAME, _shown)
         AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -56,7 +56,9 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> tuple[PreTra
     config = AutoConfig.for_model(model_type, **settings)
     generator_state = torch.get_rng_state()  # the caller's random numbers stay as they were
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # Some versions of transformers choose SDPA for Gemma 2, which drops the soft cap.
+    capped = {"attn_implementation": "eager"} if model_type == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **capped).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases start at 0 and norms at 1: moved, so that forgetting one shows

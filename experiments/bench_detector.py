@@ -1,0 +1,71 @@
+"""What the detector costs per token: forward passes and generation with `SinkDetector` over the same without.
+
+    python -m experiments.bench_detector [--model NAME|FOLDER] [--rounds 31] [--out figures/bench_detector.json]
+
+Ratios of medians within one run, the two kinds of pass taking turns, so that another machine or load changes little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.record import record
+from sinkscope.models.load import load
+from sinkscope.output import write_atomic
+from sinkscope.sinks._setup import causal_neurons, setup
+from sinkscope.sinks.detect import make_detector
+
+
+def ratio(run: Callable[[], object], watch: Callable[[], AbstractContextManager[Any]], rounds: int) -> dict[str, float]:
+    """Median seconds with and without, taking turns, and their ratio."""
+    seconds: dict[str, list[float]] = {"plain": [], "watched": []}
+    run()
+    kinds = [("plain", nullcontext), ("watched", watch)]
+    for turn in range(rounds):
+        for name, around in kinds if turn % 2 else kinds[::-1]:
+            with around():
+                start = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - start)
+    plain, watched = (statistics.median(seconds[name]) for name in ("plain", "watched"))
+    return {"plain_seconds": round(plain, 5), "watched_seconds": round(watched, 5), "ratio": round(watched / plain, 3)}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--out", type=Path, default=Path("figures/bench_detector.json"))
+    args = parser.parse_args()
+    started = time.perf_counter()
+    model = load(args.model, backend="hf")
+    made = setup(model)
+    _, neurons = causal_neurons(made)
+    if not neurons:
+        raise SystemExit(f"error: {made.target.name} has no sink, so there is nothing to watch")
+    detector = make_detector(made, neurons)
+    ids = made.ids.to(model.device)
+    with torch.no_grad():
+        rows = {
+            "prefill_4x64": ratio(lambda: model(ids), lambda: detector.on(model), args.rounds),
+            "generate_32": ratio(
+                lambda: model.generate(ids[:1], max_new_tokens=32, min_new_tokens=32, do_sample=False),
+                lambda: detector.on(model), args.rounds,
+            ),
+        }  # fmt: skip
+    text = record("bench-detector", rows, {"model": made.target.name, "rounds": args.rounds}, started=started)
+    print(text)
+    write_atomic(args.out, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Table 1 of Yona et al. 2025: repetitions, sink layer and sink neurons, the paper's beside what is measured here.
+
+    python -m experiments.repeated_token.table1 [--models NAME ...] [--run NAME=FOLDER ...]
+
+Without options nothing is run and the measured columns say so. `--models llama-2-7b` measures the published weights,
+which are downloaded if they are not there; `--run llama-2-7b=./weights` takes them from a folder. Models that are not
+in the paper (`--models bundled`, `--run mine=./mine`) get a row of their own. Repetitions are tried up to twice the
+paper's number; "repeats" is the median over `--token` words, or five words of the text, of the first repetition
+whose norm reaches half of BOS's. The paper states no criterion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.names import BUNDLED
+from sinkscope.sinks.find import FindSinks, find_sinks
+
+PAPER = {  # short name here -> name, repeats, sink layer, neurons, as printed in Table 1
+    "llama-1-7b": ("LLaMa-1-7b-HF", 450, 2, (7003,)),
+    "llama-2-7b": ("LLaMa-2-7b-HF", 1000, 1, (7890, 10411)),
+    "llama-3-8b-instruct": ("Meta-Llama-3-8B-Instruct", 4000, 1, (198, 2427)),
+    "mistral-7b-instruct-v0.1": ("Mistral-7B-Instruct-v0.1", 1200, 1, (7310, 8572)),
+}
+HEAD = ("model", "repeats, paper", "repeats, here", "layer, paper", "layer, here", "neurons, paper", "neurons, here")
+ABSENT = "no weights at hand"
+_NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
+
+
+def table(measured: dict[str, FindSinks | None]) -> str:
+    """The table in Markdown; None stands for a model whose weights could not be had."""
+    names = [*PAPER, *(name for name in measured if name not in PAPER)]
+    lines = [HEAD, ("---",) * len(HEAD), *(_row(name, measured.get(name)) for name in names)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _row(name: str, found: FindSinks | None) -> tuple[str, ...]:
+    label, repeats, layer, neurons = PAPER.get(name, (name, None, None, ()))
+    here = _measured(found)
+    paper = ("-" if repeats is None else str(repeats), "-" if layer is None else str(layer), _numbers(neurons) or "-")
+    return (label, paper[0], here[0], paper[1], here[1], paper[2], here[2])
+
+
+def _measured(found: FindSinks | None) -> tuple[str, str, str]:
+    if found is None:
+        return ABSENT, ABSENT, ABSENT
+    if found.sink_layer is None:
+        return "-", "no sink", "-"
+    r = found.repeats
+    median = f"over {r.max_repeats}" if r.median is None else f"{r.median:.0f}"
+    never = f" ({r.unreached} of {len(r.tokens)} never within {r.max_repeats})" if r.median and r.unreached else ""
+    at_layer = [n for n in found.causal if n.layer == found.sink_layer]
+    names = _numbers([n.neuron if n.expert is None else f"{n.expert}.{n.neuron}" for n in at_layer])
+    return median + never, str(found.sink_layer), names or "none alone"
+
+
+def _numbers(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def measure(name: str, model: object, **options: Any) -> FindSinks:
+    """`find_sinks` with repetitions up to twice what the paper has for this model."""
+    known = PAPER.get(name)
+    return find_sinks(model, max_repeats=None if known is None else 2 * known[1], **options)
+
+
+def _fetched(name: str, **options: Any) -> FindSinks | None:
+    """The measurement of published weights; None if they are not to be had here."""
+    try:
+        return measure(name, None if name == BUNDLED else name, **options)
+    except SinkscopeError as error:
+        if error.page not in _NOT_HAD:
+            raise
+        print(f"{name}: {error}", file=sys.stderr)
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; 2 for bad input."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=[], metavar="NAME", help="short names or hub ids to measure")
+    parser.add_argument("--run", action="append", default=[], metavar="NAME=FOLDER", help="weights in a folder")
+    parser.add_argument("--token", action="append", help="a word to repeat (may be given again)")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
+    args = parser.parse_args(argv)
+    options = {"tokens": args.token, "device": args.device, "dtype": args.dtype}
+    measured: dict[str, FindSinks | None] = {}
+    try:
+        for entry in args.run:
+            name, equals, folder = entry.partition("=")
+            if not (name and equals and folder and Path(folder).is_dir()):
+                raise SinkscopeError(f"--run {entry!r}: expected NAME=FOLDER with a folder that is there")
+            measured[name] = measure(name, folder, **options)
+        for name in args.models:
+            measured[name] = _fetched(name, **options)
+    except SinkscopeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(measured))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Table 2 of Yona et al. 2025: benchmarks before and after the patch, the paper's beside what is measured here.
+
+    python -m experiments.repeated_token.table2 [--models NAME ...] [--run NAME=FOLDER ...] [--questions N]
+
+Without options nothing is run and the measured columns say so. `--models llama-2-7b` measures the published weights,
+which are downloaded if they are not there; `--run llama-2-7b=./weights` takes them from a folder. The patch holds the
+neurons of the paper's Table 1. The paper gives neither shots nor metrics, nor which TruthfulQA and which ARC: every
+metric of every candidate is printed, with the shots of the harness's own task files. Needs `pip install
+'sinkscope[eval]'`, and the data sets, which the harness downloads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions import SinkPatch
+from sinkscope.models.names import published_for
+from sinkscope.output import write_atomic
+from sinkscope.sinks.evaluate import PatchEvaluation, Score, evaluate_patch
+
+MODELS = {  # short name here -> as printed in Table 2
+    "llama-1-7b": "LLaMa-1-7B-HF",
+    "llama-2-7b": "LLaMa-2-7B-HF",
+    "mistral-7b-instruct-v0.1": "Mistral-7B-Instruct-v0.1",
+}
+PAPER = {  # benchmark -> (original, patched) of each model, in per cent
+    "MMLU": ((29.81, 29.93), (41.20, 42.17), (53.41, 52.58)),
+    "HellaSwag": ((56.97, 56.95), (57.12, 57.13), (56.23, 55.75)),
+    "TruthfulQA": ((31.21, 29.38), (34.15, 34.39), (53.37, 52.26)),
+    "WinoGrande": ((69.93, 69.93), (68.98, 69.06), (69.30, 68.82)),
+    "AI2-ARC": ((41.89, 42.15), (43.52, 43.34), (50.17, 49.66)),
+}
+TASKS = {  # benchmark -> what it may have been, as lm-evaluation-harness calls it: (task, metric)
+    "MMLU": (("mmlu", "acc"),),
+    "HellaSwag": (("hellaswag", "acc"), ("hellaswag", "acc_norm")),
+    "TruthfulQA": (("truthfulqa_mc1", "acc"), ("truthfulqa_mc2", "acc")),
+    "WinoGrande": (("winogrande", "acc"),),
+    "AI2-ARC": tuple((f"arc_{part}", metric) for part in ("easy", "challenge") for metric in ("acc", "acc_norm")),
+}
+HEAD = (
+    "model", "benchmark", "original, paper", "patched, paper", "difference, paper", "task and metric here",
+    "original, here", "patched, here", "difference, here", "random patch, here",
+)  # fmt: skip
+ABSENT = "no weights at hand"
+_NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
+
+
+def table(measured: dict[str, PatchEvaluation | None]) -> str:
+    """The table in Markdown; None stands for a model whose weights could not be had."""
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for column, (name, label) in enumerate(MODELS.items()):
+        found = measured.get(name)
+        for benchmark, paper in PAPER.items():
+            before, after = paper[column]
+            printed = (label, benchmark, f"{before:.2f}", f"{after:.2f}", f"{after - before:+.2f}")
+            if found is None:
+                lines.append((*printed, ", ".join(f"{t} {m}" for t, m in TASKS[benchmark]), *[ABSENT] * 4))
+                continue
+            scores = {(s.task, s.metric): s for s in found.scores}
+            lines += [(*printed, f"{t} {m}", *_measured(scores.get((t, m)))) for t, m in TASKS[benchmark]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _measured(score: Score | None) -> tuple[str, ...]:
+    if score is None:
+        return ("not measured",) * 4
+    se, by_chance = score.difference_se or 0.0, score.random_se or 0.0
+    return (
+        f"{100 * score.original:.2f}", f"{100 * score.patched:.2f}", f"{100 * score.difference:+.2f} +- {100 * se:.2f}",
+        f"{100 * score.random_difference:+.2f} +- {100 * by_chance:.2f}",
+    )  # fmt: skip
+
+
+def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> PatchEvaluation:
+    """`evaluate_patch` with the neurons of the paper's Table 1 on every task of Table 2."""
+    known = published_for(name)
+    if known is None or not known.neurons:
+        raise SinkscopeError(f"{name!r} is not in Table 2: expected one of {', '.join(MODELS)}")
+    tasks = list(dict.fromkeys(task for some in TASKS.values() for task, _ in some))
+    return evaluate_patch(
+        model, SinkPatch(sites=known.neurons), tasks=tasks, questions=questions, device=device, dtype=dtype
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="*", default=[], choices=list(MODELS), help="measure the published weights")
+    parser.add_argument("--run", nargs="*", default=[], metavar="NAME=FOLDER", help="measure weights in a folder")
+    parser.add_argument("--questions", type=int, help="of each task; default: all")
+    parser.add_argument("--device")
+    parser.add_argument("--dtype")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep each result there as table2_NAME.json")
+    args = parser.parse_args(argv)
+    torch.set_grad_enabled(False)
+    wanted: dict[str, str] = {name: name for name in args.models}
+    for entry in args.run:
+        name, equals, folder = entry.partition("=")
+        if not equals or name not in MODELS:
+            parser.error(f"--run {entry}: expected NAME=FOLDER with NAME one of {', '.join(MODELS)}")
+        wanted[name] = folder
+    measured: dict[str, PatchEvaluation | None] = {}
+    for name, model in wanted.items():
+        try:
+            measured[name] = found = measure(name, model, args.questions, args.device, args.dtype)
+        except SinkscopeError as error:
+            if error.page not in _NOT_HAD:
+                raise SystemExit(f"error: {error}") from None
+            print(f"{name}: {error}", file=sys.stderr)
+            continue
+        if args.save is not None:
+            write_atomic(args.save / f"table2_{name}.json", found.to_json())
+    print(table(measured))
+
+
+if __name__ == "__main__":
+    main()

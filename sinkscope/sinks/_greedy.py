@@ -1,0 +1,70 @@
+"""What a model says next: greedy continuation, and the probability of going on with a repetition."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.interventions.base import Intervention
+from sinkscope.models.target import Target
+
+_CHUNK = 256  # positions whose logits are there at a time
+
+
+@torch.no_grad()
+def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None = None) -> list[list[int]]:
+    """The likeliest token again and again.
+
+    Args:
+        target: the model, whole.
+        rows: prompts of one length.
+        new: how many tokens at most.
+        edit: what to act under.
+
+    Returns:
+        Per row the new ids, up to and with the end of sequence.
+    """
+    ends = getattr(target.hf.generation_config, "eos_token_id", None)
+    stop = set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
+    ids = rows.to(target.device)
+    with edit.on(target) if edit is not None else nullcontext():
+        out = target.hf.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+            pad_token_id=min(stop, default=0),
+        )  # fmt: skip
+    answers = out[:, rows.shape[1] :].tolist()
+    return [a[: next((i + 1 for i, t in enumerate(a) if t in stop), len(a))] for a in answers]
+
+
+@torch.no_grad()
+def repeat_probabilities(
+    target: Target, head: list[int], word: int, most: int, edit: Intervention | None = None
+) -> tuple[Float[Tensor, " n"], Int[Tensor, " n"]]:
+    """p(next = word) and the likeliest next token after 1 to `most` repetitions, from one causal pass.
+
+    The pass is read in chunks with a cache, so that the logits of a chunk are all that is there of them.
+
+    Args:
+        target: the model.
+        head: ids before the repetition.
+        word: the id that is repeated.
+        most: largest number of repetitions.
+        edit: what to act under.
+    """
+    from transformers import DynamicCache
+
+    ids = torch.tensor([[*head, *[word] * most]], device=target.device)
+    cache = DynamicCache(config=target.config)
+    p: list[Tensor] = []
+    likeliest: list[Tensor] = []
+    with edit.on(target) if edit is not None else nullcontext():
+        for start in range(0, ids.shape[1], _CHUNK):
+            logits = target.hf(
+                input_ids=ids[:, start : start + _CHUNK], past_key_values=cache, use_cache=True
+            ).logits[0].float()  # fmt: skip
+            p.append(logits.softmax(-1)[:, word].cpu())
+            likeliest.append(logits.argmax(-1).cpu())
+    return torch.cat(p)[len(head) :], torch.cat(likeliest)[len(head) :]

@@ -1,0 +1,78 @@
+"""What is committed speaks to its users: nothing of the machine it was made on, no talk of the work on it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FORBIDDEN = {
+    "a home folder": r"/(?:home|Users)/(?!me\b|you\b|user\b)[a-z_][\w.-]*/|/root/"
+    r"|[A-Z]:\\{1,2}Users\\{1,2}(?!\\|me\b)",
+    "a place of work": r"(?<![\w.<-])/work/|(?<![\w/.])shared/|\.\./shared/",
+    "talk of the work": r"(?i:issue) #|\b(?i:issue) [0-9A-E]\b",
+    "a registry": r"(?i)https?://[^\s/\"')>]*(?:pypi|artifactory|nexus|mirror|proxy)(?<!//pypi)|/simple/"
+    r"|index-url|extra-index|trusted-host|file:///\w",
+    "an address": r"(?<![\d.])(?:10|192\.168|172\.(?:1[6-9]|2\d|3[01]))(?:\.\d{1,3}){2,3}(?![\d.])",
+}
+
+
+def committed() -> dict[str, str]:
+    """Text files of the checkout but this one, which holds what it forbids; name to content."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("no git checkout")
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    paths = [
+        path
+        for name in names.split("\0")
+        if name and (path := ROOT / name).is_file() and path.name != Path(__file__).name
+    ]
+    content = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths}
+    return {name: data.decode("utf-8", "replace") for name, data in content.items() if b"\0" not in data[:8192]}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_nothing_of_where_it_was_made(what: str) -> None:
+    found = [
+        f"{name}:{text.count(chr(10), 0, hit.start()) + 1}: {hit.group()[:80]!r}"
+        for name, text in committed().items()
+        for hit in re.finditer(FORBIDDEN[what], text)
+    ]
+    assert not found, found[:20]
+
+
+def test_no_name_of_this_machine() -> None:
+    """As a word of its own, where it is long enough to be no ordinary word."""
+    host = socket.gethostname()
+    names = {name for name in (host, host.split(".")[0]) if len(name) > 4 and name != "localhost"}
+    pattern = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names) or r"(?!)")
+    assert not [name for name, text in committed().items() if pattern.search(text)]
+
+
+def test_the_search_finds_what_it_is_for() -> None:
+    """Each pattern meets what it forbids, and lets pass what is allowed."""
+    meets = {
+        "a home folder": ["/home/jane/x", "/root/.cache", r"C:\Users\jane"],
+        "a place of work": ["cd /work/main", "see ../shared/x", "in shared/x"],
+        "talk of the work": ["see Issue #3", "of issue A."],
+        "a registry": ["https://artifactory.firm.example/x", "https://x.example/simple/", "--index-url x"],
+        "an address": ["10.1.2.3", "192.168.0.7"],
+    }
+    for what, texts in meets.items():
+        for text in texts:
+            assert re.search(FORBIDDEN[what], text), (what, text)
+    allowed = [
+        "https://pypi.org/project/x",
+        "127.0.0.1",
+        "a framework/x",
+        "10.5",
+        "/home/me/x",
+        "C:\\Users\\me",
+        "issue a",
+    ]
+    assert not [(text, what) for text in allowed for what, pattern in FORBIDDEN.items() if re.search(pattern, text)]

@@ -1,0 +1,82 @@
+"""The documentation says what is so: its Python runs, in order, page by page, with the model in the package."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+BUNDLED = ROOT / "sinkscope/models/bundled/model.safetensors"
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+
+pytestmark = pytest.mark.skipif(not BUNDLED.is_file(), reason="needs the model in the package")
+
+
+def blocks(page: str) -> list[str]:
+    return _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run the Python of a page as one module; its names come back."""
+    monkeypatch.chdir(tmp_path)
+
+    def running(page: str, **given: Any) -> dict[str, Any]:
+        module = ModuleType("page")  # dataclasses look their module up
+        monkeypatch.setitem(sys.modules, "page", module)
+        module.__dict__.update(given)
+        for i, source in enumerate(blocks(page)):
+            exec(compile(source, f"{page} block {i}", "exec", dont_inherit=True), module.__dict__)
+        return module.__dict__
+
+    return running
+
+
+def test_extending(run: Any) -> None:
+    """The examples are short, as promised, and do what their pages say."""
+    names = run("docs/extending.md")
+    for source in blocks("docs/extending.md"):
+        assert sum(bool(line.strip()) for line in source.splitlines()) <= 20
+    circuit = names["found"]
+    assert names["watcher"].found[f"blocks.{circuit.sink_layer}.hook_resid_post"] in circuit.residual_dims
+    t = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0))
+    assert names["kurtosis"](t).mean().item() == pytest.approx(3, abs=0.3)  # of a normal distribution
+    assert names["row"].down == "mlp.c_proj"
+
+
+def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("docs/index.md")
+    assert f"Sink layer {names['found'].sink_layer}" in capsys.readouterr().out
+    assert {event.kind for event in names["run"].events} <= {"patched", "fallback", "sink-like"}
+    assert names["run"].events
+
+
+def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    """Its model is on a hub; here the one in the package stands in for it."""
+    import sinkscope as ss
+
+    real_load, real_find = ss.load, ss.find_sinks
+    monkeypatch.setitem(vars(ss), "load", lambda _name, **options: real_load(**options))
+    monkeypatch.setitem(vars(ss), "find_sinks", lambda _name: real_find(max_repeats=64))
+    inputs = {"input_ids": torch.tensor([[1, *[300] * 200]]), "max_new_tokens": 2, "do_sample": False}
+    names = run("README.md", inputs=inputs)
+    assert names["run"].events
+
+
+@pytest.mark.slow
+def test_site_builds_strictly(tmp_path: Path) -> None:
+    import subprocess
+
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "site" / "extending.html").is_file()

@@ -1,0 +1,134 @@
+"""`patch make`, `patch eval` and `divergence` as a user types them, and their drawings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from organisms import organism
+from test_divergence import _measure
+from test_evaluate import _evaluate, _loud
+from test_patching import _make, _text
+
+from sinkscope.cli import main
+from sinkscope.interventions import SinkPatch
+from sinkscope.results import Result
+from sinkscope.sinks._loss import Change
+from sinkscope.sinks.patching import PatchMade
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _said(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    out, err = capsys.readouterr()
+    return out, err
+
+
+def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    o = organism("llama", 2)
+    o.save("model")
+    _text(o, here)
+    few = "--model model --text text.txt --pieces 4 --length 24"
+    assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
+    out, err = _said(capsys)
+    assert (err, "patch made" in out) == ("", True)
+    made = Result.load("made.json")
+    assert isinstance(made, PatchMade)
+    assert SinkPatch.load("out/patch.json").checked_sites == made.patch.checked_sites
+    assert [(s.layer, s.neuron) for s in SinkPatch.load("out/patch.json").checked_sites] == list(o.truth.neurons)
+    assert main(f"patch eval {few} --patch out/patch.json --json -".split()) == 0
+    found = json.loads(_said(capsys)[0])
+    assert (found["kind"], found["result"]["neurons"]) == ("patch-eval", [list(n) for n in o.truth.neurons])
+
+
+def test_refusal_is_an_error_and_no_sink_is_not(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    organism("llama", 0, kind="none").save("none")
+    assert main("patch make --model none --out p.json --json made.json".split()) == 0
+    out, err = _said(capsys)
+    assert "no attention sink" in out
+    assert err == "p.json was not written: there is nothing to patch\n"
+    refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm: 3 % > 1 %.")
+    monkeypatch.setattr("sinkscope.sinks.patching.make_patch", lambda *_, **__: refused)
+    assert main("patch make --model none --out p.json".split()) == 2
+    out, err = _said(capsys)
+    assert "refused: it would harm" in out  # the evidence is seen
+    assert err == "error: no patch was written: it would harm: 3 % > 1 %.\n"
+    assert not Path("p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("patch make", "Missing option '--out'"),
+        ("patch make --out -", "give the patch a file of its own"),
+        ("patch make --out x.json --json x.json", "give the patch a file of its own"),
+        ("patch eval --patch none.json", "cannot read none.json"),
+        ("patch nothing", "No such command 'nothing'"),
+        ("divergence --repeats 0", "'--repeats'"),
+        ("divergence --corpus nowhere", "--corpus 'nowhere' is not a folder"),
+        ("divergence --index none.npz", "the index none.npz is not there: give --corpus"),
+    ],
+)
+def test_refused_before_any_model_is_loaded(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: str, says: str
+) -> None:
+    monkeypatch.setattr("sinkscope.models.load.load", None)
+    assert main(words.split()) == 2
+    out, err = _said(capsys)
+    assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True)
+    assert says in err
+
+
+def test_divergence_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    organism("llama", 2).save("model")
+    Path("corpus").mkdir()
+    Path("corpus/a.txt").write_text("the cat")
+    words = "divergence --model model --token dog --token cat --prefix the --repeats 5 --repeats 9 --max-repeats 30"
+    assert (
+        main([*words.split(), *"--new-tokens 4 --controls 2 --corpus corpus --index i.npz --json d.json".split()]) == 0
+    )
+    assert Path("i.npz").exists()
+    found: Any = Result.load("d.json")
+    assert {c.word for c in found.curves} == {"dog", "cat"}
+    assert {c.repeats for c in found.continuations} == {5, 9}
+    assert len(found.continuations) == 2 * 2 * 2 * 2
+    assert (len(found.control), found.curves[0].repeats[-1]) == (2, 30)
+    assert "ordinary prompts" in _said(capsys)[0]
+
+
+def _traces(result: Result) -> dict[str, Any]:
+    return {t["name"]: t for t in json.loads(result.figure().to_json())["data"] if t.get("name")}
+
+
+def test_drawings_show_the_numbers(here: Path) -> None:
+    o = organism("llama", 2)
+    made = _make(o, here)
+    traces = _traces(made)
+    assert traces["intact"]["y"] == [t.intact for t in made.held_out]
+    assert traces["patched"]["y"] == [t.patched for t in made.held_out]
+    scored = _evaluate(o, here, _loud(o))
+    row = scored.scores[0]
+    assert _traces(scored)["patch"]["y"] == pytest.approx([100 * row.difference / row.original])
+    Path("corpus").mkdir()
+    Path("corpus/a.txt").write_text("the cat dog")
+    found = _measure(corpus="corpus", repeats=[5, 280])
+    boxes = [t for t in json.loads(found.figure().to_json())["data"] if t["type"] == "box"]
+    groups = found.groups()
+    assert [b["y"] for b in boxes] == [[c.leak.length for c in part if c.leak] for part in groups.values()]
+    [bold] = [t for t in json.loads(found.figure().to_json())["data"] if t.get("name") == "patched"]
+    [curve] = [c for c in found.curves if (c.prefix, c.patched) == (False, True)]
+    assert (tuple(bold["x"]), tuple(bold["y"])) == (curve.repeats, curve.p)
+
+
+def test_summary_of_a_refused_patch_has_its_evidence(here: Path) -> None:
+    made = replace(_make(organism("llama", 2), here), verdict="refused", perplexity=Change(10.0, 10.5, 0.5, 0.01))
+    assert "10 -> 10.5 (+5.000% +- 0.100%, limit +1.0%)" in made.summary()

@@ -1,0 +1,193 @@
+"""make_patch against planted neurons, and its refusals."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from organisms import Organism, organism
+
+import sinkscope.sinks.patching as patching
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions import Ablate, SinkPatch
+from sinkscope.models.target import Target
+from sinkscope.results import Result
+from sinkscope.sinks._loss import losses, perplexity_change
+from sinkscope.sinks.patching import PatchMade, make_patch
+from sinkscope.trace.run import trace
+
+
+def _sites(made: PatchMade) -> set[tuple[int, ...]]:
+    return {(n.layer, n.neuron) if n.expert is None else (n.layer, n.expert, n.neuron) for n in made.neurons}
+
+
+def _text(o: Organism, folder: Path, count: int = 4000) -> Path:
+    """Words at random: every token of the organism's own, none of them unknown."""
+    rng = random.Random(o.seed)
+    path = folder / "text.txt"
+    path.write_text(" ".join(o.tokenizer.decode([rng.randrange(4, o.model.config.vocab_size)]) for _ in range(count)))
+    return path
+
+
+def _make(o: Organism, folder: Path, **changes: Any) -> PatchMade:
+    most = 2 * (o.truth.repeats_expected or 50)
+    options: dict[str, Any] = {"max_repeats": most, "words": 4, "pieces": 6, "length": 48, "text": _text(o, folder)}
+    return make_patch(o.model, tokenizer=o.tokenizer, **(options | changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "seed"),
+    [
+        ("llama", "sink", 2),
+        ("qwen3", "gate", 2),
+        ("mixtral", "up", 1),
+        ("gemma2", "spread", 4),
+        ("neox", "two_stage", 5),
+    ],
+)
+def test_patch_is_the_planted_neurons(family: str, kind: str, seed: int, tmp_path: Path) -> None:
+    o = organism(family, seed, kind=kind)
+    made = _make(o, tmp_path)
+    assert (made.verdict, _sites(made), made.sink_layer) == ("made", set(o.truth.neurons), o.truth.sink_layer)
+    assert made.held_out
+    assert made.ceiling is not None
+    assert all(t.patched <= made.ceiling < t.intact for t in made.held_out)
+
+
+def test_saved_patch_repairs_what_it_says(tmp_path: Path) -> None:
+    """Norms of a held-out token by `trace` under the loaded patch: the second way to the numbers of the table."""
+    o = organism("llama", 2)
+    made = _make(o, tmp_path)
+    made.patch.save(tmp_path / "patch.json")
+    patch = SinkPatch.load(tmp_path / "patch.json")
+    site = f"blocks.{made.layer}.hook_resid_post"
+    token = made.held_out[0]
+    ids = o.repeated(token.repeats, token.id)
+    for edit, wanted in ((None, token.intact), (patch, token.patched)):
+        if edit is None:
+            norms = trace(o.model, ids, [site], "norm")[site]
+        else:
+            with edit.on(o.model):
+                norms = trace(o.model, ids, [site], "norm")[site]
+        assert float(norms[0, 1:].max()) == pytest.approx(wanted, rel=1e-4)
+    assert made.perplexity is not None
+    assert abs(made.perplexity.difference) < 1e-3 * made.perplexity.before
+
+
+def test_smallest_set_comes_first_and_every_smaller_one_failed(tmp_path: Path) -> None:
+    o = organism("llama", 5)
+    made = _make(o, tmp_path)
+    assert len(made.neurons) == len(o.truth.neurons) == 3
+    assert made.tried[0].neurons == ()
+    assert [len(t.neurons) for t in made.tried] == sorted(len(t.neurons) for t in made.tried)
+    assert made.ceiling is not None
+    assert [t.norm <= made.ceiling for t in made.tried] == [False] * (len(made.tried) - 1) + [True]
+    assert sum(len(t.neurons) == 2 for t in made.tried) == 3
+
+
+def test_harmful_patch_is_refused(tmp_path: Path) -> None:
+    """The sink neuron also carries what the model says about ordinary text: its own samples become less likely."""
+    o = organism("llama", 10, kind="up")
+    [(layer, neuron)] = o.truth.neurons
+    mlp = o.model.model.layers[layer].mlp
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        # A little of every token's content in the factor that decides about the sink, much of it in what is written:
+        # ordinary tokens move the neuron by a small part of the sink's value, and the logits by a lot.
+        row = mlp.up_proj.weight[neuron]
+        noise = torch.randn(row.shape, generator=generator)
+        column = mlp.down_proj.weight[:, neuron]
+        spikes = torch.zeros_like(row, dtype=torch.bool)
+        spikes[list(o.truth.residual_dims)] = True
+        row.add_(torch.where(spikes, 0, 0.01 * row.norm() * noise))
+        other = torch.randn(row.shape, generator=generator)
+        column.add_(torch.where(spikes, 0, 0.5 * column.norm() * other / other.norm()))
+    text = tmp_path / "samples.txt"
+    text.write_text(_samples(o, 40, 48))
+    made = _make(o, tmp_path, text=text, pieces=20)
+    assert made.verdict == "refused"
+    assert "would harm" in made.reason
+    assert _sites(made) == set(o.truth.neurons)  # it would work, and harm
+    assert made.perplexity is not None
+    assert made.perplexity.difference / made.perplexity.before > 0.01
+    with pytest.raises(SinkscopeError, match="would harm"):
+        _ = made.patch
+    # the limit is what refuses: with a generous one the same patch is made
+    assert _make(o, tmp_path, text=text, pieces=20, limit=1e6).verdict == "made"
+
+
+def _samples(o: Organism, rows: int, length: int) -> str:
+    """What the model itself says, so that any other distribution is further from it."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.full((rows, 1), o.tokenizer.bos_token_id)
+    with torch.no_grad():
+        for _ in range(length):
+            logits = o.model(ids).logits[:, -1]
+            logits[:, :4] = -torch.inf
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
+    return " ".join(o.tokenizer.decode(row[1:]) for row in ids)
+
+
+def test_no_sink_and_no_repeats_are_answers(tmp_path: Path) -> None:
+    none = _make(organism("llama", 0, kind="none"), tmp_path)
+    assert (none.verdict, none.neurons, none.sink_layer) == ("no-sink", (), None)
+    position = _make(organism("gpt2", 1), tmp_path, max_repeats=100)  # marked by its position: repetition does nothing
+    assert (position.verdict, position.unreached) == ("no-repeats", 8)
+    assert position.sink_layer is not None
+    for made in (none, position):
+        assert Result.from_dict(made.to_dict()) == made
+        made.figure()
+
+
+def test_neurons_that_do_not_suffice_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    o = organism("llama", 5)
+    found = patching._candidates
+    monkeypatch.setattr(patching, "_candidates", lambda *a: found(*a)[:2])
+    made = _make(o, tmp_path)
+    assert made.verdict == "refused"
+    assert "does not fall to the typical range" in made.reason
+    assert made.neurons == ()
+
+
+def test_perplexity_is_that_of_single_rows(tmp_path: Path) -> None:
+    o = organism("llama", 3)
+    target = Target.of(o.model, o.tokenizer)
+    ids = o.natural(5, 20)
+    edit = Ablate(layer=0, neurons=list(range(10)))
+    before, after = losses(target, ids), losses(target, ids, edit, batch_size=2)
+
+    def mean(rows: Any) -> float:
+        total = 0.0
+        for row in rows:
+            logits = o.model(row[None]).logits[0].log_softmax(-1)
+            total -= sum(float(logits[i, row[i + 1]]) for i in range(1, 19)) / 18
+        return total / len(rows)
+
+    with torch.no_grad():
+        plain = mean(ids)
+        with edit.on(o.model):
+            edited = mean(ids)
+    change = perplexity_change(before, after)
+    assert change.before == pytest.approx(torch.tensor(plain).exp().item(), rel=1e-4)
+    assert change.after == pytest.approx(torch.tensor(edited).exp().item(), rel=1e-4)
+    pairs = after - before
+    assert change.se == pytest.approx(float(pairs.std() / 5**0.5) * change.after, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"tokens": ["poem"]}, "at least two different ones"),
+        ({"tokens": ["poem", "no such word"]}, "is 3 tokens"),
+        ({"max_repeats": 5000}, "expected 2 to 2047"),
+        ({"limit": -0.1}, "--limit -0.1: expected a share"),
+        ({"pieces": 1}, "pieces 1: expected at least 2"),
+        ({"words": 0}, "words 0: expected at least 1"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(SinkscopeError, match=says):
+        _make(organism("llama", 0), tmp_path, **options)
