@@ -54,20 +54,20 @@ if TYPE_CHECKING:
     from sinkscope.models.names import models as models
     from sinkscope.models.target import Target as Target
     from sinkscope.results import Result as Result
+    from sinkscope.sinks.atlas import sink_atlas as sink_atlas
+    from sinkscope.sinks.attack import cluster_attack as cluster_attack
+    from sinkscope.sinks.cluster import token_clusters as token_clusters
     from sinkscope.sinks.converge import convergence as convergence
+    from sinkscope.sinks.detect import detect_attack as detect_attack
     from sinkscope.sinks.divergence import divergence as divergence
     from sinkscope.sinks.evaluate import evaluate_patch as evaluate_patch
-    from sinkscope.sinks.atlas import sink_atlas as sink_atlas
-    from sinkscope.sinks.cluster import token_clusters as token_clusters
-    from sinkscope.sinks.attack import cluster_attack as cluster_attack
-    from sinkscope.sinks.detect import detect_attack as detect_attack
     from sinkscope.sinks.find import find_sinks as find_sinks
     from sinkscope.sinks.mark import marking_heads as marking_heads
-    from sinkscope.sinks.separate import separability as separability
+    from sinkscope.sinks.massive import massive_activations as massive_activations
     from sinkscope.sinks.patching import make_patch as make_patch
     from sinkscope.sinks.repeat import repeat_norms as repeat_norms
     from sinkscope.sinks.repeat_attention import repeat_attention as repeat_attention
-    from sinkscope.sinks.massive import massive_activations as massive_activations
+    from sinkscope.sinks.separate import separability as separability
     from sinkscope.trace.run import trace as trace
 
 

@@ -17,6 +17,7 @@ from torch import nn
 import sinkscope.sinks.converge
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks._distance import _same_from, _same_later, head_outputs, slope
@@ -207,6 +208,20 @@ def test_read_from_disk_in_batches_it_is_the_same(family: str, tmp_path: Path) -
     assert first.layers_read == 1 and {c.layer for c in first.curves} == {0} and first.holds
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["bridge", "nnsight"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "neox"])
+def test_every_kind_of_model_gives_the_same(family: str, backend: str, tmp_path: Path) -> None:
+    o = organism(family, 2)
+    want = _measured(o, 40)
+    got = convergence(load(str(o.save(tmp_path / "m")), backend=backend), tokenizer=o.tokenizer, max_repeats=40)
+    for a, b in zip(got.curves, want.curves, strict=True):
+        assert a.distance == pytest.approx(b.distance, rel=1e-3, abs=1e-4)
+        assert (a.bound is None) is (b.bound is None) and (
+            a.bound is None or a.bound == pytest.approx(b.bound, rel=1e-3)
+        )
+
+
 class _Adapted(nn.Module):
     """An output projection without a weight of its own, as quantised and adapted ones are."""
 
@@ -238,6 +253,8 @@ def test_bad_input_is_refused_in_one_line() -> None:
         with pytest.raises(SinkscopeError, match=message) as caught:
             _measured(o, 20, **options)
         assert "\n" not in str(caught.value)
+    half = convergence(copy.deepcopy(o.model).bfloat16(), tokenizer=o.tokenizer, max_repeats=20)
+    assert half.holds and all(s.expected is None for c in half.curves for s in c.same)  # rounded already
     with pytest.raises(SinkscopeError, match="at least one repetition"):
         _measured(o, 0)
     with pytest.raises(SinkscopeError, match=f"the largest is {largest}"):

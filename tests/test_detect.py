@@ -11,7 +11,7 @@ import torch
 from attack_kit import arena_of, mixed_clusters, planted_clusters, text_file, words
 from hypothesis import given
 from hypothesis import strategies as st
-from intervention_kit import count_hooks
+from intervention_kit import bridge_of, count_hooks, logits, nnsight_of
 from organisms import Organism, organism
 from sklearn.metrics import roc_auc_score
 
@@ -174,6 +174,18 @@ def test_values_are_those_of_the_layer() -> None:
     ours = neuron_values(Target.of(o.model), [site], ids, 2).flatten()
     assert asked.any()
     torch.testing.assert_close(ours[asked], (post / weight)[asked], rtol=1e-4, atol=1e-5)
+
+
+def test_every_kind_of_model_is_watched_alike() -> None:
+    o = organism("llama", 1, bos=False)
+    ids = torch.tensor([[*o.tokens_of(0)[:6], *o.tokens_of(1)[:3]]])
+    detector = _calibrated(o)
+    seen = []
+    for model in (o.model, bridge_of(o.model, o.tokenizer), nnsight_of(o.model, o.tokenizer)):
+        with detector.on(model) as run:
+            logits(model, ids)
+        seen.append(_alarms(run, 1))
+    assert seen[0][0] and seen == [seen[0]] * 3
 
 
 def test_it_changes_nothing_and_leaves_nothing() -> None:

@@ -83,8 +83,26 @@ def test_the_command_writes_data_and_figure(
     assert len(out.splitlines()) == 4 and "no PNG: no browser" in err
     drawn = emergence.figure(data["result"]["runs"])
     means = [t for t in drawn.data if t.name == "with BOS"]
-    rows = [run["rows"] for run in data["result"]["runs"] if run["bos"]]
-    assert means[0].y[-1] == pytest.approx((rows[0][-1]["sink_rate"] + rows[1][-1]["sink_rate"]) / 2)
+    rows = [run["rows"][-1] for run in data["result"]["runs"] if run["bos"]]
+    for mean, name in ((means[0], "idle_attention"), (means[1], "sink_rate"), (means[-1], "excess_loss")):
+        assert mean.y[-1] == pytest.approx((rows[0][name] + rows[1][name]) / 2)
+
+
+def test_idle_attention_is_that_of_positions_without_a_trigger() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=32, max_position_embeddings=64, initializer_range=0.5, **emergence.SIZES)
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config).eval()
+    ids = sequences(transitions(typical_text()), 5, True, torch.Generator().manual_seed(0))
+    best = 0.0
+    for layer in model(ids, output_attentions=True).attentions:
+        got = [
+            float(layer[row, 0, at, 0]) for row in range(5) for at in range(1, ids.shape[1])
+            if int(ids[row, at]) not in (1, 2, 3)
+        ]  # fmt: skip
+        best = max(best, sum(got) / len(got))
+    assert emergence.measure(model, ids, 0.0)["idle_attention"] == pytest.approx(best, rel=1e-4)
 
 
 def test_values_at_a_drained_first_token_are_seen() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ast
-import platform
 import re
 import subprocess
 import sys
@@ -138,23 +137,6 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def _private_words() -> tuple[str, ...]:
-    node = platform.node()
-    return (str(Path.home()) + "/", str(ROOT) + "/", *([node] if len(node) > 8 else []))  # a short name is a word
-
-
-def test_nothing_committed_names_folders_of_this_machine() -> None:
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
-    for name in filter(None, files):
-        if name in ("tests/test_package.py", "tests/test_results.py"):
-            continue
-        file = ROOT / name
-        if not file.is_file() or file.suffix in (".safetensors", ".png"):
-            continue
-        text = file.read_text(encoding="utf-8", errors="replace")
-        assert [word for word in _private_words() if word in text] == [], name
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ def test_without_weights_only_the_paper_is_printed(capsys: pytest.CaptureFixture
 
 
 def test_measured_numbers_stand_beside_the_papers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     asked: list[Any] = []
 
@@ -46,10 +47,10 @@ def test_measured_numbers_stand_beside_the_papers(
         )
 
     monkeypatch.setattr(table2, "evaluate_patch", fake)
-    table2.main(["--run", "llama-2-7b=weights"])
+    assert table2.main(["--run", f"llama-2-7b={tmp_path}"]) == 0
     rows = [row for row in _cells(capsys.readouterr().out) if row[0] == "LLaMa-2-7B-HF"]
     assert [(s.layer, s.neuron) for s in asked[0][1]] == [(1, 7890), (1, 10411)]
-    assert asked[0][0] == "weights"
+    assert asked[0][0] == str(tmp_path)
     assert set(asked[0][2]) == {
         "mmlu", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2", "winogrande", "arc_easy", "arc_challenge",
     }  # fmt: skip
@@ -58,6 +59,12 @@ def test_measured_numbers_stand_beside_the_papers(
         ["LLaMa-2-7B-HF", "HellaSwag", "57.12", "57.13", "+0.01", "hellaswag acc_norm", "57.12", "57.13",
          "+0.01 +- 0.20", "-0.12 +- 0.10"]
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["--run", "llama-2-7b"], ["--run", "llama-2-7b=nowhere"], ["--models", "gpt-2"]])
+def test_bad_input(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        table2.main(words)
 
 
 def test_weights_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ class Settings:
     rope_theta: float = 5e5
     embedding_std: float = 0.5
     weight_std: float = 0.05
-    steps: int = 3000
+    steps: int = 1400
     seed: int = 0
     planted: bool = True
     tokens_per_step: int = 4096

@@ -87,8 +87,8 @@ def measure(name: str, model: object, questions: int | None, device: str | None,
     )
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Command line."""
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 2 for bad input."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[], choices=list(MODELS), help="measure the published weights")
     parser.add_argument("--run", nargs="*", default=[], metavar="NAME=FOLDER", help="measure weights in a folder")
@@ -101,8 +101,11 @@ def main(argv: list[str] | None = None) -> None:
     wanted: dict[str, str] = {name: name for name in args.models}
     for entry in args.run:
         name, equals, folder = entry.partition("=")
-        if not equals or name not in MODELS:
-            parser.error(f"--run {entry}: expected NAME=FOLDER with NAME one of {', '.join(MODELS)}")
+        if not equals or name not in MODELS or not Path(folder).is_dir():
+            names = ", ".join(MODELS)
+            parser.error(
+                f"--run {entry}: expected NAME=FOLDER with a folder that is there and one of the names {names}"
+            )
         wanted[name] = folder
     measured: dict[str, PatchEvaluation | None] = {}
     for name, model in wanted.items():
@@ -110,13 +113,15 @@ def main(argv: list[str] | None = None) -> None:
             measured[name] = found = measure(name, model, args.questions, args.device, args.dtype)
         except SinkscopeError as error:
             if error.page not in _NOT_HAD:
-                raise SystemExit(f"error: {error}") from None
+                print(f"error: {error}", file=sys.stderr)
+                return 2
             print(f"{name}: {error}", file=sys.stderr)
             continue
         if args.save is not None:
             write_atomic(args.save / f"table2_{name}.json", found.to_json())
     print(table(measured))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

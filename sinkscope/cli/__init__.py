@@ -13,8 +13,8 @@ import typer
 
 from sinkscope._console import note
 from sinkscope.cli import (
-    attack,
     atlas,
+    attack,
     clusters,
     converge,
     divergence,
@@ -31,8 +31,8 @@ from sinkscope.errors import SinkscopeError, is_out_of_memory
 
 __all__ = [
     "app",
-    "attack",
     "atlas",
+    "attack",
     "clusters",
     "converge",
     "divergence",

@@ -11,7 +11,22 @@ from sinkscope.results import Result
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
-_DRAWN = ("find-sinks", "attack", "attack-detection", "clusters", "atlas", "repeat", "repeat-attention", "heads", "separate", "converge", "divergence", "patch-make", "patch-eval", "massive-activations")  # kinds; each has a file of its name here, with a function `draw`
+_DRAWN = (
+    "find-sinks",
+    "attack",
+    "attack-detection",
+    "clusters",
+    "atlas",
+    "repeat",
+    "repeat-attention",
+    "heads",
+    "separate",
+    "converge",
+    "divergence",
+    "patch-make",
+    "patch-eval",
+    "massive-activations",
+)  # kinds; each has a file of its name here, with a function `draw`
 
 
 def figure(result: Result) -> go.Figure:

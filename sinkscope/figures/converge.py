@@ -38,7 +38,7 @@ def draw(result: Any) -> go.Figure:
         title={"text": text, "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1400 if deep else 1000,
         height=480, margin={"l": 70, "r": 20, "t": 90, "b": 110}, font={"size": 13},
         legend={"orientation": "h", "y": -0.24, "x": 0.3, "xanchor": "center", "yanchor": "top"},
-        legend2={"orientation": "h", "y": -0.24, "x": 0.86, "xanchor": "center", "yanchor": "top"},
+        legend2={"orientation": "h", "y": -0.24, "x": 1, "xanchor": "right", "yanchor": "top"},
     )  # fmt: skip
     return fig
 
@@ -75,6 +75,7 @@ def _first(fig: Any, result: Any) -> None:
 
 
 def _heads(fig: Any, result: Any) -> None:
+    count = 1 + max(c.head for c in result.curves if c.head is not None)
     for i, whole in enumerate(result.wholes()):
         heads = [
             c for c in result.curves
@@ -88,7 +89,7 @@ def _heads(fig: Any, result: Any) -> None:
             bars = {"color": color, "symbol": "line-ew-open", "size": 16, "line": {"width": 2}}
             bounds = [None if c.bound is None else c.bound[-1] for c in shown]
             fig.add_scatter(y=bounds, name=f"{label}: bound", marker=bars, **at)
-    fig.update_xaxes(title_text="head (dot: measured, bar: bound)", row=1, col=2)
+    fig.update_xaxes(title_text="head (dot: measured, bar: bound)", dtick=max(1, count // 12), row=1, col=2)
     fig.update_yaxes(type="log", exponentformat="power", row=1, col=2)
 
 

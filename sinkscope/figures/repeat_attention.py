@@ -25,16 +25,16 @@ def draw(result: Any) -> go.Figure:
     specs[0][left if across > 1 else 0] = {"colspan": across - left or 1}
     labels = [html.escape(s.label) for s in result.sequences]
     labels = [labels[0], *(f"{result.max_repeats} x {label}" for label in labels[1:])]
-    titles = ["Attention of all queries", "Attention of the last 32 tokens"][: 2 if across > 1 else 1]
+    titles = ["Attention of all queries", "Tail: a high-norm key over an ordinary one"][: 2 if across > 1 else 1]
     titles += [f"layer {layer}: {label}" for label in labels for layer in shown]
     fig = make_subplots(
         rows=1 + down, cols=across, specs=[*specs, *[[{} for _ in range(across)] for _ in range(down)]],
         subplot_titles=titles, row_heights=[1.1, *[1.0] * down], vertical_spacing=0.3 / (1 + down),
         horizontal_spacing=0.035,
     )  # fmt: skip
-    _over_layers(fig, result, labels, 1, ("first", "mass", "uniform"))
+    _over_layers(fig, result, labels)
     if across > 1:
-        _over_layers(fig, result, labels, left + 1, ("tail_first", "tail_mass", "tail_uniform"))
+        _ratios(fig, result, labels, left + 1)
     for row, sequence in enumerate(result.sequences, 2):
         for column, picture in enumerate(sequence.pictures, 1):
             _picture(fig, result.edges, picture, row, column)
@@ -63,21 +63,33 @@ def _bar(down: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _over_layers(fig: Any, result: Any, labels: list[str], column: int, names: tuple[str, str, str]) -> None:
+def _over_layers(fig: Any, result: Any, labels: list[str]) -> None:
     layers = list(range(result.model.n_layers))
     for sequence, label, colour in zip(result.sequences, labels, _COLOURS * len(labels), strict=False):
-        lines = [(getattr(sequence, names[0]), "position 0", "dot")]
+        lines = [(sequence.first, "position 0", "dot")]
         if sequence.mass is not None:
-            lines.append((getattr(sequence, names[1]), "high-norm positions", "solid"))
-            lines.append(([getattr(sequence, names[2])] * len(layers), "these, were it uniform", "dash"))
+            lines.append((sequence.mass, "high-norm positions", "solid"))
+            lines.append(([sequence.uniform] * len(layers), "these, were it uniform", "dash"))
         for values, what, dash in lines:
             fig.add_scatter(
                 x=layers, y=values, mode="lines" if dash == "dash" else "lines+markers", name=f"{label}: {what}",
                 line={"color": colour, "dash": dash, "width": 1 if dash == "dash" else 2},
-                legendgroup=f"{label} {what}", showlegend=column == 1, row=1, col=column,
+                row=1, col=1,
+            )  # fmt: skip
+    fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=1, col=1)
+    fig.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
+
+
+def _ratios(fig: Any, result: Any, labels: list[str], column: int) -> None:
+    layers = list(range(result.model.n_layers))
+    for sequence, label, colour in zip(result.sequences, labels, _COLOURS * len(labels), strict=False):
+        if sequence.tail_ratio is not None:
+            fig.add_scatter(
+                x=layers, y=sequence.tail_ratio, mode="lines+markers", name=f"{label}: ratio", showlegend=False,
+                line={"color": colour}, row=1, col=column,
             )  # fmt: skip
     fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=1, col=column)
-    fig.update_yaxes(range=[0, 1], tickformat=".0%", row=1, col=column)
+    fig.update_yaxes(type="log", exponentformat="power", dtick=1, row=1, col=column)
 
 
 def _picture(fig: Any, edges: Any, picture: Any, row: int, column: int) -> None:
@@ -89,7 +101,7 @@ def _picture(fig: Any, edges: Any, picture: Any, row: int, column: int) -> None:
                     for q, line in zip(ends, picture.cells, strict=True)],
         hovertemplate="queries %{customdata[0]}, keys %{customdata[1]}: %{customdata[2]:.3g}<extra></extra>",
     )  # fmt: skip
-    ticks = sorted({0, *range(0, len(ends), max(1, len(ends) // 4)), len(ends) - 1})
+    ticks = [*range(0, len(ends) - 2, max(1, len(ends) // 4)), len(ends) - 1]
     style = {"tickvals": ticks, "ticktext": [str(edges[i]) for i in ticks], "row": row, "col": column}
     fig.update_xaxes(**style)
     fig.update_yaxes(autorange="reversed", **style)

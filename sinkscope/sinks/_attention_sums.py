@@ -34,7 +34,7 @@ def attention_sums(
     target: Target,
     ids: Int[Tensor, "row pos"],
     keys: Float[Tensor, "row set pos"],
-    tail: Float[Tensor, " pos"],
+    tail: Float[Tensor, "row pos"],
     shown: list[int],
     edges: tuple[int, ...],
 ) -> Sums:
@@ -59,7 +59,7 @@ def attention_sums(
         part = slice(start, start + rows.shape[2])
         given = torch.einsum("bhqk,bsk->bshq", rows, keys.to(rows.device)).cpu()
         mean[:, :, layer] += given.sum(-1) / length
-        late[:, :, layer] += given @ tail[part]
+        late[:, :, layer] += torch.einsum("bshq,bq->bsh", given, tail[:, part])
         if layer in shown:
             by_key = rows.mean(1) @ member.to(rows.device)
             cells[:, shown.index(layer)].index_add_(1, of_bin[part], by_key.cpu())

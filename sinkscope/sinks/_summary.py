@@ -39,9 +39,12 @@ def summary(found: FindSinks) -> str:
         lines.append("Massive activations in residual dimensions " + ", ".join(map(str, found.residual_dims)) + ".")
     r = found.repeats
     if r.tokens:
-        never = f"; {r.unreached} of {len(r.tokens)} tokens never do within {r.max_repeats}" if r.unreached else ""
-        got = "No token becomes a sink by repetition" if r.median is None else f"Repeats until a sink: {r.median:.0f}"
-        lines.append(f"{got} (median over {len(r.tokens) - r.unreached} tokens{never}).")
+        if r.median is None:
+            lines.append(f"None of {len(r.tokens)} tokens becomes a sink within {r.max_repeats} repetitions.")
+        else:
+            never = f"; {r.unreached} of {len(r.tokens)} never do within {r.max_repeats}" if r.unreached else ""
+            reached = len(r.tokens) - r.unreached
+            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {reached} tokens{never}).")
     return "\n".join([*lines, *_rest(found)])
 
 

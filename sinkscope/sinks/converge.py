@@ -39,7 +39,7 @@ class SameNumbers:
         dtype: "bfloat16" or "float16".
         repeats: smallest n from which all components are equal, up to the last n; None: not within it.
         expected: where they would be, were the distance to fall on as 1 / n (a power of two times the last n); only
-            where the theorem speaks, and None where `repeats` is known.
+            where the theorem speaks and the model runs in float32, and None where `repeats` is known.
     """
 
     dtype: str
@@ -256,7 +256,9 @@ def _curves(
         floor = rounding(target, max(size, float(r.max()) if first else 0.0))
         ratio = None if bound is None else torch.where(distance > floor, distance / bound, 0.0)
         of_head = head is not None and bound is not None
-        same = () if head is not None else _same(seen, first and outside is None)
+        # The output itself must have digits to spare: what is already rounded can lie on the edge between two numbers.
+        extrapolate = first and outside is None and torch.finfo(target.dtype).bits > 16
+        same = () if head is not None else _same(seen, extrapolate)
         return Curve(
             target.tokenizer.decode([word]), word, number, seen.layer, head, size, tuple(distance[at].tolist()),
             slope(distance, floor), None if bound is None else tuple(map(_finite, bound[at].tolist())),
@@ -271,9 +273,10 @@ def _curves(
     return [curve(None, whole, seen.norm, total), *each]
 
 
-def _same(seen: Seen, theorem: bool) -> tuple[SameNumbers, ...]:
+def _same(seen: Seen, extrapolate: bool) -> tuple[SameNumbers, ...]:
     return tuple(
-        SameNumbers(name, at, seen.expected[name] if theorem and at is None else None) for name, at in seen.same.items()
+        SameNumbers(name, at, seen.expected[name] if extrapolate and at is None else None)
+        for name, at in seen.same.items()
     )
 
 

@@ -155,7 +155,7 @@ class MassiveActivations(Result):
             if c.values:
                 low = min(c.values, key=lambda v: v.ratio)
                 lines.append(
-                    f"  Value vectors of the first token: least in layer {low.layer}, {low.ratio:.2f} x others'."
+                    f"  Value vectors of the first token: least in layer {low.layer}, {low.ratio:.2g} x others'."
                 )
             if c.tokens:
                 names = ", ".join(f"{t.token!r} {t.high} of {t.seen}" for t in c.tokens[:6])

@@ -20,7 +20,7 @@ from sinkscope.sinks._repetitions import CYCLE, Repetitions, check, choose, repe
 from sinkscope.sinks._setup import Progress, Setup, setup
 from sinkscope.sinks._walk import walk
 
-POINTS = 512  # of a curve; longer ones are thinned, `repeats` is read before that
+POINTS = 1024  # of a curve; longer ones are thinned, `repeats` is read before that
 
 
 @dataclass(frozen=True)

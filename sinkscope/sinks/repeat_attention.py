@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target
-from sinkscope.results import Result
+from sinkscope.results import Result, cell
+from sinkscope.sinks._attention_sums import Sums, attention_sums, join
 from sinkscope.sinks._repetitions import check, choose, repetitions
 from sinkscope.sinks._setup import Progress, setup
 from sinkscope.sinks._walk import SINK_RATIO, walk
 from sinkscope.sinks.repeat import norms_at
 from sinkscope.text import text_rows
-from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024
 BINS = 32  # of a picture, beside the first position and the tail, which have bins of their own
-TAIL = 32  # tokens of natural text behind the repetitions, the same at the same positions in every sequence
-_ROWS = 128  # queries at a time: batch x head x _ROWS x key is the most that is in memory
+TAIL = 64  # tokens of natural text behind the repetitions, the same at the same positions in every sequence
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,13 @@ class Attended:
         mass: mean attention to all high-norm positions together.
         first_rate: share of heads whose mean attention to position 0 exceeds 0.3 (sink rate, Gu et al. 2024).
         mass_rate: share of heads whose mean attention to all high-norm positions together does.
-        tail_uniform: as `uniform`, for the queries of the last 32 tokens, which are the same in every sequence.
-        tail_first: as `first`, for these queries.
-        tail_mass: as `mass`, for these queries.
-        tail_ratio: what these queries give a high-norm position before them, over what they give one there whose norm
-            is within 95 % of typical text, each on average; NaN where there is none.
+        tail: queries of the tail: those of the last 64 tokens, the same text in every sequence, whose norm is no higher
+            than that of 95 % of typical text; behind repetitions some are sinks themselves, and those look elsewhere.
+        tail_uniform: as `uniform`, for the queries of the tail.
+        tail_first: as `first`, for the queries of the tail; None where the tail is empty.
+        tail_mass: as `mass`, for the queries of the tail.
+        tail_ratio: what the tail gives a high-norm position before the last 64, over what it gives one there whose norm
+            is no higher than that of 95 % of typical text, each on average; None where there is none.
         pictures: of the layers that are shown.
     """
 
@@ -69,8 +69,9 @@ class Attended:
     mass: tuple[float, ...] | None
     first_rate: tuple[float, ...]
     mass_rate: tuple[float, ...] | None
+    tail: int
     tail_uniform: float | None
-    tail_first: tuple[float, ...]
+    tail_first: tuple[float, ...] | None
     tail_mass: tuple[float, ...] | None
     tail_ratio: tuple[float, ...] | None
     pictures: tuple[Picture, ...]
@@ -110,7 +111,7 @@ class RepeatAttention(Result):
             {
                 "layer": layer, "sequence": s.label,
                 "to_first": s.first[layer], "to_high_norm": None if s.mass is None else s.mass[layer],
-                "tail_to_first": s.tail_first[layer],
+                "tail_to_first": None if s.tail_first is None else s.tail_first[layer],
                 "tail_to_high_norm": None if s.tail_mass is None else s.tail_mass[layer],
                 "tail_ratio": None if s.tail_ratio is None else s.tail_ratio[layer],
                 "sink_rate": s.first_rate[layer], "high_norm_rate": None if s.mass_rate is None else s.mass_rate[layer],
@@ -127,19 +128,20 @@ class RepeatAttention(Result):
         first_shown = 0 if self.sink_layer is None else min(self.sink_layer + 1, self.model.n_layers - 1)
         layers = range(first_shown, self.model.n_layers)
         lines.append(
-            f"Layers {layers[0]} to {layers[-1]}; of all / of the last {TAIL} tokens, the same in every sequence:"
+            f"Layers {layers[0]} to {layers[-1]}; of all queries / of the tail, ordinary ones of the last {TAIL}:"
         )
         for s in self.sequences:
-            first = f"{_mean(s.first, layers):.1%} / {_mean(s.tail_first, layers):.1%}"
-            line = f"{s.label}: {first} to position 0, sink rate {_mean(s.first_rate, layers):.1%}"
-            if s.mass is not None and s.mass_rate is not None and s.tail_mass is not None:
+            line = f"{s.label}: {_mean(s.first, layers)} / {_mean(s.tail_first, layers)} to position 0, sink rate "
+            line += _mean(s.first_rate, layers)
+            if s.mass is not None:
                 line += (
-                    f"; {_mean(s.mass, layers):.1%} / {_mean(s.tail_mass, layers):.1%} to all {s.high} high-norm "
-                    f"positions (were it uniform: {s.uniform:.1%} / {s.tail_uniform:.1%}), "
-                    f"sink rate {_mean(s.mass_rate, layers):.1%}"
+                    f"; {_mean(s.mass, layers)} / {_mean(s.tail_mass, layers)} to all {s.high} high-norm positions "
+                    f"(were it uniform: {cell(s.uniform, percent=True)} / {cell(s.tail_uniform, percent=True)}), "
+                    f"sink rate {_mean(s.mass_rate, layers)}"
                 )
             if s.tail_ratio is not None:
-                line += f"; {_mean(s.tail_ratio, layers):.3g} times as much to each as to one of ordinary norm"
+                ratio = sum(s.tail_ratio[i] for i in layers) / len(layers)
+                line += f"; the tail gives each {ratio:.3g} times as much as one of ordinary norm"
             lines.append(line + ".")
         if self.replaced:
             pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in self.replaced)
@@ -207,21 +209,16 @@ def repeat_attention(
     ids = torch.cat([natural, torch.cat([asked.ids, natural[:, -TAIL:].expand(len(words), -1)], 1)])
 
     seen = walk(target, made.ids, whole=target.resident, progress=progress)
-    layer, norms, wanted = seen.sink_layer(), None, None
-    keys = torch.zeros(len(ids), 1, length)
-    keys[:, 0, 0] = 1  # position 0
+    layer, kinds = seen.sink_layer(), None
     if layer is not None:
-        norms = norms_at(target, layer, ids, batch_size, progress=progress, what="norms") / seen.first[layer]
-        wanted, keys = _key_sets(norms, SINK_RATIO * seen.typical[layer][1] / seen.first[layer],
-                                 seen.typical[layer][2] / seen.first[layer])  # fmt: skip
-    tail = torch.arange(length) >= length - TAIL
-    if wanted is not None:
-        tail &= ~wanted.any(0)
+        norms = norms_at(target, layer, ids, batch_size, progress=progress, what="norms")
+        kinds = _Kinds.of(norms, seen.first[layer], seen.typical[layer])
+    keys, tail = _weights(kinds, ids.shape)
     shown = _shown(layer, target.n_layers) if layers is None else sorted(set(layers))
     edges, parts = _edges(length), []
     for start in range(0, len(ids), batch_size):
         rows = slice(start, start + batch_size)
-        parts.append(attention_sums(target, ids[rows], keys[rows], tail / tail.sum().clamp(min=1), shown, edges))
+        parts.append(attention_sums(target, ids[rows], keys[rows], _mean_of(tail[rows]), shown, edges))
         if progress is not None:
             progress("attention", min(start + batch_size, len(ids)), len(ids))
     sums = join(parts)
@@ -239,102 +236,74 @@ def repeat_attention(
         edges=edges,
         replaced=replaced,
         sequences=tuple(
-            _attended(label, row, taken, high, shown, asked.start)
+            _attended(label, row, sums, kinds, tail[row], shown, asked.start)
             for row, label in enumerate(("natural text", *asked.labels))
         ),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What was added up as it passed: means over queries per head, and cells of the pictures."""
+class _Kinds:
+    """What the norm at the sink layer makes of each position."""
 
-    first: Float[Tensor, "row layer head"]
-    mass: Float[Tensor, "row layer head"]
-    tail_first: Float[Tensor, "row layer head"]
-    tail_mass: Float[Tensor, "row layer head"]
-    tail_per_high: Float[Tensor, "row layer head"]
-    tail_per_ordinary: Float[Tensor, "row layer head"]
-    cells: Float[Tensor, "row shown bin bin"]
+    half: Bool[Tensor, "row pos"]  # at least half of the first token's
+    high: Bool[Tensor, "row pos"]
+    ordinary: Bool[Tensor, "row pos"]
+
+    @classmethod
+    def of(cls, norms: Float[Tensor, "row pos"], first: float, typical: tuple[float, float, float]) -> _Kinds:
+        """Against the first token's norm and the 5 %, median and 95 % of the typical one."""
+        high = norms > SINK_RATIO * typical[1]
+        high[:, 0] = True
+        return cls(norms >= first / 2, high, norms <= typical[2])
 
 
-@torch.no_grad()
-def _watch(
-    target: Target, ids: Int[Tensor, "row pos"], high: Bool[Tensor, "row pos"] | None,
-    ordinary: Bool[Tensor, "row pos"] | None, shown: list[int], edges: tuple[int, ...],
-) -> _Seen:  # fmt: skip
-    """One pass; rows of attention are added up as they come by, in chunks of queries."""
-    count, length = ids.shape
-    first, mass, tail_first, tail_mass, tail_per_high, tail_per_ordinary = (
-        torch.zeros(count, target.n_layers, target.n_heads) for _ in range(6)
-    )
-    cells = torch.zeros(count, len(shown), len(edges) - 1, len(edges) - 1)
-    of_bin = torch.bucketize(torch.arange(length), torch.tensor(edges[1:]), right=True)
-    member = torch.nn.functional.one_hot(of_bin, len(edges) - 1).float()  # position bin
-    wanted = torch.zeros(count, length) if high is None else high.float()
-    per_high, per_ordinary = _weights(high, count, length), _weights(ordinary, count, length)
+def _weights(kinds: _Kinds | None, shape: torch.Size) -> tuple[Float[Tensor, "row set pos"], Bool[Tensor, "row pos"]]:
+    """Sets of keys (first; all high ones; the mean of high ones and of ordinary ones before the tail), and the tail."""
+    rows, length = shape
+    late = torch.arange(length) >= length - TAIL
+    first = torch.zeros(rows, length)
+    first[:, 0] = 1
+    if kinds is None:
+        return first[:, None], late.expand(rows, -1)
+    means = [_mean_of(chosen & ~late) for chosen in (kinds.high, kinds.ordinary)]
+    return torch.stack([first, kinds.high.float(), *means], 1), late & kinds.ordinary
 
-    def add(layer: int, start: int, rows: Tensor) -> None:
-        to_first = rows[..., 0].cpu()
-        to_high = torch.einsum("bhqk,bk->bhq", rows, wanted.to(rows.device)).cpu()
-        late = max(0, length - TAIL - start)
-        first[:, layer] += to_first.sum(-1)
-        mass[:, layer] += to_high.sum(-1)
-        tail_first[:, layer] += to_first[..., late:].sum(-1)
-        tail_mass[:, layer] += to_high[..., late:].sum(-1)
-        by_tail = rows[:, :, late:].sum(2).cpu()  # batch head key
-        tail_per_high[:, layer] += torch.einsum("bhk,bk->bh", by_tail, per_high)
-        tail_per_ordinary[:, layer] += torch.einsum("bhk,bk->bh", by_tail, per_ordinary)
-        if layer in shown:
-            by_key = rows.mean(1) @ member.to(rows.device)
-            cells[:, shown.index(layer)].index_add_(1, of_bin[start : start + rows.shape[2]], by_key.cpu())
 
-    with attention_rows(target, add, rows_per_chunk=_ROWS):
-        target.forward(ids)
-    means = (
-        first / length,
-        mass / length,
-        tail_first / TAIL,
-        tail_mass / TAIL,
-        tail_per_high / TAIL,
-        tail_per_ordinary / TAIL,
-    )
-    return _Seen(*means, cells / member.sum(0)[:, None])
+def _mean_of(chosen: Bool[Tensor, "row pos"]) -> Float[Tensor, "row pos"]:
+    return chosen / chosen.sum(1, keepdim=True).clamp(min=1)
 
 
 def _attended(
-    label: str, row: int, taken: _Seen, high: Bool[Tensor, "row pos"] | None, shown: list[int], start: int
+    label: str, row: int, sums: Sums, kinds: _Kinds | None, tail: Bool[Tensor, " pos"], shown: list[int], start: int
 ) -> Attended:
-    mine = None if high is None else high[row]
-    fair = None if mine is None else mine.cumsum(0) / torch.arange(1, len(mine) + 1)
-    above = [] if mine is None or not row else mine[start:-TAIL].nonzero().flatten().tolist()
-
-    def of_high(sums: Tensor) -> tuple[float, ...] | None:
-        return None if mine is None else _tuple(sums)
-
+    mean, late = sums.mean[row], sums.tail[row]  # set layer head
+    pictures = tuple(Picture(layer, tuple(map(_tuple, sums.cells[row, i]))) for i, layer in enumerate(shown))
+    first, rate = _tuple(mean[0].mean(-1)), _tuple((mean[0] > EPS).float().mean(-1))
+    late_first = _tuple(late[0].mean(-1)) if bool(tail.any()) else None
+    if kinds is None:
+        none = None
+        return Attended(label, none, none, none, first, none, rate, none, TAIL, none, late_first, none, none, pictures)
+    high = kinds.high[row]
+    fair = high.cumsum(0) / torch.arange(1, len(high) + 1)
+    above = kinds.half[row, start:-TAIL].nonzero().flatten().tolist() if row else []
+    some = late_first is not None
     return Attended(
-        label,
-        above[0] + 1 if above else None,
-        None if mine is None else int(mine.sum()),
-        None if fair is None else float(fair.mean()),
-        _tuple(taken.first[row].mean(-1)),
-        of_high(taken.mass[row].mean(-1)),
-        _tuple((taken.first[row] > EPS).float().mean(-1)),
-        of_high((taken.mass[row] > EPS).float().mean(-1)),
-        None if fair is None else float(fair[-TAIL:].mean()),
-        _tuple(taken.tail_first[row].mean(-1)),
-        of_high(taken.tail_mass[row].mean(-1)),
-        of_high(taken.tail_per_high[row].mean(-1) / taken.tail_per_ordinary[row].mean(-1)),
-        tuple(Picture(layer, tuple(map(_tuple, taken.cells[row, i]))) for i, layer in enumerate(shown)),
+        label=label,
+        repeats=above[0] + 1 if above else None,
+        high=int(high.sum()),
+        uniform=float(fair.mean()),
+        first=first,
+        mass=_tuple(mean[1].mean(-1)),
+        first_rate=rate,
+        mass_rate=_tuple((mean[1] > EPS).float().mean(-1)),
+        tail=int(tail.sum()),
+        tail_uniform=float(fair[tail].mean()) if some else None,
+        tail_first=late_first,
+        tail_mass=_tuple(late[1].mean(-1)) if some else None,
+        tail_ratio=_tuple(late[2].mean(-1) / late[3].mean(-1)) if some and bool((late[3] > 0).all()) else None,
+        pictures=pictures,
     )
-
-
-def _weights(chosen: Bool[Tensor, "row pos"] | None, count: int, length: int) -> Float[Tensor, "row pos"]:
-    """The mean over the chosen positions before the tail, as weights; NaN where there are none."""
-    if chosen is None:
-        return torch.zeros(count, length)
-    before = (chosen & (torch.arange(length) < length - TAIL)).float()
-    return before / before.sum(1, keepdim=True)
 
 
 def _shown(sink_layer: int | None, n_layers: int) -> list[int]:
@@ -353,5 +322,5 @@ def _tuple(values: Tensor) -> tuple[float, ...]:
     return tuple(float(f"{v:.5g}") for v in values.tolist())
 
 
-def _mean(values: Sequence[float], layers: range) -> float:
-    return sum(values[i] for i in layers) / len(layers)
+def _mean(shares: Sequence[float] | None, layers: range) -> str:
+    return cell(None if shares is None else sum(shares[i] for i in layers) / len(layers), percent=True)
