@@ -39,7 +39,7 @@ from sinkscope.trace.attention import attention_rows
 
 BOS, CHARACTERS, TRIGGERS = 0, 31, 3  # token 0 is BOS, the others are the most frequent characters; the first trigger
 LENGTH, BATCH, EVERY, HELD_OUT, EPS = 64, 32, 25, 64, 0.3
-# One head per layer and a narrow MLP: with many heads, or an MLP that can undo what a head adds, no head has to rest.
+# One head per layer and a narrow MLP: with four heads and 256 neurons no sink was seen within 600 steps.
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 1}
 RATE = 5e-3
 
@@ -163,8 +163,9 @@ def figure(runs: list[dict[str, Any]]) -> Any:
         fig.update_xaxes(title_text="training step", rangemode="tozero", col=col, row=1)
         fig.update_yaxes(rangemode="tozero", col=col, row=1)
     fig.update_yaxes(tickformat=".0%", col=2, row=1)
+    fig.update_yaxes(type="log", rangemode="normal", dtick=1, exponentformat="power", col=5, row=1)
     return fig.update_layout(
-        title={"text": "A sink appears: Bigram-Backcopy, 3 layers of width 64", "x": 0.01, "xanchor": "left"},
+        title={"text": "Bigram-Backcopy in training: 3 layers of width 64", "x": 0.01, "xanchor": "left"},
         template="plotly_white", width=1700, height=450, margin={"l": 50, "r": 20, "t": 110, "b": 100},
         font={"size": 13}, legend={"orientation": "h", "y": -0.24, "x": 0.5, "xanchor": "center", "yanchor": "top"},
     )  # fmt: skip
