@@ -36,7 +36,7 @@ def notebook_arm(folder: str) -> dict[str, Any]:
     """The whole model in TransformerLens, everything cached, candidates ablated one by one."""
     import torch
     from transformer_lens.model_bridge import TransformerBridge
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
     def run() -> dict[str, Any]:
         hf = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -80,7 +80,7 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
     """`find_sinks` on the same folder, with the same repetitions and candidates."""
     import torch  # noqa: F401
     import transformers  # noqa: F401
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
     from sinkscope.sinks._open import open_target
     from sinkscope.sinks.find import find_sinks
@@ -199,6 +199,8 @@ def main() -> None:
         "cold_start": lambda _f: cold_start(args.rounds),
     }
     results: dict[str, Any] = {}
+    if args.out is not None and args.out.exists():  # rows that are not run again stay
+        results = json.loads(args.out.read_text())["result"]
     started = time.perf_counter()
     for name, row in rows.items():
         if args.only and name not in args.only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -82,6 +83,7 @@ class Progress:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        gc.enable()  # off while libraries were imported
         if self._bar is None:
             return
         if stage not in self._tasks:

@@ -201,6 +201,11 @@ def test_no_sink_is_an_answer(tmp_path: Path) -> None:
     assert found.figure() is not None
 
 
+def test_no_cluster_is_an_answer(tmp_path: Path) -> None:
+    found = _attack(organism("llama", 1), tmp_path, clusters={}, lengths=[4], sequences=4, searched=0)
+    assert found.attacks == () and "serves two tokens" in found.summary()
+
+
 def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
     assert _attack(o, tmp_path, lengths=[4, 60]).unfilled == (60,)

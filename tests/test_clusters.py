@@ -195,6 +195,16 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: p
         _clusters(o, resume=tmp_path / "mine")
 
 
+def test_some_tokens_are_what_they_are_among_all() -> None:
+    """Also a single one, which would make no plane by itself."""
+    o = organism("llama", 0)
+    every, token = _clusters(o, sample=0), o.tokens_of(0)[0]
+    one = _clusters(o, sample=0, tokens=[o.tokenizer.decode([token])])
+    assert (one.ids, one.head) == ((token,), (every.head[every.ids.index(token)],))
+    assert one.best == (every.best[every.ids.index(token)],)
+    assert one.lda is not None and one.lda.fired == 1.0 and one.lda.quiet == 0.0
+
+
 def test_bad_input_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("llama", 0)
     for arguments, words in (

@@ -123,6 +123,7 @@ def test_leak_is_the_answer_where_the_corpus_holds_it(tmp_path: Path) -> None:
     (folder / "a.txt").write_text("nothing of it")
     (folder / "b.txt").write_text(f"before{broken.follows}after")
     found = _measure(corpus=folder)
+    assert found.settings["corpus"] == "corpus"  # no folder of this machine
     [same] = [c for c in found.continuations if (c.repeats, c.prefix, c.patched) == (280, False, False)]
     assert same.leak is not None
     assert (same.leak.length, same.leak.text, same.leak.file) == (len(broken.follows), broken.follows, "b.txt")
@@ -154,10 +155,17 @@ def test_a_patch_that_is_given_is_used(tmp_path: Path) -> None:
     o = _repeater()
     SinkPatch(layer=1, neurons=[5], value=0.0).save(tmp_path / "p.json")
     found = _measure(patch=tmp_path / "p.json", repeats=[5], max_repeats=250)
-    assert found.neurons == ((1, 5),)
+    assert (found.neurons, found.settings["patch"]) == (((1, 5),), "p.json")  # no folder of this machine
     curves = {c.patched: c for c in found.curves if not c.prefix}
     assert curves[True].left == curves[False].left  # no sink neuron: it diverges all the same
     assert o.truth.neurons != ((1, 5),)
+
+
+def test_words_that_are_drawn_are_not_those_of_the_prefix() -> None:
+    small: dict[str, Any] = {"tokens": None, "max_repeats": 2, "repeats": [1], "new_tokens": 1, "controls": 0}
+    drawn = {c.word for c in _measure(**small, prefix="cat the").curves}
+    other = {c.word for c in _measure(**small, prefix="cat and").curves}
+    assert drawn - other == {"and"} and other - drawn == {"the"}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import secrets
@@ -203,8 +204,12 @@ def test_tokens_given_round_trip_and_figure(tmp_path: Path) -> None:
     bad = replace(found, first_tokens=tuple(replace(f, token="<img src=x>") for f in found.first_tokens))
     drawn = bad.figure().to_json()
     assert "<img" not in drawn.replace("\\u003c", "<") and "&lt;img" in drawn.replace("\\u0026", "&")
-    heat = next(t for t in found.figure().data if t.type == "heatmap")
+    heat, control = (t for t in found.figure().data if t.type == "heatmap")
     assert sorted(map(tuple, heat.z)) == sorted(f.drops for f in found.first_tokens)
+    of = {f"{f.token!r} ({f.id})": f.control_drop for f in found.first_tokens}
+    assert [html.unescape(y) for y in control.y] == [html.unescape(y) for y in heat.y]
+    assert [z for (z,) in control.z] == [of[html.unescape(y)] for y in control.y]
+    assert control.x[0] > heat.x[-1]
     assert len(_found(organism("gpt2", 0), tmp_path).figure().data) == 1
 
 

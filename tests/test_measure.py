@@ -105,6 +105,17 @@ def test_strings_that_are_not_one_token_are_taken_apart() -> None:
     assert len(one) == 1 and single_token(tokenizer, " the") == one[0]
     with pytest.raises(SinkscopeError, match=r"'circumlocution' is \d+ tokens \('c.*give a string that is one token"):
         single_token(tokenizer, "circumlocution")
+    with pytest.raises(SinkscopeError, match=r"^'' is no token; give a string that is one token$"):
+        single_token(tokenizer, "")
+
+
+def test_a_word_the_tokenizer_does_not_know_is_refused() -> None:
+    """Its one token is that of all unknown words."""
+    tokenizer = organism("llama", 0).tokenizer
+    assert tokenizer("zyzzyva", add_special_tokens=False)["input_ids"] == [tokenizer.unk_token_id]
+    with pytest.raises(SinkscopeError, match=r"^'zyzzyva' is unknown to the tokenizer; give a string that is one"):
+        single_token(tokenizer, "zyzzyva")
+    assert single_token(tokenizer, tokenizer.unk_token) == tokenizer.unk_token_id
 
 
 def test_bos_is_what_the_tokenizer_says() -> None:

@@ -71,7 +71,7 @@ def test_refusal_is_an_error_and_no_sink_is_not(
         ("patch make", "Missing option '--out'"),
         ("patch make --out -", "give the patch a file of its own"),
         ("patch make --out x.json --json x.json", "give the patch a file of its own"),
-        ("patch eval --patch none.json", "cannot read none.json"),
+        ("patch eval --patch none.json --backend hf", "make a patch with `sinkscope patch make`"),
         ("patch nothing", "No such command 'nothing'"),
         ("divergence --repeats 0", "'--repeats'"),
         ("divergence --corpus nowhere", "--corpus 'nowhere' is not a folder"),
@@ -115,6 +115,9 @@ def test_drawings_show_the_numbers(here: Path) -> None:
     traces = _traces(made)
     assert traces["intact"]["y"] == [t.intact for t in made.held_out]
     assert traces["patched"]["y"] == [t.patched for t in made.held_out]
+    assert made.perplexity is not None
+    [cost] = [t for t in json.loads(made.figure().to_json())["data"] if t["x"] == ["patched"]]
+    assert cost["mode"] == "markers" and cost["y"] == [made.perplexity.difference / made.perplexity.before]
     scored = _evaluate(o, here, _loud(o))
     row = scored.scores[0]
     assert _traces(scored)["patch"]["y"] == pytest.approx([100 * row.difference / row.original])

@@ -209,6 +209,10 @@ def test_streamed_round_trip_and_figure(tmp_path: Path) -> None:
     assert sum(len(t.x) for t in shown) == len(live.points)
     blue = [x for t in shown if t.name.startswith("first") for x in t.x]
     assert sorted(blue) == sorted(p.plane for p in live.points if p.first)
+    titles = [a.text for a in live.figure().layout.annotations]
+    controls = [f"{s.shuffled_auroc:.4f}" for s in live.separators]
+    assert titles[0].endswith(f"with random labels: {controls[0]}")
+    assert titles[1].endswith(f"with random labels: {', '.join(controls[2:])}")
     assert len(_found(organism("gpt2", 0), tmp_path, count=20).figure().data) == 8
 
 

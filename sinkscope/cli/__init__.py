@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 2 bad input (one line on stderr), 130 interrupted.
     """
     _quiet()
-    gc.set_threshold(100_000, 20, 20)  # importing torch and transformers makes no garbage: a fifth of the start goes
+    gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
         code = app(args=list(sys.argv[1:] if argv is None else argv) or ["--help"], prog_name="sinkscope",
                    standalone_mode=False)  # fmt: skip
@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         return _refuse(f"cannot write to standard output: {_FULL[error.errno]}; make room and run the command again")
+    finally:
+        gc.enable()
 
 
 def _drop_output() -> None:

@@ -23,7 +23,6 @@ from sinkscope.cli.common import (
     check_outputs,
     deliver,
     open_model,
-    read_text,
 )
 from sinkscope.errors import SinkscopeError
 
@@ -120,10 +119,11 @@ def eval_command(
 ) -> None:
     """Perplexity and benchmarks: no patch, the patch, and one of as many random neurons."""
     check_outputs(json, html, png)
-    read_text(patch)
 
+    from sinkscope.interventions.patch_file import read_patch
     from sinkscope.sinks.evaluate import evaluate_patch
 
+    read_patch(patch)  # before a model is opened
     with Progress() as progress:
         result = evaluate_patch(
             open_model(model, backend, revision=revision, device=device, dtype=dtype),

@@ -66,9 +66,18 @@ def _tokens(fig: Any, result: Any) -> None:
         colorbar={"title": {"text": "lost"}, "tickformat": ".0%", "x": 0.575, "thickness": 12},
         hovertemplate="%{y} first, head %{x}: %{z:.1%} lost<extra></extra>", row=1, col=2,
     )  # fmt: skip
+    heads = len(tokens[0].drops)
+    fig.add_heatmap(  # the control, a column of its own
+        x=[heads + 0.5], y=[f"{name} ({t.id})" for name, t in zip(names, tokens, strict=True)],
+        z=[[t.control_drop] for t in tokens], zmin=0, zmax=1, colorscale=[[0, "#f7f7f7"], [1, BLUE]], ygap=1,
+        showscale=False, row=1, col=2,
+        hovertemplate="%{y} first, as many other heads, largest of 20 draws: %{z:.1%} lost<extra></extra>",
+    )  # fmt: skip
+    shown = list(range(0, heads, max(1, heads // 16)))
     fig.update_xaxes(
-        title_text=f"head of layer {result.marking_layer}", dtick=max(1, len(tokens[0].drops) // 16), row=1, col=2
-    )
+        title_text=f"head of layer {result.marking_layer}", tickvals=[*shown, heads + 0.5],
+        ticktext=[*map(str, shown), "random"], row=1, col=2,
+    )  # fmt: skip
     fig.update_yaxes(
         tickvals=[f"{name} ({t.id})" for name, t in zip(names, tokens, strict=True)], ticktext=names,
         tickfont={"size": 9}, autorange="reversed", row=1, col=2,

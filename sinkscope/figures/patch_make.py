@@ -75,9 +75,10 @@ def _tried(fig: Any, result: Any) -> None:
 
 def _cost(fig: Any, result: Any) -> None:
     p = result.perplexity
-    fig.add_bar(
-        x=["patched"], y=[p.difference / p.before], marker_color=ORANGE, width=0.4, showlegend=False, row=1, col=3,
-        error_y={"type": "data", "array": [2 * (p.se or 0) / p.before], "visible": True},
+    fig.add_scatter(  # no bar: one of height 0, the best there is, could not be seen
+        x=["patched"], y=[p.difference / p.before], mode="markers", showlegend=False, row=1, col=3,
+        marker={"color": ORANGE, "size": 10},
+        error_y={"type": "data", "array": [2 * (p.se or 0) / p.before], "visible": True, "color": ORANGE},
         hovertemplate=f"{p.before:.5g} to {p.after:.5g}<extra></extra>",
     )  # fmt: skip
     fig.add_hline(

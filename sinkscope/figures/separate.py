@@ -14,9 +14,9 @@ from sinkscope.figures.style import BLUE, GREY
 def draw(result: Any) -> go.Figure:
     """First and later tokens along the plane's direction, and by the best neurons."""
     plane, neurons = result.separators[0], result.separators[2:]
-    titles = [f"LDA: AUROC {plane.auroc:.4f} on held-out tokens and texts"]
+    titles = [f"LDA: AUROC {plane.auroc:.4f} on held-out tokens and texts" + _control([plane])]
     if neurons:
-        titles.append("; ".join(f"{_name(s)}: AUROC {s.auroc:.4f}" for s in neurons))
+        titles.append("; ".join(f"{_name(s)}: AUROC {s.auroc:.4f}" for s in neurons) + _control(neurons))
     fig: Any = make_subplots(cols=len(titles), subplot_titles=titles, horizontal_spacing=0.09)
     for first in (False, True):
         for held in (False, True):
@@ -41,11 +41,15 @@ def draw(result: Any) -> go.Figure:
         template="plotly_white",
         width=1300 if neurons else 750,
         height=560,
-        margin={"l": 70, "r": 20, "t": 100, "b": 110},
+        margin={"l": 70, "r": 20, "t": 110, "b": 110},
         font={"size": 13},
         legend={"orientation": "h", "y": -0.17, "x": 0.5, "xanchor": "center", "yanchor": "top"},
     )  # fmt: skip
     return fig
+
+
+def _control(separators: Any) -> str:
+    return "<br>with random labels: " + ", ".join(f"{s.shuffled_auroc:.4f}" for s in separators)
 
 
 def _name(separator: Any) -> str:

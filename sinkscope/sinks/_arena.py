@@ -73,6 +73,8 @@ class Arena:
         self, tasks: Sequence[tuple[Context, Tensor]], progress: Progress | None
     ) -> list[Float[Tensor, "row attacked"]]:
         """`norms` of many sets of sequences at once: over several workers and resumed, if that was asked for."""
+        if not tasks:
+            return []
         batches = [(c.lead, part, i) for i, (c, rows) in enumerate(tasks) for part in rows.split(self.batch)]
         work = NormWork(self.layer, self.reference, tuple((lead, part) for lead, part, _ in batches))
         found = in_chunks(

@@ -78,7 +78,8 @@ def open_target(
                 raise
 
     def opened(layers: int | None) -> Target:
-        hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, **options)
+        # The model of the package needs no probe at every start: the tests hold it to its circuit.
+        hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, probe=model is not None, **options)
         return _with_tokenizer(Target.of(hf))
 
     if source is None or source.kind != "gguf":

@@ -18,10 +18,10 @@ def summary(found: FindSinks) -> str:
         lines += _rest(found)
         return "\n".join(lines)
     i = found.sink_layer
-    first, typical = found.first_token_norm[i], found.typical_norm[i]
+    norm, typical = found.first_token_norm[i], found.typical_norm[i]
     lines.append(f"Sink layer {i}, made by {_names(found)}.")
-    if first is not None and typical is not None:
-        lines.append(f"First token's norm there {first:.4g}, typical {typical:.4g}: {first / typical:.0f} x.")
+    if norm is not None and typical is not None:
+        lines.append(f"First token's norm there {norm:.4g}, typical {typical:.4g}: {norm / typical:.0f} x.")
     if found.set_drop is not None and found.set_control_drop is not None:
         lines.append(
             f"Zeroing them takes {found.set_drop:.1%} of it; the largest of 20 random draws of as many takes "
@@ -31,8 +31,10 @@ def summary(found: FindSinks) -> str:
         lines.append("Stages: " + ", ".join(f"layer {s.layer} adds {s.share:.1%}" for s in found.stages) + ".")
     if found.attention is not None:
         a = found.attention
+        first, last = min(a.layers), max(a.layers)
+        where = f"layer {first}" if first == last else f"layers {first} to {last}"
         lines.append(
-            f"Attention to the first token in layers {a.layers[0]} to {a.layers[-1]}: {a.intact:.3f}, without them "
+            f"Attention to the first token in {where}: {a.intact:.3f}, without them "
             f"{a.ablated:.3f}, without random ones {a.control:.3f}."
         )
     if found.residual_dims:

@@ -16,14 +16,18 @@ def single_token(tokenizer: Any, string: str) -> int:
     """The id of a string that is one token, as written or with a space before it.
 
     Raises:
-        SinkscopeError: it is several tokens; the message says which.
+        SinkscopeError: it is several tokens (the message says which), none, or unknown to the tokenizer.
     """
+    unknown = None if string == getattr(tokenizer, "unk_token", None) else getattr(tokenizer, "unk_token_id", None)
     pieces: list[int] = []
-    for form in (string, " " + string):
+    for form in (string, " " + string) if string else ():
         ids = tokenizer(form, add_special_tokens=False)["input_ids"]
-        if len(ids) == 1:
+        if len(ids) == 1 and ids[0] != unknown:
             return int(ids[0])
         pieces = pieces or ids
+    if len(pieces) < 2:
+        what = "is unknown to the tokenizer" if pieces else "is no token"
+        raise SinkscopeError(f"{string!r} {what}; give a string that is one token")
     parts = ", ".join(repr(tokenizer.decode([i])) for i in pieces)
     raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); give a string that is one token")
 

@@ -235,7 +235,7 @@ def clusters_of(
         hold_layers(target, layer)
         flat = site.neuron + (site.expert or 0) * target.d_mlp
         reference = float(neuron_at(target, layer, flat, made.ids[:, :1]).median())
-        some = draw(ids, LDA_TOKENS, made.seed)
+        some = draw(vocabulary(target, None), LDA_TOKENS, made.seed)  # the few of --token would make no plane
         work = HeadWork(
             layer, flat, reference, threshold, later_mean(target, made.ids), *first_direction(target, made.ids, some)
         )

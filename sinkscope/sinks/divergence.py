@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sinkscope._plain import pathless
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.models.target import Target
@@ -25,6 +26,7 @@ from sinkscope.text.corpus import CorpusIndex, open_corpus
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3
 REPEATS = (50, 400)
+WORDS = 5  # of the text, where none are given
 _POINTS = 160  # of a curve
 
 
@@ -159,7 +161,7 @@ class Divergence(Result):
                 most = max(leaks, key=lambda leak: leak.length)
                 lines.append(
                     f"Longest verbatim piece, {name}: median {median(leak.length for leak in leaks):.0f} bytes, "
-                    f"largest {most.length} ({most.tokens} tokens)."
+                    f"largest {most.length} ({most.tokens} token{'s' * (most.tokens != 1)})."
                 )
         return "\n".join(lines)
 
@@ -244,7 +246,7 @@ def divergence(
     )
     made = setup(live, tokenizer=tokenizer, bos=bos, text=text, seed=seed)
     target = made.target
-    words = pick_tokens(target.tokenizer, made.ids, tokens, seed)
+    words = _words(made, tokens, prefix)
     heads = _heads(made, words, prefix)
     most, counts = _limits(target, len(heads[1]), max_repeats, repeats, new_tokens)
     layer = None
@@ -280,8 +282,9 @@ def divergence(
         model=made.info(),
         settings={
             "tokens": None if tokens is None else list(tokens), "max_repeats": most, "repeats": list(counts),
-            "new_tokens": new_tokens, "patch": None if patch is None or isinstance(patch, SinkPatch) else str(patch),
-            "corpus": None if corpus is None else str(corpus), "controls": controls, "bos": made.bos is not None,
+            "new_tokens": new_tokens,
+            "patch": None if patch is None or isinstance(patch, SinkPatch) else pathless(os.fspath(patch)),
+            "corpus": None if corpus is None else pathless(os.fspath(corpus)), "controls": controls, "bos": made.bos is not None,
             "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
             "batch_size": batch_size,
         },
@@ -296,6 +299,16 @@ def divergence(
         control=_control(made, controls, new_tokens, batch_size, searched),
         corpus=None if searched is None else Corpus(searched.name, len(searched.names), len(searched.data)),
     )  # fmt: skip
+
+
+def _words(made: Setup, tokens: Sequence[str] | None, prefix: str) -> list[int]:
+    """What to repeat; words that are drawn are not in the prefix, those asked for may be, and are refused later."""
+    tokenizer = made.target.tokenizer
+    if tokens:
+        return pick_tokens(tokenizer, made.ids, tokens, made.seed)
+    inside = tokenizer(prefix, add_special_tokens=False)["input_ids"]
+    drawn = pick_tokens(tokenizer, made.ids, None, made.seed, WORDS + len(inside))
+    return [w for w in drawn if w not in inside][:WORDS] or drawn[:WORDS]
 
 
 def _heads(made: Setup, words: list[int], prefix: str) -> tuple[list[int], list[int]]:

@@ -77,8 +77,9 @@ class PatchEvaluation(Result):
         known = [s for s in self.scores if s.difference_se is not None]
         moved = [f"{s.task} {s.metric}" for s in known if abs(s.difference) > 2 * (s.difference_se or 0.0)]
         what = ", ".join(moved) if moved else "none"
+        count = f"{len(self.neurons)} neuron{'s' * (len(self.neurons) > 1)}"
         return (
-            f"{self.model.name}: patch of {len(self.neurons)} neurons, random patch of as many.\n"
+            f"{self.model.name}: patch of {count}, random patch of as many.\n"
             f"Moved by more than two standard errors: {what} ({len(moved)} of {len(known)})."
         )
 

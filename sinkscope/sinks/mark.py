@@ -82,7 +82,8 @@ class MarkingHeads(Result):
             usual = sizes[len(sizes) // 2] if sizes else 0
             lines.append(f"No single head suffices for most first tokens; it takes {usual} (median).")
         marking = [h for h in self.heads if h.serves]
-        lines.append("Marking heads: " + ", ".join(f"{h.layer}.{h.head} ({h.serves} tokens)" for h in marking) + ".")
+        names = (f"{h.layer}.{h.head} ({h.serves} token{'s' * (h.serves != 1)})" for h in marking)
+        lines.append(f"Marking heads: {', '.join(names)}.")
         lost = [f.set_drop for f in fire if f.set_drop is not None]
         chance = [f.control_drop for f in fire if f.control_drop is not None]
         if lost and chance:
@@ -168,7 +169,7 @@ def marking_heads(
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
 
 
 def _median(values: list[float]) -> float:

@@ -311,7 +311,7 @@ def _secondary(c: Condition) -> str:
     if not c.secondary:
         return "No secondary sinks: no later position has a high norm."
     longest = max(c.secondary, key=lambda s: s.lifetime)
-    return (
-        f"{len(c.secondary)} secondary sinks, created after layers {min(s.created for s in c.secondary)} to "
-        f"{max(s.created for s in c.secondary)}; the longest lasts {longest.lifetime} layers ({longest.token!r})."
-    )
+    low, high = min(s.created for s in c.secondary), max(s.created for s in c.secondary)
+    where = f"layer {low}" if low == high else f"layers {low} to {high}"
+    many = f"{len(c.secondary)} secondary sink{'s' * (len(c.secondary) > 1)}"
+    return f"{many}, created after {where}; the longest lasts {longest.lifetime} layers ({longest.token!r})."

@@ -127,9 +127,8 @@ class RepeatAttention(Result):
             lines.append("No attention sink: no MLP lifts the first token's norm, so no position is a high-norm one.")
         first_shown = 0 if self.sink_layer is None else min(self.sink_layer + 1, self.model.n_layers - 1)
         layers = range(first_shown, self.model.n_layers)
-        lines.append(
-            f"Layers {layers[0]} to {layers[-1]}; of all queries / of the tail, ordinary ones of the last {TAIL}:"
-        )
+        where = f"Layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"Layer {layers[0]}"
+        lines.append(f"{where}; of all queries / of the tail, ordinary ones of the last {TAIL}:")
         for s in self.sequences:
             line = f"{s.label}: {_mean(s.first, layers)} / {_mean(s.tail_first, layers)} to position 0, sink rate "
             line += _mean(s.first_rate, layers)
