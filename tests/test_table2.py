@@ -46,6 +46,7 @@ def test_measured_numbers_stand_beside_the_papers(
             shots={},
         )
 
+    pytest.importorskip("nnsight")  # importing it hangs a `save` on every object
     monkeypatch.setattr(table2, "evaluate_patch", fake)
     assert table2.main(["--run", f"llama-2-7b={tmp_path}"]) == 0
     rows = [row for row in _cells(capsys.readouterr().out) if row[0] == "LLaMa-2-7B-HF"]

@@ -95,7 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, help="of each task; default: all")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="keep each result there as table2_NAME.json")
+    # not dest="save": nnsight, once imported, gives every object a method of that name, and the default is not set
+    parser.add_argument(
+        "--save", dest="kept", type=Path, metavar="FOLDER", help="keep each result there as table2_NAME.json"
+    )
     args = parser.parse_args(argv)
     torch.set_grad_enabled(False)
     wanted: dict[str, str] = {name: name for name in args.models}
@@ -117,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
                 return 2
             print(f"{name}: {error}", file=sys.stderr)
             continue
-        if args.save is not None:
-            write_atomic(args.save / f"table2_{name}.json", found.to_json())
+        if args.kept is not None:
+            write_atomic(args.kept / f"table2_{name}.json", found.to_json())
     print(table(measured))
     return 0
 
