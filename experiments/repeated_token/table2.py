@@ -91,7 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     """Command line; 2 for bad input."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[], choices=list(MODELS), help="measure the published weights")
-    parser.add_argument("--run", nargs="*", default=[], metavar="NAME=FOLDER", help="measure weights in a folder")
+    parser.add_argument(
+        "--run", nargs="*", action="extend", default=[], metavar="NAME=FOLDER", help="measure weights in a folder"
+    )
     parser.add_argument("--questions", type=int, help="of each task; default: all")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
@@ -100,7 +102,6 @@ def main(argv: list[str] | None = None) -> int:
         "--save", dest="kept", type=Path, metavar="FOLDER", help="keep each result there as table2_NAME.json"
     )
     args = parser.parse_args(argv)
-    torch.set_grad_enabled(False)
     wanted: dict[str, str] = {name: name for name in args.models}
     for entry in args.run:
         name, equals, folder = entry.partition("=")
@@ -113,7 +114,8 @@ def main(argv: list[str] | None = None) -> int:
     measured: dict[str, PatchEvaluation | None] = {}
     for name, model in wanted.items():
         try:
-            measured[name] = found = measure(name, model, args.questions, args.device, args.dtype)
+            with torch.no_grad():
+                measured[name] = found = measure(name, model, args.questions, args.device, args.dtype)
         except SinkscopeError as error:
             if error.page not in _NOT_HAD:
                 print(f"error: {error}", file=sys.stderr)
