@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
@@ -74,9 +76,8 @@ def check_png() -> None:
             'a PNG needs kaleido: pip install "sinkscope[png]" (and a browser: plotly_get_chrome); --html always works',
             page="png",
         )
-    from choreographer.browsers.chromium import Chromium
-
-    if Chromium.find_browser(skip_local=False) is None:
+    chromium: Any = importlib.import_module("choreographer.browsers.chromium").Chromium
+    if chromium.find_browser(skip_local=False) is None:
         raise SinkscopeError(
             "a PNG needs Chrome or Chromium on this machine: plotly_get_chrome installs one; --html always works",
             page="png",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -186,12 +187,11 @@ def _difference(found: str, wanted: str) -> str:
 
 def _ray() -> Any:
     try:
-        import ray
+        return importlib.import_module("ray")
     except ImportError:
         raise SinkscopeError(
             'more than one worker needs Ray: pip install "sinkscope[ray]", or leave out --workers'
         ) from None
-    return ray
 
 
 class _Worker:
