@@ -108,4 +108,4 @@ def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tup
     return layer, tuple(n for n in proof.neurons if n.causal)
 
 
-__all__ = ["Progress", "Setup", "causal_neurons", "setup"]
+__all__ = ["Progress", "Setup", "causal_neurons", "read_whole", "setup", "walk_far_enough"]

@@ -31,7 +31,6 @@ class Walk:
     """What one pass over the layers saw; lists have one entry per layer read, norms are L2."""
 
     n_layers: int
-    whole: bool = True
     first: list[float] = field(default_factory=list)  # residual stream after the layer, first token (median of rows)
     typical: list[tuple[float, float, float]] = field(default_factory=list)  # 5 %, median, 95 % of later positions
     mlp_first: list[float] = field(default_factory=list)  # what the MLP adds, first token
@@ -90,7 +89,7 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         whole: read every layer.
         progress: told of each layer.
     """
-    seen = Walk(target.n_layers, whole)
+    seen = Walk(target.n_layers)
     pairs: list[tuple[Any, str, Any]] = []
     adapter = target.adapter
 
