@@ -11,6 +11,7 @@ from gguf_file import write_gguf
 from organisms import Organism, organism
 
 import sinkscope.sinks._open as opening
+from sinkscope.sinks._setup import setup
 from sinkscope.sinks.find import FindSinks, find_sinks
 
 LAYERS = 18
@@ -73,6 +74,9 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(
     monkeypatch.setattr(opening, "_FIRST_LAYERS", 3)
     _agrees(find_sinks(tmp_path / "m.gguf", tokenizer=deep.tokenizer, max_repeats=64, text=_text(deep, tmp_path)), deep)
     assert asked == [3, 6, 12]
+    # Other measurements begin with every layer, so that a late sink is not taken for none.
+    made = setup(tmp_path / "m.gguf", tokenizer=deep.tokenizer, text=_text(deep, tmp_path))
+    assert len(made.target.layers) == made.target.n_layers == LAYERS
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma2", "gpt2"])

@@ -66,13 +66,19 @@ def setup(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
+    part: bool = False,
 ) -> Setup:
-    """Open `model` (see `find_sinks` for the arguments) and cut the typical text into pieces for it."""
+    """Open `model` (see `find_sinks` for the arguments) and cut the typical text into pieces for it.
+
+    With `part` a GGUF file may come with its first layers only, for `walk_far_enough`; else every layer is there.
+    """
     started, content = time.perf_counter(), typical_text(text)
     target = open_target(model, tokenizer, revision, dtype, device, trust_remote_code)
     start = resolve_bos(target.tokenizer, target.config, bos)
     length = min(PIECE, target.max_positions or PIECE)
-    return Setup(target, start, content, text_rows(target.tokenizer, content, texts, length, start), seed, started)
+    ids = text_rows(target.tokenizer, content, texts, length, start)
+    made = Setup(target, start, content, ids, seed, started)
+    return made if part else read_whole(made)
 
 
 def walk_far_enough(made: Setup, *, whole: bool, progress: Progress | None = None) -> tuple[Setup, Walk]:

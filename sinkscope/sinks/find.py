@@ -189,7 +189,7 @@ def find_sinks(
     _check(top_k, max_repeats, seed, texts)
     made = setup(
         model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
+        device=device, trust_remote_code=trust_remote_code, part=True,
     )  # fmt: skip
     start_id, ids = made.bos, made.ids
     if top_k > (width := made.target.d_mlp):
