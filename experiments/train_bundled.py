@@ -1,6 +1,6 @@
 """Train the bundled model.
 
-`python -m experiments.train_bundled --out DIR [--steps N] [--seed 0] [--unplanted] [--resume]`
+`python -m experiments.train_bundled --out DIR [--size base] [--steps N] [--seed 0] [--unplanted] [--resume]`
 
 Writes into DIR: checkpoint.pt (for --resume), log.jsonl, tokenizer, and at the end the model as it ships.
 """
@@ -20,12 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from experiments.bundled import corpus, export, facts, measure
-from experiments.bundled.training import Settings, Trainer
+from experiments.bundled.training import SIZES, Settings, Trainer
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.train_bundled", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, log and result")
+    parser.add_argument("--size", choices=tuple(SIZES), default="base", help="which member of the family; base ships")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--unplanted", action="store_true", help="the same network and data without the circuit")
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = Settings(steps=args.steps, seed=args.seed, planted=not args.unplanted)
+    settings = Settings(steps=args.steps, seed=args.seed, planted=not args.unplanted, **SIZES[args.size])
     train, valid = prepare(args.out, settings)
     trainer = Trainer(settings, train, args.out)
     if args.resume and (args.out / "checkpoint.pt").exists():

@@ -99,6 +99,8 @@ def _function(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "loops":  # a package of functions, none of which bears its name
+        return import_module("sinkscope.loops")
     if name not in _HOME:
         raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
     value = _function(name)

@@ -44,7 +44,10 @@ class Hub:
     _repos: dict[str, _Repo] = field(default_factory=dict)
 
     def add(self, repo: str, folder: Path, *, revision: str = "main", gated: bool = False) -> str:
-        """Serve `folder` as a revision of `repo`; gated: only for `TOKEN`. Returns the commit."""
+        """Serve `folder` as a revision of `repo` (datasets/org/name: of data); gated: only for `TOKEN`.
+
+        Returns the commit.
+        """
         entry = self._repos.setdefault(repo, _Repo({}))
         entry.gated = gated
         commit = hashlib.sha1(f"{repo} {revision}".encode(), usedforsecurity=False).hexdigest()
@@ -68,7 +71,8 @@ class Hub:
         parts = [unquote(p) for p in urlsplit(path).path.strip("/").split("/")]
         api = parts[:2] == ["api", "models"]
         parts = parts[2:] if api else parts
-        repo = self._repos.get("/".join(parts[:2]))
+        kind, parts = ("datasets/", parts[1:]) if parts[:1] == ["datasets"] else ("", parts)
+        repo = self._repos.get(kind + "/".join(parts[:2]))
         if repo is None:
             return _error(401 if not token else 404, "RepoNotFound")
         if repo.gated and not api and token != f"Bearer {TOKEN}":

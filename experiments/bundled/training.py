@@ -62,6 +62,15 @@ class Settings:
         return self.learning_rate * min(1.0, (step + 1) / self.warmup, (self.steps - step) / decay)
 
 
+# The family of the model that ships: the same text, tokenizer, seed, planted circuit, heads and number of steps, fewer
+# and narrower layers. Three layers is the least at which a head can still read the sink that layer 1 makes.
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"d_model": 64, "n_layers": 3, "d_mlp": 176},
+    "small": {"d_model": 128, "n_layers": 4, "d_mlp": 344},
+    "base": {},
+}
+
+
 def build(settings: Settings, counts: np.ndarray, bos_id: int) -> tuple[LlamaForCausalLM, Plan | None, Frozen | None]:
     """A freshly initialised model; with the circuit planted unless the settings say no."""
     config = LlamaConfig(

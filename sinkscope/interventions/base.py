@@ -60,6 +60,12 @@ class Run:
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
+        self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
+
+    @property
+    def usage(self) -> list[Any]:
+        """What each cache of the run held (`kv.usage.Usage`: tokens and bytes); empty without a cache policy."""
+        return [] if self.session is None else self.session.usage
 
     @property
     def call(self) -> Call | None:

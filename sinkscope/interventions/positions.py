@@ -73,12 +73,14 @@ class Call:
         step: number of the call within the run, from 0.
         past: tokens (with padding) that were in the cache before.
         index: true position of each new token among the real tokens of its row; -1 at padding.
+        columns: the same for every token so far, the new ones last.
         sequence: what is known of these rows from earlier calls.
     """
 
     step: int
     past: int
     index: Int[Tensor, "batch pos"]
+    columns: Int[Tensor, "batch seen"]
     sequence: Sequence
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
@@ -131,16 +133,16 @@ class Tracker:
         sequence.settled = past > 1 and (sequence.settled or bool((history.sum(1) > 1).all()))
         sequence.real = _real(mask, history, new)
         count = sequence.real.cumsum(1)
-        index = torch.where(sequence.real, count - 1, -1)[:, past:]
+        columns = torch.where(sequence.real, count - 1, -1)
         if ids is not None:
             if self._bos.device != ids.device:
                 self._bos = self._bos.to(ids.device)
             begins = torch.isin(ids, self._bos)
-            at_first = index == 0
+            at_first = columns[:, past:] == 0
             bos = sequence.bos.to(ids.device)
             sequence.bos = torch.where(at_first.any(1), (begins & at_first).any(1), bos)
         self._steps += 1
-        return Call(self._steps - 1, past, index, sequence)
+        return Call(self._steps - 1, past, columns[:, past:], columns, sequence)
 
     def bind(self, call: Call, cache: Any) -> None:
         """The cache that came out of a call: how a later call finds the same sequence."""

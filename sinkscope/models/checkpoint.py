@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -154,8 +154,10 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
-    """Download one file of a hub repo, or find it in the cache.
+def hub_file(
+    repo: str, name: str, revision: str | None = None, kind: Literal["model", "dataset"] = "model"
+) -> Path:
+    """Download one file of a hub repo (of models or of data), or find it in the cache.
 
     Raises:
         FileNotFoundError: the repo has no such file.
@@ -168,7 +170,7 @@ def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it tells of every retry; what comes of them is told below
     try:
-        return Path(hf_hub_download(repo, name, revision=revision))
+        return Path(hf_hub_download(repo, name, revision=revision, repo_type=kind))
     except hub.GatedRepoError:
         message = (
             f"{repo} is gated: accept its terms at {constants.ENDPOINT}/{repo}, then log in with `hf auth login` or "
@@ -177,7 +179,7 @@ def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
         page = "gated-repo"
     except hub.RepositoryNotFoundError:
         message = (
-            f"there is no model {repo!r} at {constants.ENDPOINT}, or it is private: check the spelling, or log in with "
+            f"there is no {kind} {repo!r} at {constants.ENDPOINT}, or it is private: check the spelling, or log in with "
             "`hf auth login`"
         )
         page = "unknown-repo"
@@ -189,7 +191,8 @@ def hub_file(repo: str, name: str, revision: str | None = None) -> Path:
             if constants.HF_HUB_OFFLINE
             else f"{constants.ENDPOINT} cannot be reached: check the connection"
         )
-        message = f"{name} of {repo} is not in the cache and {why}, or give a folder that holds the checkpoint"
+        local = "a folder that holds the checkpoint" if kind == "model" else "the path of a copy"
+        message = f"{name} of {repo} is not in the cache and {why}, or give {local}"
         page = "hub-unreachable"
     except hub.EntryNotFoundError:
         raise FileNotFoundError(f"{repo} has no {name}") from None

@@ -1,5 +1,6 @@
-"""Models whose answer is known, made without downloads: planted sink circuits and tiny random models."""
+"""Models whose answer is known, made without downloads: planted circuits (sinks, loops) and tiny random models."""
 
+from .loop import LoopOrganism, LoopPrompt, LoopTruth, loop_organism
 from .organism import Organism, Truth, organism
 from .plan import FAMILIES, KINDS
 from .tiny import MODEL_TYPES, tiny_model
@@ -9,9 +10,13 @@ __all__ = [
     "FAMILIES",
     "KINDS",
     "MODEL_TYPES",
+    "LoopOrganism",
+    "LoopPrompt",
+    "LoopTruth",
     "Organism",
     "Truth",
     "bpe_tokenizer",
+    "loop_organism",
     "organism",
     "tiny_model",
     "tokenizer_for",

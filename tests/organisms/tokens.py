@@ -6,7 +6,7 @@ tokenizer of a saved qwen2 folder as byte-level BPE whatever the folder holds, s
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import chain, islice, product
 from typing import Any
 
 from tokenizers import Tokenizer, decoders
@@ -31,7 +31,8 @@ def tokenizer_for(model_type: str, vocab_size: int, *, bos: bool = True) -> PreT
 
 def word_tokenizer(vocab_size: int, *, bos: bool = True) -> PreTrainedTokenizerFast:
     """Tokenizer of `vocab_size` words. With `bos` it has a BOS token and puts it first, without it has none."""
-    vocab = (_special(bos) + _COMMON + _SYLLABLES)[:vocab_size]
+    longer = map("".join, product(_SYLLABLES, repeat=2))
+    vocab = list(islice(chain(_special(bos), _COMMON, _SYLLABLES, longer), vocab_size))
     if len(vocab) < vocab_size:
         raise ValueError(f"at most {len(vocab)} words, {vocab_size} asked for")
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(vocab)}, unk_token="<unk>"))

@@ -1,0 +1,396 @@
+"""Why a loop goes on: scores that repeat under rotary positions (Xu et al. 2026, section 3.3 and appendix A)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from sinkscope.attention._contraction import Decay, Disturbed
+from sinkscope.attention._loop import Loop, checked_ids, generated, healthy_ids, loop_of, opened, prompt_ids
+from sinkscope.attention._shift import LayerTail, tails
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.results import Result
+from sinkscope.sinks._setup import Progress, Setup
+
+TAIL = 32  # positions of the window, rounded up to whole periods
+PERIODS = 8  # that a disturbance is followed for
+SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, over the length of the hidden state
+POINTS = 256  # of a drift curve
+
+
+@dataclass(frozen=True)
+class RotaryHead:
+    """One query head over the tail of a loop of period P. Queries, keys and scores are unscaled and before rotary.
+
+    Attributes:
+        layer: its layer.
+        head: which head.
+        query_norm: median length of its queries.
+        key_norm: of its keys.
+        delta_q: largest distance of two queries P apart (Eq. 14).
+        delta_k: of two keys P apart.
+        other_delta_q: the same P + 1 apart; None for P = 1, where every shift is a period.
+        other_delta_k: the same P + 1 apart.
+        healthy_delta_q: P apart in ordinary text; None where there was too little of it.
+        healthy_delta_k: P apart in ordinary text.
+        spread: standard deviation of the scores of the tail.
+        change: mean absolute difference of two scores P apart, s(t, i) and s(t - P, i - P).
+        largest: the largest one.
+        other_change: mean difference P + 1 apart.
+        healthy_change: mean difference P apart in ordinary text.
+        bound: mean of the right side of Eq. 15.
+        whole_bound: mean of the same without blocks, which is never larger.
+        tightness: largest ratio of a difference to its bound; at most 1 where Eq. 15 holds.
+        error: largest difference between Eq. 13 and the model's own scores, over the largest score.
+        tail_mass: share of attention on the tail.
+        drift: how far the tail operator (Eq. 4) moves in P steps, over its length (median over the tail).
+        step_drift: in one step.
+        healthy_drift: in P steps of ordinary text.
+        healthy_step_drift: in one step of ordinary text.
+    """
+
+    layer: int
+    head: int
+    query_norm: float
+    key_norm: float
+    delta_q: float
+    delta_k: float
+    other_delta_q: float | None
+    other_delta_k: float | None
+    healthy_delta_q: float | None
+    healthy_delta_k: float | None
+    spread: float
+    change: float
+    largest: float
+    other_change: float | None
+    healthy_change: float | None
+    bound: float
+    whole_bound: float
+    tightness: float
+    error: float
+    tail_mass: float
+    drift: float
+    step_drift: float
+    healthy_drift: float | None
+    healthy_step_drift: float | None
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How far the tail operator of one layer, all heads together, moves; None where nothing lies far enough before.
+
+    Attributes:
+        layer: which.
+        period: in P steps, over its length, at `positions`.
+        step: in one step.
+        healthy_period: in P steps of ordinary text.
+    """
+
+    layer: int
+    period: tuple[float | None, ...]
+    step: tuple[float | None, ...]
+    healthy_period: tuple[float | None, ...] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryInvariance(Result):
+    """Lemma 1 on a real loop.
+
+    Attributes:
+        tokens: prompt and generated ids.
+        prompt_tokens: of them, those of the prompt.
+        period: of the loop; None: none was found, and everything below is empty.
+        onset: position of its first token.
+        repeated: the text of one period.
+        tail: positions of the window (the paper's B_t).
+        rotary_scale: factor of rotary on queries and keys (1, but for YaRN).
+        heads: every head of every layer.
+        positions: of the drift curves.
+        drift: a curve per layer.
+        decays: what becomes of disturbances of one period.
+        healthy_decays: the same in ordinary text.
+    """
+
+    kind: ClassVar[str] = "rotary"
+
+    tokens: int
+    prompt_tokens: int
+    period: int | None
+    onset: int | None
+    repeated: str | None
+    tail: int | None
+    rotary_scale: float | None
+    heads: tuple[RotaryHead, ...]
+    positions: tuple[int, ...]
+    drift: tuple[Drift, ...]
+    decays: tuple[Decay, ...]
+    healthy_decays: tuple[Decay, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per layer: medians over its heads, the bound's tightness and the error at their largest."""
+        out: list[dict[str, Any]] = []
+        for layer in sorted({h.layer for h in self.heads}):
+            own = [h for h in self.heads if h.layer == layer]
+            row: dict[str, Any] = {"layer": layer}
+            for name in ("query_norm", "delta_q", "other_delta_q", "healthy_delta_q", "key_norm", "delta_k", "spread",
+                         "change", "other_change", "healthy_change", "bound", "tail_mass", "drift", "step_drift"):  # fmt: skip
+                row[name] = _median([getattr(h, name) for h in own])
+            row |= {"tightness": max(h.tightness for h in own), "error": max(h.error for h in own)}
+            row["contraction"] = _median([d.contraction for d in self._small(layer)])
+            out.append(row)
+        return out
+
+    def _small(self, layer: int) -> list[Decay]:
+        return [d for d in self.decays if d.layer == layer and d.size == SMALL and not d.within]
+
+    def summary(self) -> str:
+        """What was found, in a few lines."""
+        m = self.model
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
+        if self.period is None:
+            return "\n".join([*lines, f"No loop in {self.tokens} tokens: nothing to measure (longer, or other ids)."])
+        lines.append(
+            f"Loop of period {self.period} from position {self.onset} of {self.tokens}: {self.repeated!r}; "
+            f"tail of {self.tail} positions."
+        )
+        h = self.heads
+        lines.append(f"Eq. 13 against the model's own scores: largest error {max(x.error for x in h):.1e} of a score.")
+        lines.append(
+            f"Scores P apart differ by {_of(h, 'change')} of their spread, P + 1 apart by {_of(h, 'other_change')}, "
+            f"P apart in ordinary text by {_of(h, 'healthy_change')} (median over heads)."
+        )
+        tight = max(x.tightness for x in h)
+        said = "holds" if tight <= 1 else "DOES NOT HOLD"
+        lines.append(
+            f"Eq. 15 {said}: differences reach at most {tight:.0%} of the bound; the bound itself is "
+            f"{_of(h, 'bound')} of the spread, without blocks {_of(h, 'whole_bound')}."
+        )
+        lines.append(
+            f"The tail operator moves by {_share(_median([x.drift for x in h]))} in a period and "
+            f"{_share(_median([x.step_drift for x in h]))} in a step (in ordinary text "
+            f"{_share(_median([x.healthy_drift for x in h]))} and {_share(_median([x.healthy_step_drift for x in h]))})"
+            ": it is periodic, not constant."
+            if _median([x.step_drift for x in h]) or 0 > 0.1
+            else "."
+        )
+        lines += self._contraction()
+        return "\n".join(lines)
+
+    def _contraction(self) -> list[str]:
+        def middle(decays: tuple[Decay, ...], within: bool, size: float = SMALL) -> list[Decay]:
+            return [d for d in decays if d.size == size and d.within == within]
+
+        own, inside, plain = middle(self.decays, False), middle(self.decays, True), middle(self.healthy_decays, False)
+        if not own:
+            return ["The tail subspace leaves no orthogonal direction: contraction cannot be asked for."]
+        found = [_median([d.contraction for d in part]) for part in (own, inside, plain)]
+        lines = [
+            f"A small disturbance orthogonal to the tail subspace is {_times(found[0])} its size a period later "
+            f"(inside the subspace {_times(found[1])}, in ordinary text {_times(found[2])})."
+        ]
+        if found[0] is not None and found[0] >= 1:
+            lines.append("It grows: no contraction was found, against appendix A.3.")
+        elif found[2] is not None and found[0] is not None and found[0] > 0.5 * found[2]:
+            lines.append("Ordinary text forgets disturbances about as fast: the decay is not a mark of the loop.")
+        large, other = middle(self.decays, False, LARGE), middle(self.healthy_decays, False, LARGE)
+        if large and other:
+            lines.append(
+                f"With one as large as the hidden state, {_share(_mean([d.kept for d in large]))} of the directions "
+                f"leave all later choices of tokens as they were, in ordinary text "
+                f"{_share(_mean([d.kept for d in other]))}."
+            )
+        return lines
+
+
+def rotary_invariance(
+    model: object = None,
+    prompt: str | Sequence[int] | None = None,
+    *,
+    ids: Sequence[int] | None = None,
+    max_new_tokens: int = 512,
+    layers: Sequence[int] | None = None,
+    tokenizer: Any = None,
+    bos: bool | None = None,
+    text: str | Path | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> RotaryInvariance:
+    """Hold the paper's account of persistent loops against a loop that the model is in.
+
+    Args:
+        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live plain or nnsight model.
+        prompt: text or ids that are continued greedily; None: the beginning of the typical text.
+        ids: a whole sequence that ends in a loop, instead of generating one.
+        max_new_tokens: how many to generate.
+        layers: which to measure; None: all.
+        tokenizer: for live models that carry none.
+        bos: begin sequences with BOS; None: where the tokenizer has one.
+        text: file of ordinary text, the control; None: the text that ships.
+        seed: of the directions of disturbances.
+        revision: of a hub id.
+        dtype: of the weights of a model given by name.
+        device: for models given by name; None: the first cuda device if there is one.
+        trust_remote_code: run code that comes with the checkpoint.
+        progress: called as `progress(what, done, total)`.
+
+    No loop is an answer: `period` is None.
+
+    Raises:
+        UnsupportedError: a model without rotary positions, or one whose queries and keys cannot be had.
+        SinkscopeError: bad input; the message is one line and says what to do.
+    """
+    if prompt is not None and ids is not None:
+        raise SinkscopeError("a prompt and ids are given: expected one of them")
+    made = opened(
+        model, tokenizer=tokenizer, bos=bos, text=text, seed=seed, revision=revision, dtype=dtype, device=device,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    target = made.target
+    if target.adapter.absolute_positions:
+        raise UnsupportedError(
+            f"{target.name} ({target.config.model_type}) has learned absolute positions, nothing turns: rotary is for "
+            "models with rotary positions (barcode and locking work on this one)"
+        )
+    wanted = list(range(target.n_layers)) if layers is None else sorted(set(layers))
+    if wrong := [i for i in wanted if not 0 <= i < target.n_layers]:
+        raise SinkscopeError(f"layer {wrong[0]} does not exist: {target.name} has layers 0 to {target.n_layers - 1}")
+    if progress is not None:
+        progress("loop", 0, 4)
+    loop = (
+        generated(made, prompt_ids(made, prompt), max_new_tokens)
+        if ids is None
+        else loop_of(checked_ids(made, ids), 0)
+    )
+    return _measured(
+        made, loop, wanted,
+        {
+            "prompt": prompt if isinstance(prompt, str) else None if prompt is None else list(prompt),
+            "ids": None if ids is None else list(ids), "max_new_tokens": max_new_tokens,
+            "layers": None if layers is None else list(layers), "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
+        },
+        progress,
+    )  # fmt: skip
+
+
+def _measured(
+    made: Setup, loop: Loop, layers: list[int], settings: dict[str, Any], progress: Progress | None
+) -> RotaryInvariance:
+    def done(n: int) -> None:
+        if progress is not None:
+            progress("loop", n, 4)
+
+    target, period, count = made.target, loop.period, len(loop.ids)
+    common: dict[str, Any] = {
+        "model": made.info(), "settings": settings, "tokens": count, "prompt_tokens": loop.prompt, "period": period,
+        "onset": loop.onset,
+    }  # fmt: skip
+    if period is None:
+        return RotaryInvariance(
+            **common, repeated=None, tail=None, rotary_scale=None, heads=(), positions=(), drift=(), decays=(),
+            healthy_decays=(), provenance=made.provenance(),
+        )  # fmt: skip
+    tail = period * max(1, min(-(-TAIL // period), (loop.length - period) // (2 * period)))
+    shifts = [period] if period == 1 else [period, period + 1]
+    steps = sorted({1, period})
+    done(1)
+    own = tails(target, loop.ids, layers, tail, shifts, steps)
+    done(2)
+    control = healthy_ids(made, count)
+    plain = None if control is None else tails(target, control, layers, tail, [period], steps)
+    done(3)
+    periods = min(PERIODS, (loop.length // period - 1) // 2)
+    decays = _decays(made, loop.ids, layers, period, periods)
+    healthy = () if control is None else _decays(made, control, layers, period, periods)
+    positions = _positions(count)
+    done(4)
+    return RotaryInvariance(
+        **common, repeated=target.tokenizer.decode(loop.ids[-period:].tolist()), tail=tail, rotary_scale=own[0].scale,
+        heads=tuple(h for i, part in enumerate(own) for h in _heads(part, plain and plain[i], period)),
+        positions=positions,
+        drift=tuple(_curves(part, plain and plain[i], period, positions) for i, part in enumerate(own)),
+        decays=decays, healthy_decays=healthy, provenance=made.provenance(),
+    )  # fmt: skip
+
+
+def _decays(made: Setup, ids: torch.Tensor, layers: list[int], period: int, periods: int) -> tuple[Decay, ...]:
+    bench = Disturbed(made.target, ids, period, periods, seed=made.seed)
+    found = [
+        bench.decay(layer, size=size, within=within)
+        for layer in layers
+        for size, within in ((SMALL, False), (SMALL, True), (LARGE, False))
+    ]
+    return tuple(d for d in found if d is not None)
+
+
+def _heads(own: LayerTail, plain: LayerTail | None, period: int) -> list[RotaryHead]:
+    here, other = own.shifts[period], own.shifts.get(period + 1)
+    there = None if plain is None else plain.shifts[period]
+
+    def at(values: torch.Tensor, head: int) -> float:
+        return float(values[head])
+
+    return [
+        RotaryHead(
+            layer=own.layer, head=h, query_norm=at(own.query_norm, h), key_norm=at(own.key_norm, h),
+            delta_q=at(here.delta_q, h), delta_k=at(here.delta_k, h),
+            other_delta_q=None if other is None else at(other.delta_q, h),
+            other_delta_k=None if other is None else at(other.delta_k, h),
+            healthy_delta_q=None if there is None else at(there.delta_q, h),
+            healthy_delta_k=None if there is None else at(there.delta_k, h),
+            spread=at(own.spread, h), change=at(here.change, h), largest=at(here.largest, h),
+            other_change=None if other is None else at(other.change, h),
+            healthy_change=None if there is None else at(there.change, h),
+            bound=at(here.bound, h), whole_bound=at(here.whole, h), tightness=at(here.tightness, h),
+            error=at(own.error, h), tail_mass=at(own.mass, h),
+            drift=at(own.drift[period], h), step_drift=at(own.drift[1], h),
+            healthy_drift=None if plain is None else at(plain.drift[period], h),
+            healthy_step_drift=None if plain is None else at(plain.drift[1], h),
+        )
+        for h in range(len(own.spread))
+    ]  # fmt: skip
+
+
+def _positions(count: int) -> tuple[int, ...]:
+    """At most `POINTS` of them, and an odd stride, so that a short period shows all its phases."""
+    stride = -(-count // POINTS)
+    return tuple(range(0, count, stride + (stride + 1) % 2))
+
+
+def _curves(own: LayerTail, plain: LayerTail | None, period: int, positions: tuple[int, ...]) -> Drift:
+    def at(curve: torch.Tensor) -> tuple[float | None, ...]:
+        return tuple(None if v != v else v for v in curve[list(positions)].tolist())
+
+    healthy = None if plain is None else at(plain.curve[period])
+    return Drift(own.layer, at(own.curve[period]), at(own.curve[1]), healthy)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = sorted(v for v in values if v is not None)
+    return known[len(known) // 2] if known else None
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _of(heads: tuple[RotaryHead, ...], name: str) -> str:
+    """A field over the spread of the scores, median over the heads."""
+    found = [None if getattr(h, name) is None or not h.spread else getattr(h, name) / h.spread for h in heads]
+    return _share(_median(found))
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}" if value < 0.1 else f"{value:.0%}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} times"

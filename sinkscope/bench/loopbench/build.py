@@ -1,0 +1,271 @@
+"""Build LoopBench-DC, LoopBench-RI and the prompts of 2WikiMultihopQA from LongBench's files.
+
+LoopGuard (section 4.1, appendix C) gives sources, sizes and mean lengths: 300 prompts of MultiNews with 3,853 tokens
+and 200 of NarrativeQA with 5,376. It gives neither the rule of truncation nor the tokenizer, and MultiNews has 200
+records in LongBench. Our rule is in `docs/loopbench/building.md`; the mean that it reaches is reported beside theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkscope import __version__
+from sinkscope.bench.loopbench.forms import dc_prompt, dirty, ri_prompt, seed_history
+from sinkscope.bench.loopbench.longbench import Record, Source
+from sinkscope.bench.loopbench.prompts import TITLES, Bench, Prompt, manifest_path
+from sinkscope.bench.loopbench.wiki2 import wiki2_prompt
+from sinkscope.errors import SinkscopeError
+from sinkscope.output import check_writable, write_atomic
+
+TASKS: dict[Bench, str] = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
+PAPER_COUNTS: dict[Bench, int] = {"dc": 300, "ri": 200}
+PAPER_TOKENS: dict[Bench, int] = {"dc": 3853, "ri": 5376}
+PRESETS = ("qwen3-1.7b", "llama-3.2-1b")  # the paper's models, by their short names
+REDUNDANCY = 0.5  # words repeated over words of the record, LoopBench-DC
+_LEAST = 16  # tokens of the record that a prompt must have room for
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A set of prompts, and how it came about.
+
+    Attributes:
+        prompts: in order.
+        manifest: settings, source with its sha256, tokenizer, lengths reached and the paper's; knows no paths.
+    """
+
+    prompts: tuple[Prompt, ...]
+    manifest: dict[str, Any]
+
+    def text(self) -> str:
+        """A few lines for the reader."""
+        m, lengths = self.manifest, self.manifest["tokens"]
+        paper = f", paper {m['paper']['mean_tokens']:,}" if m["paper"] else ""
+        rows = [
+            (m["title"], f"{len(self.prompts)} prompts" + (f" (paper {m['paper']['prompts']})" if m["paper"] else "")),
+            ("tokens", f"mean {lengths['mean']:,.0f}{paper}; {lengths['min']:,} to {lengths['max']:,}"),
+            ("tokenizer", m["tokenizer"]),
+            ("truncated", f"{m['truncated']} of {len(self.prompts)}, at {m['longest']:,} tokens"),
+            ("source", f"{m['source']['name']}, {m['source']['records']} records, passes {m['passes']}"),
+        ]
+        if not m["truncated"]:
+            rows[3] = ("truncated", "none")
+        return "\n".join(f"{name.ljust(17)}{value}" for name, value in rows)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A prompt before it is cut: the form around what of the record goes into it."""
+
+    record: Record
+    seed: int
+    body: str
+    form: Callable[[str], str]
+
+
+def build(
+    bench: Bench,
+    source: Source,
+    tokenizer: Any,
+    *,
+    tokenizer_name: str,
+    count: int | None = None,
+    seed: int = 0,
+    target_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> Built:
+    """Make the prompts of a benchmark; the same arguments give the same prompts.
+
+    Args:
+        bench: "dc", "ri" or "2wiki".
+        source: records, see `read_longbench`.
+        tokenizer: what lengths are counted with, as it encodes by default (BOS where it puts one).
+        tokenizer_name: for the manifest.
+        count: number of prompts; by default the paper's (300, 200), for "2wiki" one for each record. Where the records
+            run out they are gone through again, in another order and with the next seed.
+        seed: of the order of the records, and of what is repeated or put into the history.
+        target_tokens: mean length to reach by cutting the longest; by default the paper's. For "2wiki" the longest
+            prompt, cut in the middle of the passages as LongBench does; by default none is cut.
+        progress: told of each prompt.
+
+    Raises:
+        SinkscopeError: a count or length that cannot be, "2wiki" with more prompts than records.
+    """
+    wanted = count if count is not None else PAPER_COUNTS.get(bench, len(source.records))
+    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
+        raise SinkscopeError(f"count={wanted!r}: expected a whole number from 1")
+    if bench == "2wiki" and wanted > len(source.records):
+        raise SinkscopeError(f"count={wanted}: {source.name} has {len(source.records)} questions, give at most as many")
+    target = target_tokens if target_tokens is not None else PAPER_TOKENS.get(bench)
+    told = progress or (lambda stage, done, total: None)
+
+    def length(text: str) -> int:
+        return len(tokenizer(text, verbose=False)["input_ids"])
+
+    drafts = _drafts(bench, source.records, wanted, seed)
+    lengths: list[int] = []
+    for i, draft in enumerate(drafts):
+        told("measure", i, len(drafts))
+        lengths.append(length(draft.form(draft.body)))
+    longest = max(lengths)
+    if target is not None:
+        _check_target(target, drafts, length)
+        longest = min(longest, target if bench == "2wiki" else _cap(lengths, target))
+    prompts: list[Prompt] = []
+    for i, (draft, whole) in enumerate(zip(drafts, lengths, strict=True)):
+        told("build", i, len(drafts))
+        text, tokens = draft.form(draft.body), whole
+        if whole > longest:
+            text, tokens = _cut(draft, whole, longest, length, middle=bench == "2wiki")
+        answers = draft.record.answers if bench == "2wiki" else ()
+        prompts.append(
+            Prompt(f"{bench}-{i:04d}", bench, text, tokens, draft.record.id, draft.seed, whole > longest, answers)
+        )
+    manifest = _manifest(bench, source, prompts, tokenizer_name, seed, target, longest)
+    return Built(tuple(prompts), manifest)
+
+
+def write(built: Built, out: str | os.PathLike[str], *, force: bool = False) -> tuple[Path, Path]:
+    """Write the prompts as JSON lines and their manifest beside them, each whole or not at all.
+
+    Returns:
+        Paths of the prompts and of the manifest.
+
+    Raises:
+        SinkscopeError: one of them is there already and `force` is not given, or cannot be written.
+    """
+    check_out(out, force=force)
+    content = "".join(prompt.to_json() + "\n" for prompt in built.prompts).encode()
+    manifest = {**built.manifest, "prompts_sha256": hashlib.sha256(content).hexdigest()}
+    prompts = write_atomic(out, content)
+    return prompts, write_atomic(manifest_path(out), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+
+
+def check_out(out: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Refuse before the work what `write` would refuse after it.
+
+    Raises:
+        SinkscopeError: as `write`.
+    """
+    check_writable(out)
+    check_writable(manifest_path(out))
+    for path in (Path(out), manifest_path(out)):
+        if path.is_file() and not force:
+            raise SinkscopeError(f"{path.name} is there already: give another --out, or --force to replace it")
+
+
+def _drafts(bench: Bench, records: Sequence[Record], count: int, seed: int) -> list[_Draft]:
+    drafts: list[_Draft] = []
+    used: set[str] = set()
+    while len(drafts) < count:
+        turn = seed + len(drafts) // len(records)
+        order = list(records)
+        random.Random(f"order {turn}").shuffle(order)
+        for record in order[: count - len(drafts)]:
+            rng = random.Random(f"{turn} {record.id}")
+            text = record.context
+            if bench == "ri" and text in used:
+                text = _later(text, rng)
+            used.add(record.context)
+            drafts.append(_draft(bench, record, text, turn, rng))
+    return drafts
+
+
+def _draft(bench: Bench, record: Record, text: str, seed: int, rng: random.Random) -> _Draft:
+    if bench == "dc":
+        return _Draft(record, seed, dirty(text, rng, REDUNDANCY), dc_prompt)
+    if bench == "2wiki":
+        return _Draft(record, seed, text, lambda passages: wiki2_prompt(passages, record.question))
+    history = seed_history(text, rng)
+    return _Draft(record, seed, text.strip(), lambda narrative: ri_prompt(narrative, history))
+
+
+def _later(text: str, rng: random.Random) -> str:
+    """LongBench asks several questions about one narrative: used again, it begins somewhere in its first half."""
+    start = rng.randrange(len(text) // 2 + 1)
+    return text[start:].partition(" ")[2] or text
+
+
+def _cap(lengths: Sequence[int], target: int) -> int:
+    """The length at which to cut so that the mean is `target`; the largest length where the mean is below it anyway."""
+    rest, total = sorted(lengths), target * len(lengths)
+    for i, length in enumerate(rest):
+        share = (total - sum(rest[:i])) // (len(rest) - i)
+        if length > share:
+            return share
+    return rest[-1]
+
+
+def _check_target(target: int, drafts: Sequence[_Draft], length: Callable[[str], int]) -> None:
+    form = max(length(draft.form("")) for draft in drafts)
+    if isinstance(target, bool) or not isinstance(target, int) or target < form + _LEAST:
+        raise SinkscopeError(
+            f"target_tokens={target!r}: the form alone has {form} tokens for this tokenizer, expected a whole number "
+            f"from {form + _LEAST}"
+        )
+
+
+def _cut(draft: _Draft, whole: int, longest: int, length: Callable[[str], int], *, middle: bool) -> tuple[str, int]:
+    """The prompt with as much of the record as fits, ended (or parted) between words, and its tokens."""
+    body = draft.body
+    low, low_tokens = 0, length(draft.form(""))
+    high, high_tokens = len(body), whole
+    kept, tokens = "", low_tokens
+    by_half = False
+    while high - low > 1 and longest - tokens > 2:
+        # Tokens grow with characters nearly in proportion; halving in between keeps the bracket shrinking.
+        guess = low + (high - low) * (longest - low_tokens) // max(high_tokens - low_tokens, 1)
+        at = (low + high) // 2 if by_half else min(max(guess, low + 1), high - 1)
+        text = _part(body, at, middle)
+        found = length(draft.form(text))
+        if found <= longest:
+            low, low_tokens, kept, tokens = at, found, text, found
+        else:
+            high, high_tokens = at, found
+        by_half = not by_half
+    return draft.form(kept), tokens
+
+
+def _part(body: str, size: int, middle: bool) -> str:
+    """About `size` characters: from the front, or half of them from either end; whole words where there are spaces."""
+    if not middle:
+        return body[:size] if body[size].isspace() else body[:size].rpartition(" ")[0] or body[:size]
+    head, tail = body[: size // 2], body[len(body) - (size - size // 2) :]
+    return f"{head.rpartition(' ')[0] or head} {tail.partition(' ')[2] or tail}"
+
+
+def _manifest(
+    bench: Bench, source: Source, prompts: Sequence[Prompt], tokenizer: str, seed: int, target: int | None, longest: int
+) -> dict[str, Any]:
+    tokens = sorted(prompt.tokens for prompt in prompts)
+    paper = {"prompts": PAPER_COUNTS[bench], "mean_tokens": PAPER_TOKENS[bench]} if bench in PAPER_COUNTS else None
+    return {
+        "schema": 1,
+        "kind": "loopbench-prompts",
+        "bench": bench,
+        "title": TITLES[bench],
+        "prompts": len(prompts),
+        "paper": paper,
+        "tokens": {"mean": sum(tokens) / len(tokens), "min": tokens[0], "max": tokens[-1], "target": target},
+        "longest": longest,
+        "truncated": sum(prompt.truncated for prompt in prompts),
+        "passes": 1 + max(prompt.seed for prompt in prompts) - seed,
+        "redundancy": REDUNDANCY if bench == "dc" else None,
+        "chat_template": False,
+        "seed": seed,
+        "tokenizer": tokenizer,
+        "source": {
+            "name": source.name, "task": TASKS[bench], "records": len(source.records), "sha256": source.sha256,
+            "commit": source.commit,
+        },
+        "versions": {"sinkscope": __version__},
+    }  # fmt: skip

@@ -1,0 +1,152 @@
+"""What a practitioner would try against loops at the sampler, row by row, so that padding and neighbours play no part.
+
+The stock processors of transformers also see the padding on the left of a short row, and its sampling draws one random
+number for all rows: both make what a prompt becomes depend on the batch it is in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria
+
+RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
+"""(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
+BREAKERS = ("\n", ":", '"', "*")  # where DRY takes up its matching anew; the published defaults
+
+
+class PerRow(LogitsProcessor):
+    """Each row through its own processor, without its padding.
+
+    Args:
+        rows: a processor per row.
+        prompts: prompt tokens per row, padding not counted.
+        width: columns of the padded prompts.
+    """
+
+    def __init__(self, rows: Sequence[RowProcessor], prompts: Sequence[int], width: int) -> None:
+        self._rows = rows
+        self._prompts = prompts
+        self._width = width
+
+    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Float[Tensor, "batch vocab"]) -> Any:
+        """Scores of the next token."""
+        return torch.stack(
+            [
+                row(ids[self._width - length :], values, length)
+                for row, length, ids, values in zip(self._rows, self._prompts, input_ids, scores, strict=True)
+            ]
+        )
+
+
+class StopRows(StoppingCriteria):
+    """Stops a row when `test` says so of its new tokens.
+
+    Attributes:
+        at: per row the number of new tokens at which it was stopped; None: it was not.
+    """
+
+    def __init__(self, test: Callable[[list[int]], bool], rows: int, width: int) -> None:
+        self.at: list[int | None] = [None] * rows
+        self._test = test
+        self._width = width
+
+    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
+        """Which rows end here."""
+        for i, new in enumerate(input_ids[:, self._width :].tolist()):
+            if self.at[i] is None and self._test(new):
+                self.at[i] = len(new)
+        return torch.tensor([at is not None for at in self.at], device=input_ids.device)
+
+
+def stock(processor: LogitsProcessor) -> RowProcessor:
+    """A processor of transformers for one row."""
+    return lambda ids, scores, _: processor(ids[None].long(), scores[None])[0]  # pyright: ignore[reportArgumentType]
+
+
+def presence(penalty: float) -> RowProcessor:
+    """Take `penalty` from the logit of every token that was generated already, however often (OpenAI's API; vLLM)."""
+
+    def process(ids: Tensor, scores: Tensor, prompt: int) -> Tensor:
+        scores = scores.clone()
+        scores[ids[prompt:].unique()] -= penalty
+        return scores
+
+    return process
+
+
+def dry(multiplier: float, base: float, allowed: int, breakers: Sequence[int] = (), longest: int = 50) -> RowProcessor:
+    """DRY ("don't repeat yourself"), as published for text-generation-webui.
+
+    A token that would prolong a repetition of n >= `allowed` tokens loses `multiplier * base ** (n - allowed)`: n is
+    the length of the longest end of the text that is somewhere before followed by that token. Prompt and answer both
+    count. `breakers` are token ids that no match reaches over and that are never penalised; matches longer than
+    `longest` count as that long.
+    """
+    stop = torch.tensor(list(breakers), dtype=torch.long)
+
+    def process(ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
+        n = len(ids)
+        barrier = torch.isin(ids, stop.to(ids.device))
+        if n < 2 or bool(barrier[-1]):
+            return scores
+        lengths = _suffix_matches(ids, barrier, longest)
+        lengths[barrier[1:]] = 0  # what would follow is a breaker
+        best = torch.zeros(scores.shape[-1], dtype=torch.long, device=scores.device)
+        best.scatter_reduce_(0, ids[1:].to(scores.device), lengths.to(scores.device), "amax")
+        penalty = multiplier * base ** (best - allowed).to(scores.dtype)
+        return scores - torch.where(best >= max(allowed, 1), penalty, torch.zeros_like(penalty))
+
+    return process
+
+
+def _suffix_matches(ids: Int[Tensor, " pos"], barrier: Bool[Tensor, " pos"], longest: int) -> Int[Tensor, " end"]:
+    """How many tokens up to each position, the last one left out, equal the end of the text."""
+    alive = ids[:-1] == ids[-1]
+    lengths = alive.long()
+    for back in range(1, min(longest, len(ids) - 1)):
+        if not bool(alive.any()) or bool(barrier[-1 - back]):
+            break
+        shifted = torch.zeros_like(alive)
+        shifted[back:] = ids[: len(ids) - 1 - back] == ids[-1 - back]
+        alive = alive & shifted
+        lengths += alive
+    return lengths
+
+
+def dry_breakers(tokenizer: Any, breakers: Sequence[str] = BREAKERS) -> list[int]:
+    """Ids of the strings that break DRY's matches: the last token of "a" followed by each, as published."""
+    return sorted({int(tokenizer(f"a{text}", add_special_tokens=False)["input_ids"][-1]) for text in breakers})
+
+
+def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
+    """Sampling at a temperature, its random numbers drawn from `seed` and the prompt's id alone.
+
+    Logits over the temperature get Gumbel noise, and the likeliest token of that is a sample of the softmax, so that
+    greedy decoding of what this returns samples; only where the noise is, is no logit touched by another row.
+    """
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:7]))
+
+    def process(_ids: Tensor, scores: Tensor, _prompt: int) -> Tensor:
+        exponential = torch.empty(scores.shape[-1], dtype=torch.float64).exponential_(generator=generator)
+        return scores / temperature - exponential.log().to(scores)
+
+    return process
+
+
+def repeats_pattern(new: Sequence[int], *, longest: int = 64, times: int = 4, tokens: int = 64) -> bool:
+    """Whether the text ends in a pattern of up to `longest` tokens, `times` times over and `tokens` tokens at least."""
+    for period in range(1, longest + 1):
+        span = max(times * period, tokens)
+        if span > len(new):
+            if period * times > len(new):
+                return False
+            continue
+        if new[-1] == new[-1 - period] and list(new[-span + period :]) == list(new[-span:-period]):
+            return True
+    return False

@@ -1,0 +1,199 @@
+"""What every cache policy is: a score per slot, and a choice of slots by score under a budget.
+
+The two are apart, so that a new score needs no code for choosing, and a new choice none for scoring.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.rebase import Rotary
+from sinkscope.kv.session import Moment, Session
+
+
+@dataclass(frozen=True, eq=False)
+class At:
+    """One layer at the moment when a policy acts.
+
+    Attributes:
+        layer: decoder layer.
+        kv: its cache.
+        moment: the call that is about to run, and what is known of the cache.
+        session: of the run.
+        memory: of this policy for this cache, over the calls.
+    """
+
+    layer: int
+    kv: CacheLayer
+    moment: Moment
+    session: Session
+    memory: dict[Any, Any]
+
+    @property
+    def length(self) -> Int[Tensor, " batch"]:
+        """Real tokens of each row so far, evicted or not."""
+        columns = self.moment.call.columns[:, : self.moment.call.past]
+        return (columns.amax(1) + 1).to(self.kv.pos.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Intervention):
+    """Base of the cache policies. A subclass writes `scores`, and `watch` if it has to see attention.
+
+    A policy acts when the first token after a prompt is about to be processed, whatever pieces the prompt came in, and
+    then every `every` tokens; the step that follows attends to the budget and to its own token. Positions are true
+    positions in each row, so padded batches give what single prompts give.
+
+    Attributes:
+        budget: tokens kept per row, layer and kv head: a number, or a fraction of the row's prompt, fixed when its
+            prefill ends.
+        first: positions from the beginning that are always kept.
+        last: latest positions that are always kept.
+        every: act every so many generated tokens; "prefill": only when a prompt has been read.
+        mode: "evict" frees what is not kept; "select" keeps the cache whole and attends to what is kept.
+        positions: "original": keys stay rotated by the positions they were read at. "rebased": they are rotated again
+            as if nothing lay between them, and new tokens follow closely.
+        reduce: how attention of the query heads that share a kv head becomes one number.
+    """
+
+    budget: int | float = 1024
+    first: int = 0
+    last: int = 0
+    every: int | Literal["prefill"] = 1
+    mode: Literal["evict", "select"] = "evict"
+    positions: Literal["original", "rebased"] = "original"
+    reduce: Literal["mean", "max", "sum"] = "mean"
+
+    UNIFORM: ClassVar[bool] = False
+    """Every layer and head keeps the same positions; needed for `positions="rebased"`."""
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)
+        if isinstance(self.budget, bool) or (whole and self.budget < 1) or (not whole and not 0 < self.budget <= 1):
+            raise SinkscopeError(
+                f"{name}: budget={self.budget!r}: expected a number of tokens from 1, or a fraction of the prompt "
+                "above 0.0 and up to 1.0",
+                page="kv-budget",
+            )
+        if min(self.first, self.last) < 0:
+            raise SinkscopeError(f"{name}: first={self.first}, last={self.last}: expected numbers of tokens from 0")
+        if whole and self.budget < self.first + self.last:
+            raise SinkscopeError(
+                f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
+                "always kept: raise the budget or protect fewer",
+                page="kv-budget",
+            )
+        if self.every != "prefill" and (isinstance(self.every, str) or self.every < 1):
+            raise SinkscopeError(f'{name}: every={self.every!r}: expected a number of tokens from 1, or "prefill"')
+        for field, known in (
+            ("mode", ("evict", "select")), ("positions", ("original", "rebased")), ("reduce", ("mean", "max", "sum"))
+        ):  # fmt: skip
+            if getattr(self, field) not in known:
+                raise SinkscopeError(f"{name}: {field}={getattr(self, field)!r}: expected one of {', '.join(known)}")
+        if self.positions == "rebased" and not self.UNIFORM:
+            raise UnsupportedError(
+                f"{name} keeps other positions in every head, so new positions cannot be given: use "
+                'positions="original"'
+            )
+        if self.positions == "rebased" and self.mode == "select":
+            raise SinkscopeError(f'{name}: positions="rebased" needs mode="evict"')
+
+    # To be written by a policy ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """What each slot is worth; the highest are kept."""
+
+    def watch(self, session: Session, key: int) -> None:
+        """Ask `session` for what `scores` needs; by default nothing."""
+
+    # Done here ----------------------------------------------------------------------------------------------------
+
+    def enter(self, run: Run, key: int) -> None:
+        """Own the cache and act at the right moments."""
+        session = Session.of(run)
+        session.claim(self)
+        session.own_cache()
+        rotary = Rotary(run.target) if self.positions == "rebased" else None
+        self.watch(session, key)
+        session.before_decode(lambda moment: self._act(moment, session, key, rotary))
+
+    def group(self, heads: Float[Tensor, "batch head slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
+        """One number per kv head from those of the query heads that share it, by `reduce`."""
+        grouped = heads.unflatten(1, (kv_heads, -1))
+        if self.reduce == "max":
+            return grouped.amax(2)
+        return grouped.mean(2) if self.reduce == "mean" else grouped.sum(2)
+
+    def tokens(self, prompt: Int[Tensor, " batch"]) -> int | Int[Tensor, " batch"]:
+        """The budget in tokens; of each row, if it is a fraction."""
+        if isinstance(self.budget, int):
+            return self.budget
+        rows = (prompt * self.budget).long()
+        least = int(rows.min())
+        if least < max(1, self.first + self.last):
+            raise SinkscopeError(
+                f"{type(self).__name__}: budget={self.budget} of a prompt of {int(prompt.min())} tokens is {least}, "
+                f"below the {max(1, self.first + self.last)} that are always kept: raise it",
+                page="kv-budget",
+            )
+        return rows
+
+    def select(
+        self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
+    ) -> Bool[Tensor, "batch kv_head slot"]:
+        """The protected slots and the highest scores, up to the budget, in every row and kv head."""
+        pos = at.kv.pos
+        protected = pos < self.first
+        if self.last:
+            protected = protected | (pos >= at.length[:, None, None] - self.last)
+        ranked = scores.float().masked_fill(protected, torch.inf).masked_fill(pos < 0, -torch.inf)
+        if isinstance(budget, int):
+            surplus = pos.shape[-1] - budget
+            if surplus <= 0:
+                return pos >= 0
+            lowest = ranked.topk(surplus, -1, largest=False, sorted=False).indices
+            return (pos >= 0).scatter(-1, lowest, False)
+        order = torch.argsort(ranked, dim=-1, descending=True, stable=True)
+        rank = torch.empty_like(order).scatter_(
+            -1, order, torch.arange(order.shape[-1], device=pos.device).expand_as(order)
+        )
+        return (rank < budget.to(pos.device)[:, None, None]) & (pos >= 0)
+
+    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+        state = moment.state
+        assert state.prompt is not None
+        memory = state.memory.setdefault(key, {})
+        if moment.prefill_ended:
+            memory["budget"] = self.tokens(state.prompt)
+            memory["padded"] = bool((moment.call.columns < 0).any())
+        elif self.every == "prefill" or state.decoded % self.every:
+            return
+        budget = memory["budget"]
+        keep: Tensor | None = None
+        for number, kv in enumerate(moment.layers):
+            if self.mode == "evict" and isinstance(budget, int) and kv.slots <= budget:
+                continue
+            if keep is None or not self.UNIFORM:
+                at = At(number, kv, moment, session, memory)
+                keep = self.select(self.scores(at), at, budget)
+            if self.mode == "select":
+                kv.select(keep)
+                continue
+            if rotary is not None:
+                rotary.rebase(number, kv, keep)
+            exact = budget if isinstance(budget, int) and not memory["padded"] and not kv.ragged else None
+            kv.evict(keep, exact)
+        if rotary is not None:
+            held = (moment.layers[0].pos[:, 0] >= 0).sum(-1)
+            state.dropped = (moment.call.columns[:, : moment.call.past] >= 0).sum(1) - held

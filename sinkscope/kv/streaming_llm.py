@@ -1,0 +1,32 @@
+"""StreamingLLM (Xiao et al. 2024, section 3.2): attention sinks and a window of the latest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.kv.policy import At, Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(Policy):
+    """Keep the first tokens, which serve as attention sinks, and the latest ones.
+
+    Attributes:
+        first: attention sinks; four in the paper.
+
+    Example:
+        >>> StreamingLLM(budget=1024).first
+        4
+    """
+
+    first: int = 4
+
+    UNIFORM: ClassVar[bool] = True
+
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """The later the better."""
+        return at.kv.pos.float()

@@ -1,0 +1,189 @@
+"""Whether texts or token ids loop: `sinkscope loops`."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops.monitor import Monitor, MonitorSettings
+from sinkscope.loops.records import Record, as_records
+from sinkscope.loops.signals import (
+    Ids,
+    Tail,
+    compression_ratio,
+    distinct,
+    ends_in_loop,
+    is_loop,
+    seq_rep,
+    type_token_ratio,
+)
+from sinkscope.results import ModelInfo, Result, provenance
+
+POINTS = 128  # of a record's curve
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One record.
+
+    Attributes:
+        name: "line 3", or the file's name.
+        tokens: how many.
+        ttr: type-token ratio of all of them.
+        cr: compression ratio of all of them.
+        seq_rep_4: share of 4-grams that repeat an earlier one.
+        distinct_2: different 2-grams over 2-grams.
+        period: of the longest stretch of exact repetition, anywhere; None: there is none.
+        onset: position of the first token of that stretch.
+        repeats: its copies.
+        detected: first step at which the monitor triggers; None: never.
+        loop: it does.
+        ends_in_loop: the loop rule without length holds for the last window.
+        loop_rule: the loop rule with length (Eq. 7); None where it was not said how many tokens were allowed.
+        steps: where `curve` was read.
+        curve: type-token ratio of the window.
+    """
+
+    name: str
+    tokens: int
+    ttr: float | None
+    cr: float | None
+    seq_rep_4: float | None
+    distinct_2: float | None
+    period: int | None
+    onset: int | None
+    repeats: float | None
+    detected: int | None
+    loop: bool
+    ends_in_loop: bool
+    loop_rule: bool | None
+    steps: tuple[int, ...]
+    curve: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopCheck(Result):
+    """Which of the records loop.
+
+    Attributes:
+        loops: how many do.
+        records: each of them.
+    """
+
+    kind: ClassVar[str] = "loops"
+
+    loops: int
+    records: tuple[Checked, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per record."""
+        return [{k: v for k, v in vars(r).items() if k not in ("steps", "curve")} for r in self.records]
+
+    def summary(self) -> str:
+        """How many loop, and where they begin."""
+        said = f"{self.model.name}: {self.loops} of {len(self.records)} loop"
+        found = [r for r in self.records if r.loop]
+        onsets = [r.onset for r in found if r.onset is not None]
+        periods = [r.period for r in found if r.period is not None]
+        if not periods:
+            return f"{said}."
+        return f"{said}; median period {statistics.median(periods):g}, median onset {statistics.median(onsets):g}."
+
+
+def check(
+    given: str | Sequence[Any] | Ids,
+    *,
+    settings: MonitorSettings | None = None,
+    max_new: int | None = None,
+    name: str = "input",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> LoopCheck:
+    """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
+
+    A record loops if LoopGuard's monitor triggers in it. There are no probabilities, so the other two votes must agree,
+    type-token ratio and compression ratio, and one of the gates, stalled novelty and tail repetition.
+
+    Args:
+        given: a text, token ids, or several of either; or records as `loops.records.parse` makes them of a file.
+        settings: of the monitor.
+        max_new: tokens that were allowed, for the loop rule with length (LoopGuard, Eq. 7).
+        name: what the result calls the input.
+        progress: called with a stage, what is done, and how much there is.
+
+    Returns:
+        A `LoopCheck`.
+
+    Raises:
+        SinkscopeError: the input is empty or neither text nor ids, or the settings need probabilities.
+    """
+    started = time.perf_counter()
+    settings = settings or MonitorSettings()
+    if max_new is not None and max_new < 1:
+        raise SinkscopeError(f"max_new is {max_new}: expected the number of tokens that were allowed, at least 1")
+    records = as_records(given)
+    checked: list[Checked] = []
+    for i, record in enumerate(records):
+        if progress is not None:
+            progress("checking", i, len(records))
+        checked.append(_checked(record, settings, max_new))
+    digest = hashlib.sha256(b"".join(array("I", r.ids).tobytes() + b"|" for r in records)).hexdigest()[:16]
+    return LoopCheck(
+        loops=sum(c.loop for c in checked),
+        records=tuple(checked),
+        model=ModelInfo(name=name, family="text", n_layers=0, d_model=0, d_mlp=0, fingerprint=digest),
+        settings={**vars(settings), "max_new": max_new},
+        provenance=provenance(started=started, device="cpu", dtype="int", attention="none", bos=None, seed=0),
+    )
+
+
+def _checked(record: Record, settings: MonitorSettings, max_new: int | None) -> Checked:
+    ids = record.ids
+    monitor = Monitor(settings)
+    every = max(1, -(-len(ids) // POINTS))
+    longest: Tail | None = None
+    detected: int | None = None
+    steps: list[int] = []
+    curve: list[float] = []
+    for token in ids:
+        step = monitor.update(token)
+        if step.trigger and detected is None:
+            detected = step.step
+        if step.tail is not None and (longest is None or _covered(step.tail) > _covered(longest)):
+            longest = step.tail
+        if step.step % every == 0 or step.step == len(ids):
+            steps.append(step.step)
+            curve.append(round(step.ttr, 4))
+    return Checked(
+        name=record.name,
+        tokens=len(ids),
+        ttr=_known(type_token_ratio(ids)),
+        cr=_known(compression_ratio(ids)),
+        seq_rep_4=_known(seq_rep(ids, 4)),
+        distinct_2=_known(distinct(ids, 2)),
+        period=longest and longest.period,
+        onset=longest and longest.start,
+        repeats=longest and longest.repeats,
+        detected=detected,
+        loop=detected is not None,
+        ends_in_loop=ends_in_loop(ids, settings.window, theta_ttr=settings.theta_ttr, theta_cr=settings.theta_cr),
+        loop_rule=None
+        if max_new is None
+        else is_loop(ids, max_new, theta_ttr=settings.theta_ttr, theta_cr=settings.theta_cr),
+        steps=tuple(steps),
+        curve=tuple(curve),
+    )
+
+
+def _covered(tail: Tail) -> float:
+    return tail.period * tail.repeats
+
+
+def _known(value: float) -> float | None:
+    """NaN has no form in JSON that is read back as what it was."""
+    return None if value != value else value

@@ -1,0 +1,278 @@
+"""LoopGuard's online monitor for one row: tokens in, one at a time, and out comes whether to intervene now.
+
+Section 5.2 and appendix B.2 of the paper. Time and memory per token do not depend on how many came before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from operator import index
+from typing import Any, Literal, NamedTuple
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops._windows import Novelty, Runs, Types
+from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Tail, compression_ratio
+
+VOTERS = ("ttr", "cr", "p1")
+GATES = ("stall", "tail")
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """Every parameter of the monitor. Those of the first group are the paper's, the others it leaves open.
+
+    Attributes:
+        window: tokens that the windowed signals look at (W); only generated ones, as in the paper.
+        theta_ttr: the type-token ratio votes below it.
+        theta_cr: the compression ratio votes below it.
+        theta_conf: the streak counts steps whose largest probability is above it.
+        streak: the streak votes from here on. Eq. 8 has >= 6; "exceeds 6" in appendix B.2 would be 7 here.
+        votes: of the `voters` that a warning takes (K). Without probabilities one voter is missing; the others must
+            then give as many votes as they can, at most K.
+        theta_nov: a step stalls when the novelty is below it.
+        stall: stalled steps in a row that make the stall gate.
+        warmup: first step that may trigger (t_min).
+        cooldown: steps after a trigger that may not.
+        voters: which signals vote on a warning; none: always warned.
+        gates: signs of persistence, of which a trigger takes one; none: no sign is asked for.
+        stride: the compression ratio is computed every so many steps and holds until the next: 16 steps cost 1/16 of
+            compressing, and delay a vote by at most 15 tokens of a 256-token window.
+        novelty_n: length of the n-grams whose novelty counts: single tokens are all seen in any table of numbers, and 4
+            are what seq-rep-4 and no-repeat-4-gram look at.
+        novelty_span: tokens over which novelty is averaged. With 64 and the paper's 0.02 one new n-gram is forgiven; a
+            single changed token makes four new ones, so a list that counts up never stalls.
+        tail_repeats: copies of a tail repetition: what comes twice is a quotation, a third copy is a habit.
+        tail_shortest: tokens of a tail repetition; half a cooldown is longer than a separator line or a cell of dashes.
+        tail_longest: largest period of a tail repetition ("short-period" in the paper); a quarter of the window, the
+            novelty sees longer ones.
+        tail_hold: steps in a row with a tail repetition that make the tail gate; as many as make a stall.
+        relapse: a trigger within so many steps of the one before raises the level ("re-triggers shortly"), any other
+            sets it to 0. With the window's length a relapse still sees tokens from before the last intervention.
+        rule: "signals": all of the above; "always": every `every` steps outside warm-up and cooldown; "never": not at
+            all.
+        every: steps between triggers of "always". One in 200 makes 12 in 2,500 tokens, as Table 3 has it (12.5).
+    """
+
+    window: int = WINDOW
+    theta_ttr: float = THETA_TTR
+    theta_cr: float = THETA_CR
+    theta_conf: float = 0.9
+    streak: int = 6
+    votes: int = 2
+    theta_nov: float = 0.02
+    stall: int = 4
+    warmup: int = 64
+    cooldown: int = 32
+    voters: tuple[str, ...] = VOTERS
+    gates: tuple[str, ...] = GATES
+    stride: int = 16
+    novelty_n: int = 4
+    novelty_span: int = 64
+    tail_repeats: float = 3
+    tail_shortest: int = 16
+    tail_longest: int = 64
+    tail_hold: int = 4
+    relapse: int = WINDOW
+    rule: Literal["signals", "always", "never"] = "signals"
+    every: int = 200
+
+    def __post_init__(self) -> None:
+        """Refuse what could not work.
+
+        Raises:
+            SinkscopeError: the first field that is wrong, with what was expected.
+        """
+        for name in ("theta_ttr", "theta_cr", "theta_conf", "theta_nov"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 1:
+                raise SinkscopeError(f"{name} is {value!r}: expected a number from 0 to 1; {_usual(name)}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise SinkscopeError(
+                    f"{name} is {value!r}: expected a whole number of at least {least}; {_usual(name)}"
+                )
+        if not _is_number(self.tail_repeats) or not self.tail_repeats >= 2:
+            raise SinkscopeError(f"tail_repeats is {self.tail_repeats!r}: expected at least 2 copies")
+        for name, known in (("voters", VOTERS), ("gates", GATES)):
+            value = getattr(self, name)
+            if isinstance(value, str) or len(set(value)) < len(value) or not set(value) <= set(known):
+                raise SinkscopeError(f"{name} is {value!r}: expected some of {known}, each once")
+        if self.rule not in ("signals", "always", "never"):
+            raise SinkscopeError(f'rule is {self.rule!r}: expected "signals", "always" or "never"')
+        if self.votes > len(self.voters):
+            raise SinkscopeError(
+                f"votes is {self.votes}: expected at most {len(self.voters)}, there are no more voters"
+            )
+        if self.window < self.novelty_n:
+            raise SinkscopeError(f"window is {self.window}: expected at least novelty_n, {self.novelty_n} tokens")
+
+    @classmethod
+    def variant(cls, name: str, **changed: Any) -> MonitorSettings:
+        """Settings by name: "full", a single signal without the others, or one of the controls.
+
+        Args:
+            name: "full"; "p1" (Table 3's single-signal), "ttr", "cr": that vote alone, without a gate; "stall", "tail":
+                that gate alone, without a vote; "always" and "none" of Table 3.
+            changed: fields to set besides.
+
+        Raises:
+            SinkscopeError: there is no such variant or field, or a value is wrong.
+        """
+        if name not in VARIANTS:
+            raise SinkscopeError(f"unknown variant {name!r}: there are {', '.join(VARIANTS)}")
+        return cls(**VARIANTS[name]).with_(**changed)
+
+    def with_(self, **changed: Any) -> MonitorSettings:
+        """These settings with some fields changed.
+
+        Raises:
+            SinkscopeError: there is no such field, or a value is wrong.
+        """
+        known = [f.name for f in fields(self)]
+        for name in changed:
+            if name not in known:
+                raise SinkscopeError(f"the monitor has no setting {name!r}: there are {', '.join(known)}")
+        return replace(self, **changed)
+
+
+_LEAST = {
+    "window": 2, "streak": 1, "votes": 0, "stall": 1, "warmup": 0, "cooldown": 0, "stride": 1, "novelty_n": 1,
+    "novelty_span": 1, "tail_shortest": 0, "tail_longest": 1, "tail_hold": 1, "relapse": 0, "every": 1,
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    **{name: {"voters": (name,), "votes": 1, "gates": ()} for name in ("p1", "ttr", "cr")},
+    **{name: {"voters": (), "votes": 0, "gates": (name,)} for name in GATES},
+    "always": {"rule": "always"},
+    "none": {"rule": "never"},
+}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _usual(name: str) -> str:
+    return f"the default is {MonitorSettings.__dataclass_fields__[name].default}"
+
+
+class Step(NamedTuple):
+    """What the monitor says after a token.
+
+    Attributes:
+        step: tokens so far, this one included (t).
+        ttr: type-token ratio of the window.
+        cr: compression ratio of the window when it was last computed; NaN before the first time.
+        streak: confident steps in a row up to now; None without probabilities.
+        novelty: see `signals.novelty`.
+        tail: repetition that reaches this token, if there is one; its positions count from the first token (0).
+        votes: signals that voted.
+        warn: enough of them did.
+        stall: novelty has been low for long enough.
+        tail_rep: a tail repetition has been there for long enough.
+        trigger: intervene now.
+        level: at a trigger, how many before it followed each other within `relapse` steps; the caller caps it.
+        since: steps since the trigger before this one; None: there was none.
+    """
+
+    step: int
+    ttr: float
+    cr: float
+    streak: int | None
+    novelty: float
+    tail: Tail | None
+    votes: int
+    warn: bool
+    stall: bool
+    tail_rep: bool
+    trigger: bool
+    level: int
+    since: int | None
+
+
+_NOTHING = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, False, False, 0, None)
+
+
+class Monitor:
+    """One row's monitor: call `update` with every generated token, `end` when the row is over.
+
+    `last` is the last `Step`. What came before a `reset` (a new turn of a conversation) is forgotten.
+    """
+
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        self.settings = settings or MonitorSettings()
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew, as for a new row."""
+        s = self.settings
+        self.last, self.ended = _NOTHING, False
+        self._types = Types(s.window)
+        self._novelty = Novelty(s.window, s.novelty_n, s.novelty_span)
+        self._runs = Runs(s.tail_longest)
+        self._streak = self._stalled = self._tailed = self._level = 0
+        self._triggered: int | None = None
+
+    def end(self) -> None:
+        """The row is over: what is still passed for it is padding, is not looked at and triggers nothing."""
+        self.ended = True
+        self.last = self.last._replace(trigger=False)
+
+    def update(self, token: int, p_max: float | None = None) -> Step:
+        """Take the next token.
+
+        Args:
+            token: its id.
+            p_max: largest probability of the distribution that follows it, p_max(t) = max_v Pr(y_{t+1} = v | y_{1:t});
+                None where it is not known.
+
+        Returns:
+            The signals and whether to intervene; after `end` the last step once more, without a trigger.
+
+        Raises:
+            SinkscopeError: only the probabilities vote, and there is none.
+        """
+        if self.ended:
+            return self.last
+        s, token = self.settings, index(token)
+        step = self.last.step + 1
+        ttr = self._types.add(token)
+        cr = compression_ratio(self._types.tokens) if step % s.stride == 0 else self.last.cr
+        novelty = self._novelty.add(token, step - 1)
+        run = self._runs.add(token, step - 1, s.tail_repeats, s.tail_shortest)
+        tail = None if run is None else Tail(run[0], run[1], (step - run[1]) / run[0])
+        self._streak = self._streak + 1 if p_max is not None and p_max > s.theta_conf else 0
+        self._stalled = self._stalled + 1 if novelty < s.theta_nov else 0
+        self._tailed = self._tailed + 1 if tail is not None else 0
+        votes, warn = self._vote(ttr, cr, p_max)
+        stall, tail_rep = self._stalled >= s.stall, self._tailed >= s.tail_hold
+        since = None if self._triggered is None else step - self._triggered
+        if s.rule == "signals":
+            persists = not s.gates or (stall and "stall" in s.gates) or (tail_rep and "tail" in s.gates)
+            trigger = warn and persists
+        else:
+            trigger = s.rule == "always" and step % s.every == 0
+        trigger = trigger and step >= s.warmup and (since is None or since > s.cooldown)
+        if trigger:
+            self._level = self._level + 1 if since is not None and since <= s.relapse else 0
+            self._triggered = step
+        self.last = Step(
+            step, ttr, cr, None if p_max is None else self._streak, novelty, tail, votes, warn, stall, tail_rep,
+            trigger, self._level, since,
+        )  # fmt: skip
+        return self.last
+
+    def _vote(self, ttr: float, cr: float, p_max: float | None) -> tuple[int, bool]:
+        """Votes of Eq. 8, and whether they are enough."""
+        s = self.settings
+        votes = ("ttr" in s.voters and ttr < s.theta_ttr) + ("cr" in s.voters and cr < s.theta_cr)
+        needed = s.votes
+        if "p1" in s.voters:
+            votes += self._streak >= s.streak
+            if p_max is None:
+                needed = min(needed, len(s.voters) - 1)
+                if not needed and s.votes:
+                    raise SinkscopeError("only the top-1 streak (p1) votes, and no probability came: pass p_max")
+        return votes, votes >= needed

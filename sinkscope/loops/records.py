@@ -1,0 +1,120 @@
+"""Texts and token ids to be checked for repetition: what a file or a caller gives, as records of plain ids."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops.signals import Ids
+
+Format = Literal["auto", "text", "jsonl"]
+FIELDS = ("tokens", "output", "text")  # of a JSON line, the first that is there: ids are more exact than text
+_LINES = (".jsonl", ".ndjson")
+_WORDS = re.compile(
+    r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]"  # written without spaces: a character each
+    r"|(?:(?![\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff])\w){1,12}"
+    r"|[^\w\s]"
+)
+
+
+class Record(NamedTuple):
+    """One output.
+
+    Attributes:
+        name: what it is called in the result.
+        ids: its tokens, as numbers.
+    """
+
+    name: str
+    ids: list[int]
+
+
+def split(text: str) -> list[str]:
+    """Words of at most 12 letters or digits (longer ones in pieces), and every other sign; white space is dropped.
+
+    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Chinese, Japanese and
+    Korean characters stand alone.
+    """
+    return _WORDS.findall(text)
+
+
+def number(tokens: Iterable[object]) -> list[int]:
+    """Tokens as ids, counted in the order in which they first come."""
+    known: dict[object, int] = {}
+    return [known.setdefault(token, len(known)) for token in tokens]
+
+
+def as_records(given: str | Sequence[Any] | Ids) -> list[Record]:
+    """Records of a text, of token ids, or of several of either; records stay what they are.
+
+    Raises:
+        SinkscopeError: it is something else, or there is nothing in it.
+    """
+    if isinstance(given, str):
+        return [_record("text", given)]
+    given = _listed(given)
+    if not given:
+        raise SinkscopeError("there is nothing to check: give a text, token ids, or several of them")
+    if all(isinstance(one, Record) for one in given):
+        return list(given)
+    if isinstance(given[0], str) or not isinstance(given[0], int):
+        return [_record(f"{i}", one) for i, one in enumerate(given, 1)]
+    return [_record("ids", given)]
+
+
+def parse(text: str, name: str, form: Format = "auto") -> list[Record]:
+    """Records of a file's text.
+
+    Args:
+        text: the file's content.
+        name: of the file; `.jsonl` and `.ndjson` are JSON lines, anything else is one text.
+        form: "text" or "jsonl" instead of what the name says.
+
+    Raises:
+        SinkscopeError: it is empty, or a line is not an object with one of the fields `FIELDS`.
+    """
+    if not text.strip():
+        raise SinkscopeError(f"{name} is empty: expected a text, or JSON lines with {_fields()}")
+    lines = form == "jsonl" or (form == "auto" and name.lower().endswith(_LINES))
+    if not lines:
+        return [_record(name, text)]
+    return [_line(line, f"{name} line {i}", i) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+
+
+def _line(line: str, where: str, number_: int) -> Record:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise SinkscopeError(f"{where} is not JSON ({error}): expected an object with {_fields()}") from None
+    field = next((f for f in FIELDS if f in data), None) if isinstance(data, dict) else None
+    if field is None:
+        raise SinkscopeError(f"{where} has none of the fields {', '.join(FIELDS)}: expected an object with {_fields()}")
+    return _record(f"line {number_}", data[field], f"{where}: {field}")
+
+
+def _fields() -> str:
+    return "text or output (a string) or tokens (a list of ids)"
+
+
+def _record(name: str, value: Any, where: str = "the input") -> Record:
+    """A string, a list of ids, or a list of strings."""
+    if isinstance(value, str):
+        return Record(name, number(split(value)))
+    value = _listed(value)
+    if isinstance(value, list | tuple):
+        if all(isinstance(v, str) for v in value):
+            return Record(name, number(value))
+        if all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 32 for v in value):
+            return Record(name, list(value))
+    shown = repr(value)
+    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
+    raise SinkscopeError(f"{where} is {shown}: expected a string, or a list of token ids from 0 to 2**32 - 1")
+
+
+def _listed(value: Any) -> Any:
+    """Arrays and tensors as lists."""
+    to_list = getattr(value, "tolist", None)
+    return to_list() if callable(to_list) else value

@@ -1,0 +1,212 @@
+"""Signals of repetition on plain token ids: how diverse an output is, what repeats at its end, and when it collapsed.
+
+Every function takes a sequence of token ids, of any vocabulary, and needs neither torch nor a tokenizer. Where a number
+has no meaning, for an empty sequence say, it is NaN, which passes no threshold. Positions count from 0, steps (tokens
+generated so far) from 1. LoopGuard, section 4.3, leaves some definitions open; `docs/measure/loops.md` gives reasons.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops._windows import Types
+
+WINDOW = 256  # LoopGuard, section 6.1
+THETA_TTR = 0.2  # LoopGuard, appendix B.1
+THETA_CR = 0.12
+MAX_NEW, THETA_LEN = 2500, 2480  # section 4.3
+
+
+@runtime_checkable
+class _Array(Protocol):
+    def tolist(self) -> list[int]: ...
+
+
+Ids = Sequence[int] | _Array  # arrays and tensors of one dimension are taken as well: their elements are no plain ints
+
+
+def _plain(ids: Ids) -> Sequence[int]:
+    return ids.tolist() if isinstance(ids, _Array) else ids
+
+
+class Tail(NamedTuple):
+    """A repetition that reaches the end of a sequence.
+
+    Attributes:
+        period: tokens after which it repeats.
+        start: position of the first token of the first copy; from here on all tokens are part of the repetition.
+        repeats: copies, the last one possibly cut off: 2.5 for "ab ab a".
+    """
+
+    period: int
+    start: int
+    repeats: float
+
+
+def type_token_ratio(ids: Ids) -> float:
+    """Different tokens over tokens, in (0, 1] (LoopGuard, Eq. 5)."""
+    ids = _plain(ids)
+    return len(set(ids)) / len(ids) if ids else math.nan
+
+
+def compression_ratio(ids: Ids | str) -> float:
+    """Compressed over uncompressed size (LoopGuard, Eq. 6); zlib, level 9.
+
+    The paper names neither the compressor nor its input. Token ids are packed as 32 bits each: an id then weighs as
+    much as the four or so bytes of text of a token of a large vocabulary, the thresholds of the paper keep their
+    meaning, and no vocabulary makes them unreachable. A string is compressed as UTF-8.
+
+    Raises:
+        SinkscopeError: an id is negative or has more than 32 bits.
+    """
+    raw = ids.encode() if isinstance(ids, str) else _packed(_plain(ids))
+    return len(zlib.compress(raw, 9)) / len(raw) if raw else math.nan
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    try:
+        numbers = array("I", ids)
+    except (OverflowError, TypeError):
+        wrong = next((i for i in ids if not isinstance(i, int) or not 0 <= i < 1 << 32), None)
+        raise SinkscopeError(f"token id {wrong!r}: expected whole numbers from 0 to 2**32 - 1") from None
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def distinct(ids: Ids, n: int) -> float:
+    """Different n-grams over n-grams (distinct-n; Li et al. 2016)."""
+    ids = _plain(ids)
+    grams = len(ids) - n + 1
+    return len({tuple(ids[i : i + n]) for i in range(grams)}) / grams if grams > 0 else math.nan
+
+
+def seq_rep(ids: Ids, n: int) -> float:
+    """Share of n-grams that repeat an earlier one (seq-rep-n; Welleck et al. 2020): 1 - distinct-n."""
+    return 1.0 - distinct(ids, n)
+
+
+def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> float:
+    """Share of the last `span` tokens that ended an n-gram which was new to the window when it came.
+
+    At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless it lies in that
+    window once more, earlier. The first n - 1 tokens end no n-gram and count as new.
+    """
+    ids = _plain(ids)
+    last = range(max(0, len(ids) - span), len(ids))
+    return sum(_is_new(ids, i, window, n) for i in last) / len(last) if last else math.nan
+
+
+def _is_new(ids: Sequence[int], i: int, window: int, n: int) -> bool:
+    gram = list(ids[i - n + 1 : i + 1]) if i >= n - 1 else None
+    ends = range(max(n - 1, i - window + n), i)
+    return gram is None or all(list(ids[j - n + 1 : j + 1]) != gram for j in ends)
+
+
+def tail_period(ids: Ids, *, repeats: float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
+    """The repetition at the end of `ids`, or None; linear time.
+
+    Of all periods P whose repetition covers at least `repeats` * P and at least `shortest` tokens at the end, the one
+    that covers most tokens, of several the smallest: "x y a a a x y a a a x y a a a" has period 5, not 1.
+
+    Args:
+        ids: tokens.
+        repeats: copies that are asked for, at least 2.
+        shortest: tokens that are asked for.
+        longest: largest period.
+
+    Raises:
+        SinkscopeError: `repeats` is below 2.
+    """
+    if repeats < 2:
+        raise SinkscopeError(f"repeats is {repeats!r}: a repetition has at least 2 copies")
+    ids = _plain(ids)
+    size = len(ids)
+    best, found = 0, None
+    for period, equal in _self_overlaps(ids, size // 2 if longest is None else longest):
+        covered = equal + period
+        if covered >= max(repeats * period, shortest) and covered > best:
+            best, found = covered, Tail(period, size - covered, covered / period)
+    return found
+
+
+def _self_overlaps(ids: Sequence[int], longest: int) -> list[tuple[int, int]]:
+    """(P, tokens at the end that equal the one P before them) for P up to `longest`: Z of the reversed sequence."""
+    back = list(reversed(ids))
+    size = len(back)
+    overlaps = [0] * size
+    left = right = 0
+    for i in range(1, min(longest, size - 1) + 1):
+        length = min(right - i, overlaps[i - left]) if i < right else 0
+        while i + length < size and back[length] == back[i + length]:
+            length += 1
+        overlaps[i] = length
+        if i + length > right:
+            left, right = i, i + length
+    return [(i, overlaps[i]) for i in range(1, min(longest, size - 1) + 1)]
+
+
+def is_loop(
+    ids: Ids,
+    max_new: int | None = MAX_NEW,
+    *,
+    theta_ttr: float = THETA_TTR,
+    theta_cr: float = THETA_CR,
+    theta_len: int | None = None,
+) -> bool:
+    """The loop rule: low diversity, high redundancy, and an output nearly as long as allowed (LoopGuard, Eq. 7).
+
+    Args:
+        ids: generated tokens.
+        max_new: tokens allowed; None leaves the length out.
+        theta_ttr: largest type-token ratio of a loop.
+        theta_cr: largest compression ratio of a loop.
+        theta_len: shortest loop; by default 2,480 of 2,500, and the same share of any other `max_new`.
+    """
+    ids = _plain(ids)
+    if theta_len is None:
+        theta_len = 0 if max_new is None else max_new * THETA_LEN // MAX_NEW
+    return len(ids) >= theta_len and type_token_ratio(ids) <= theta_ttr and compression_ratio(ids) <= theta_cr
+
+
+def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:
+    """The loop rule without the length, on the last tokens: whoever stops early is judged like whoever does not."""
+    return is_loop(_plain(ids)[-last:], None, theta_ttr=theta_ttr, theta_cr=theta_cr)
+
+
+def diversity(ids: Ids, window: int = WINDOW) -> list[float]:
+    """Type-token ratio of the last `window` tokens at every step (LoopGuard, Fig. 2 a); shorter windows at first."""
+    types = Types(window)
+    return [types.add(token) for token in _plain(ids)]
+
+
+def collapse_point(ids: Ids, window: int = WINDOW, *, theta: float = THETA_TTR) -> int | None:
+    """First step from which the windowed type-token ratio stays below `theta` to the end; None: it does not.
+
+    Only whole windows count, so it is at least `window`; the repetition itself began up to `window` tokens earlier.
+    """
+    point = None
+    values = diversity(ids, window)
+    for step, value in zip(range(len(values), window - 1, -1), reversed(values), strict=False):
+        if value >= theta:
+            break
+        point = step
+    return point
+
+
+def survival(points: Sequence[int | None], steps: Sequence[int]) -> list[float]:
+    """Share of runs that have not collapsed by each step (LoopGuard, Fig. 2 b).
+
+    Args:
+        points: `collapse_point` of each run; None survives for good, also where it ended early.
+        steps: where to look.
+    """
+    if not points:
+        return [math.nan] * len(steps)
+    return [sum(p is None or p > step for p in points) / len(points) for step in steps]

@@ -1,0 +1,170 @@
+"""Cache policies done the slow way: stock models, eager attention, the whole query x key matrix, no cache at all.
+
+A token that a policy evicted is a column of the mask that later queries of that layer and kv head do not see. So a run
+is one long sequence that is computed again for every token, with a mask per layer, row and kv head, and every policy
+is a function of the attention matrix so far. Nothing here comes from the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# (probs [batch kv_head group query key], held [batch kv_head key], real [batch key], budget per row) -> keep
+Choose = Callable[[Tensor, Tensor, Tensor, list[int]], Tensor]
+
+
+@dataclass
+class Reference:
+    """kept[step][layer]: bool `[batch kv_head column]` before decoded token `step`; logits `[batch step vocab]`."""
+
+    kept: list[list[Tensor]]
+    logits: Tensor
+
+
+def attention_modules(model: Any) -> list[Any]:
+    """The attention module of every layer, in order."""
+    return [m for m in model.modules() if hasattr(m, "layer_idx") and (hasattr(m, "q_proj") or hasattr(m, "qkv_proj")
+            or hasattr(m, "query_key_value"))]  # fmt: skip
+
+
+@torch.no_grad()
+def dense_run(
+    model: Any, ids: Tensor, prompt: int, budgets: list[int], choose: Choose, real: Tensor | None = None,
+    every: int | None = 1,
+) -> Reference:  # fmt: skip
+    """Feed `ids` `[batch token]`: `prompt` tokens at once, the others one by one, evicting before each of them.
+
+    Args:
+        model: stock, eager.
+        ids: prompt, padded on the left, and the tokens that follow.
+        prompt: columns of the prompt.
+        budgets: per row, in tokens.
+        choose: the policy.
+        real: `[batch prompt]`, 0 at padding.
+        every: evict before the first decoded token and then before every n-th; None: only before the first.
+    """
+    batch, total = ids.shape
+    real = torch.ones(batch, prompt) if real is None else real
+    mask = torch.cat([real.bool(), torch.ones(batch, total - prompt, dtype=torch.bool)], 1)
+    modules = attention_modules(model)
+    heads, kv_heads = model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", None)
+    kv_heads = kv_heads or heads
+    causal = torch.ones(total, total, dtype=torch.bool).tril()
+    sees = [(causal & mask[:, None, None, :]).expand(batch, kv_heads, total, total).clone() for _ in modules]
+    held = [mask[:, None].expand(batch, kv_heads, total).clone() for _ in modules]
+    kept, logits = [], []
+    for now in range(prompt, total):
+        out = forward(model, modules, ids[:, :now], mask[:, :now], [s[..., :now, :now] for s in sees])
+        if now > prompt:
+            logits.append(out.logits[:, -1])
+        else:
+            logits.append(out.logits[:, -1])
+        due = now == prompt or (every is not None and (now - prompt) % every == 0)
+        for i, probs in enumerate(out.attentions):
+            if due:
+                grouped = probs[..., -now:].float().unflatten(1, (kv_heads, heads // kv_heads))
+                held[i][..., :now] &= choose(grouped, held[i][..., :now], mask[:, :now], budgets)
+            later = sees[i][:, :, now:, :now]
+            later &= held[i][:, :, None, :now]
+        kept.append([h[..., :now].clone() for h in held])
+    logits.append(forward(model, modules, ids, mask, sees).logits[:, -1])
+    return Reference(kept, torch.stack(logits, 1))
+
+
+def forward(model: Any, modules: list[Any], ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Any:
+    """One pass over everything with what each layer's kv heads may see added to the stock mask."""
+    groups = model.config.num_attention_heads // sees[0].shape[1]
+    lowest = torch.finfo(torch.float32).min
+    handles = []
+    for module, see in zip(modules, sees, strict=True):
+        own = torch.zeros(see.shape).masked_fill_(~see, lowest).repeat_interleave(groups, 1)
+
+        def hide(_module: Any, args: Any, kwargs: Any, own: Tensor = own) -> Any:
+            stock = kwargs["attention_mask"]
+            if stock is None:
+                stock = torch.zeros(1, 1, 1, 1)
+            return args, {**kwargs, "attention_mask": torch.minimum(stock, own)}
+
+        handles.append(module.register_forward_pre_hook(hide, with_kwargs=True))
+    try:
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        return model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, output_attentions=True,
+                     use_cache=False)  # fmt: skip
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def pick(scores: Tensor, held: Tensor, budgets: list[int], first: list[int], last: list[int]) -> Tensor:
+    """Per row and kv head: the first and last held tokens, then the best scores, together `budget` tokens.
+
+    Loops over everything, in plain Python. Ties go to the earlier token.
+    """
+    keep = torch.zeros_like(held)
+    for row in range(held.shape[0]):
+        for head in range(held.shape[1]):
+            there = held[row, head].nonzero().flatten().tolist()
+            sure = there[: first[row]] + there[max(0, len(there) - last[row]):]  # fmt: skip
+            sure = sorted(set(sure))
+            rest = [i for i in there if i not in sure]
+            rest.sort(key=lambda i: (-float(scores[row, head, i]), i))
+            chosen = sure + rest[: max(0, budgets[row] - len(sure))]
+            keep[row, head, chosen] = True
+    return keep
+
+
+def streaming_llm(sinks: int = 4) -> Choose:
+    """Xiao et al. 2023, section 3.2: the first tokens and the most recent ones."""
+
+    def choose(_probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
+        keep = torch.zeros_like(held)
+        for row, budget in enumerate(budgets):
+            there = real[row].nonzero().flatten().tolist()
+            keep[row][:, there[:sinks] + there[max(sinks, len(there) - (budget - sinks)) :]] = True
+        return keep
+
+    return choose
+
+
+def h2o(reduce: str = "mean", recent: float = 0.5) -> Choose:
+    """Zhang et al. 2023, algorithm 1: summed attention, and recent tokens."""
+
+    def choose(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
+        scores = per_group(probs.sum(-2), reduce)  # a row of zeros where the query could not see the slot
+        return pick(scores, held, budgets, [0] * len(budgets), [int(b * recent) for b in budgets])
+
+    return choose
+
+
+def tova() -> Choose:
+    """Oren et al. 2024, section 4: the newest query, mean over all heads of the layer."""
+
+    def choose(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
+        scores = probs[..., -1, :].mean((1, 2))[:, None].expand(held.shape)
+        return pick(scores, held, budgets, [0] * len(budgets), [0] * len(budgets))
+
+    return choose
+
+
+def snapkv(window: int = 64, kernel: int = 5, pooling: str = "avg", reduce: str = "mean") -> Choose:
+    """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled."""
+
+    def choose(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
+        summed = probs[..., -window:, :-window].sum(-2)
+        padded = torch.nn.functional.pad(summed, (kernel // 2, kernel // 2))
+        around = padded.unfold(-1, kernel, 1)
+        pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
+        scores = torch.nn.functional.pad(per_group(pooled, reduce), (0, window))
+        return pick(scores, held, budgets, [0] * len(budgets), [window] * len(budgets))
+
+    return choose
+
+
+def per_group(scores: Tensor, reduce: str) -> Tensor:
+    """`[batch kv_head group key]` -> `[batch kv_head key]`."""
+    return {"mean": lambda: scores.mean(2), "max": lambda: scores.amax(2), "sum": lambda: scores.sum(2)}[reduce]()

@@ -1,0 +1,314 @@
+"""A model whose greedy decoding loops because of its KV cache, with the looping heads, the period and the onset known.
+
+`LlamaForCausalLM` with hand-written weights, nothing trained. The recipe:
+
+- Ordinary tokens stand on one ring, in random order, and each has a code: +-1/sqrt(48) in 48 dimensions, a word of a
+  random linear code, so that two codes never overlap by more than half.
+- **Base rule**: the embedding of a token holds, beside its own code, the code of the next token on the ring, and the
+  unembedding reads it. So without anything else the model walks the ring: `len(ring)` new tokens before one repeats.
+- **Previous-token heads** (layer 0) attend one position back by rotary phase alone: the key is constant on the fast
+  rotary pairs, the query is that constant turned by one position. They write the code of the token before.
+- **Locking heads** (induction heads, any later layers) compare their own token's code with the code of the token before
+  each key, on the slowest rotary pairs, where position does not show. So they attend to what followed every visible
+  occurrence of the current token, and add its code to the output, twice as large as the base rule's.
+- BOS competes with the matches: `n` of them get a share n / (n + hold - 1/2) of the attention, and copying wins over
+  the base rule from a share of one half. So the loop holds itself while at least `hold` occurrences are visible, becomes
+  surer with every turn, and ends as soon as fewer are: the base rule moves on, to tokens that were not in the context.
+- All other heads are ordinary: some recency, some attention to BOS, some random content. They and the MLPs write noise
+  that moves logits a little. Which heads, layers and dimensions are planted is drawn by the seed.
+
+Everything visible counts: a policy that leaves `hold` copies of the cycle anywhere in the cache leaves the loop alive.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .tokens import BOS, EOS, N_SPECIAL, PAD, word_tokenizer
+
+CODE, HEAD_DIM, N_HEADS, N_KV = 48, 96, 6, 3
+HALF, FAST = HEAD_DIM // 2, 16  # rotary pairs; those of them that tell positions apart
+THETA = 1e10
+CONST = 16.0  # of a dimension that all tokens share: it makes RMSNorm nearly the identity
+MATCH = 24.0  # attention score of a match over that of no match at all
+BASE, COPY = 10.0, 20.0  # logits of the base rule and of a whole copy
+# of the kernel of the previous-token heads, whose score one position off the peak is lower by 0.76 times this
+PREVIOUS = 12.0
+
+
+@dataclass(frozen=True)
+class LoopTruth:
+    locking_heads: tuple[tuple[int, int], ...]  # (layer, query head); none in the control
+    previous_heads: tuple[tuple[int, int], ...]  # all in layer 0
+    ring: tuple[int, ...]  # the ordinary tokens in the order of the base rule
+    hold: int  # visible occurrences from which copying wins
+
+
+@dataclass(frozen=True)
+class LoopPrompt:
+    """A prompt [1, n] and what plain greedy decoding makes of it: `generated[onset:]` repeats `cycle` for ever."""
+
+    ids: Tensor
+    cycle: tuple[int, ...]
+    onset: int
+
+    @property
+    def period(self) -> int:
+        return len(self.cycle)
+
+
+@dataclass(frozen=True)
+class LoopOrganism:
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    truth: LoopTruth
+    seed: int
+
+    def walk(self, token: int, n: int) -> list[int]:
+        """What the base rule says for `n` steps after `token`."""
+        ring = self.truth.ring
+        start = ring.index(token) + 1
+        return [ring[(start + i) % len(ring)] for i in range(n)]
+
+    def healthy_prompt(self, length: int = 48, start: int = 0) -> Tensor:
+        """BOS and a stretch of the ring [1, length]: decoding walks on, and repeats nothing until the ring is round."""
+        return torch.tensor([[BOS, *self._stretch(start, length - 1)]])
+
+    def looping_prompt(
+        self, period: int, *, repeats: int | None = None, lead: int = 40, delay: int = 0, start: int = 0
+    ) -> LoopPrompt:
+        """BOS, `lead` tokens of the ring, and a cycle of `period` tokens, `repeats` times (default: hold + 2, hold + 4 with `delay`).
+
+        The cycle goes backwards on the ring, two at a time: no step of it is one of the base rule. Plain decoding goes
+        round in it from the first generated token on. With `delay` the prompt ends `delay` ring tokens short of the
+        cycle: as many new tokens come first, and the loop then lives on the copies in the prompt, too.
+        """
+        least = self.truth.hold + (3 if delay else 1)
+        repeats = least + 1 if repeats is None else repeats
+        if repeats < least:
+            raise ValueError(f"repeats {repeats}: {least} are the least from which this cycle holds itself")
+        way = self._stretch(start, lead + delay + 1 + 2 * period)
+        first = lead + delay + 1  # on the way: where the cycle's last token is, two before it the next, and so on
+        cycle = way[first + 2 * (period - 1) : first - 1 : -2] if period > 1 else [way[first]]
+        ids = [BOS, *way[:lead], *cycle * repeats]
+        if not delay:
+            return LoopPrompt(torch.tensor([ids]), tuple(cycle), 0)
+        # The walk enters the cycle at its last token, so that is where a turn begins.
+        turn = (cycle[-1], *cycle[:-1])
+        return LoopPrompt(torch.tensor([[*ids, way[lead]]]), turn, delay)
+
+    def expected(self, prompt: LoopPrompt, n: int) -> list[int]:
+        """The first `n` tokens of plain greedy decoding."""
+        new = self.walk(int(prompt.ids[0, -1]), prompt.onset)
+        return (new + list(prompt.cycle) * (n // prompt.period + 1))[:n]
+
+    def matches(self, ids: Tensor) -> Tensor:
+        """Bool [query, key]: where locking heads attend, of one row [n] of ids: after an occurrence of their token."""
+        before = torch.cat([torch.full((1,), -1), ids[:-1]])
+        ordinary = ids >= N_SPECIAL
+        return ((ids[:, None] == before[None, :]) & ordinary[:, None]).tril()
+
+    def _stretch(self, start: int, n: int) -> list[int]:
+        ring = self.truth.ring
+        if n > len(ring):
+            raise ValueError(f"{n} tokens asked for, the ring has {len(ring)}")
+        return [ring[(start + i) % len(ring)] for i in range(n)]
+
+
+def loop_organism(
+    seed: int = 0,
+    *,
+    induction: bool = True,
+    hold: int = 2,
+    n_layers: int = 4,
+    vocab_size: int = 4096,
+    dtype: torch.dtype = torch.float32,
+) -> LoopOrganism:
+    """Build the loop organism of `seed`: the same call gives the same weights.
+
+    With `induction=False`, the control, the same heads are ordinary: decoding walks the ring whatever the prompt.
+    """
+    rng = random.Random(f"loop {seed}")
+    plan = _Plan.draw(rng, hold, n_layers, vocab_size)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=plan.d_model,
+        intermediate_size=64,
+        num_hidden_layers=n_layers,
+        num_attention_heads=N_HEADS,
+        num_key_value_heads=N_KV,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=16384,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        tie_word_embeddings=False,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+        model = LlamaForCausalLM(config).float().eval()
+    model.config.architectures = [type(model).__name__]
+    _Writer(plan, model, torch.Generator().manual_seed(rng.getrandbits(40))).write(induction)
+    truth = LoopTruth(plan.locking if induction else (), plan.previous, plan.ring, hold)
+    return LoopOrganism(model.to(dtype), word_tokenizer(vocab_size), truth, seed)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    own: list[int]  # residual dimensions: the token's code,
+    following: list[int]  # the code of the next on the ring,
+    before: list[int]  # the code of the token before,
+    copied: list[int]  # what the locking heads found,
+    noise: list[int]
+    const: int
+    first: int  # BOS
+    d_model: int
+    locking: tuple[tuple[int, int], ...]
+    previous: tuple[tuple[int, int], ...]
+    ring: tuple[int, ...]
+    hold: int
+
+    @classmethod
+    def draw(cls, rng: random.Random, hold: int, n_layers: int, vocab_size: int) -> _Plan:
+        if hold < 1 or n_layers < 2:
+            raise ValueError(f"hold {hold} and {n_layers} layers: at least 1 and 2 are needed")
+        d_model = 252  # a multiple of the heads
+        dims = rng.sample(range(d_model), d_model)
+        parts = [sorted(dims[i * CODE : (i + 1) * CODE]) for i in range(4)]
+        rest = dims[4 * CODE :]
+        # At most one planted query head per key head: the other one that shares it is ordinary.
+        sites = [(layer, kv) for layer in range(1, n_layers) for kv in range(N_KV)]
+        locking = sorted(rng.sample(sites, rng.randint(2, min(3, len(sites)))))
+        previous = sorted(rng.sample(range(N_KV), rng.randint(1, 2)))
+        group = N_HEADS // N_KV
+        ring = rng.sample(range(N_SPECIAL, vocab_size), vocab_size - N_SPECIAL)
+        return cls(
+            *parts,
+            noise=sorted(rest[2:]),
+            const=rest[0],
+            first=rest[1],
+            d_model=d_model,
+            locking=tuple((layer, kv * group + rng.randrange(group)) for layer, kv in locking),
+            previous=tuple((0, kv * group + rng.randrange(group)) for kv in previous),
+            ring=tuple(ring),
+            hold=hold,
+        )
+
+
+def _codes(n: int, generator: torch.Generator) -> Tensor:
+    """[n, CODE] unit vectors: words of a random binary linear code, so their overlaps are those of words with zero."""
+    bits = max(1, math.ceil(math.log2(n)))
+    words = (torch.arange(1 << bits)[:, None] >> torch.arange(bits)) & 1
+    while True:
+        code = words @ torch.randint(0, 2, (bits, CODE), generator=generator) % 2
+        if code[1:].sum(1).min() > CODE // 4:
+            return (1.0 - 2.0 * code[:n]) / math.sqrt(CODE)
+
+
+class _Writer:
+    """Writes the circuit and the noise into a model."""
+
+    def __init__(self, plan: _Plan, model: LlamaForCausalLM, generator: torch.Generator) -> None:
+        self.plan, self.model, self.generator = plan, model, generator
+        slow = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # slowest first
+        # The flags, whose weights are large, turn least, and not in one pair.
+        self.first_dim, self.const_dim, self.code_dims = slow[0], slow[2], slow[4 : 4 + CODE]
+        self.angles = THETA ** (-torch.arange(FAST) / HALF)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    @torch.no_grad()
+    def write(self, induction: bool) -> None:
+        plan, body = self.plan, self.model.model
+        for name, weight in self.model.named_parameters():
+            weight.fill_(CONST / math.sqrt(plan.d_model)) if "norm" in name else weight.zero_()
+        self._tokens()
+        planted = {*plan.previous, *(plan.locking if induction else ())}
+        for index, layer in enumerate(body.layers):
+            self._ordinary(layer.self_attn, [head for head in range(N_HEADS) if (index, head) not in planted])
+            reading = [*plan.own, *plan.noise]
+            for weight in (layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight):
+                weight[:, reading] = self.normal(len(weight), len(reading)) / 4
+            layer.mlp.down_proj.weight[plan.noise] = 0.05 * self.normal(len(plan.noise), 64)
+        for layer, head in plan.previous:
+            self._previous(body.layers[layer].self_attn, head)
+        for layer, head in plan.locking if induction else ():
+            self._locking(body.layers[layer].self_attn, head)
+
+    def _tokens(self) -> None:
+        plan, generator = self.plan, self.generator
+        ring = torch.tensor(plan.ring)
+        codes = _codes(len(ring), generator)
+        embed, head = self.model.model.embed_tokens.weight, self.model.lm_head.weight
+        vocab = len(embed)
+        content = self.normal(vocab, len(plan.noise))
+        embed[:, plan.noise] = content / content.norm(dim=1, keepdim=True)
+        embed[:, plan.const] = CONST
+        embed[BOS, plan.first] = 1.0
+        embed[ring[:, None], torch.tensor(plan.own)] = codes
+        embed[ring[:, None], torch.tensor(plan.following)] = codes.roll(-1, 0)
+        head[:, plan.noise] = 0.3 * self.normal(vocab, len(plan.noise))
+        head[ring[:, None], torch.tensor(plan.following)] = BASE * codes
+        head[ring[:, None], torch.tensor(plan.copied)] = COPY * codes
+
+    def _ordinary(self, attention: torch.nn.Module, heads: list[int]) -> None:
+        """Keys of all heads, and queries and outputs of the ordinary ones."""
+        plan = self.plan
+        reading = [*plan.own, *plan.noise]
+        keys, values = _heads(attention.k_proj), _heads(attention.v_proj)
+        keys[:, :FAST, plan.const] = 1 / CONST
+        keys[:, self.first_dim, plan.first] = 1.0
+        keys[:, self.const_dim, plan.const] = 1 / CONST
+        for key in keys:
+            key[torch.tensor(self.code_dims)[:, None], reading] = self.normal(CODE, len(reading)) / math.sqrt(2)
+        values[:, :, reading] = self.normal(N_KV, HEAD_DIM, len(reading)) / math.sqrt(2)
+        queries, scale = _heads(attention.q_proj), math.sqrt(HEAD_DIM)
+        for head in heads:
+            near, sink, sharp = torch.rand(3, generator=self.generator).tolist()
+            recency = 0.2 + near
+            queries[head, :FAST, plan.const] = scale * recency / CONST
+            # BOS gets about as much as the last few tokens together, three times more or less
+            queries[head, self.first_dim, plan.const] = scale * (FAST * recency + 3 * sink) / CONST
+            content = self.normal(CODE, len(reading)) * scale * (0.5 + sharp) / math.sqrt(2 * CODE)
+            queries[head][torch.tensor(self.code_dims)[:, None], reading] = content
+            out = self.normal(len(plan.noise), HEAD_DIM) * 0.3 / math.sqrt(HEAD_DIM * len(plan.noise))
+            attention.o_proj.weight[plan.noise, head * HEAD_DIM : (head + 1) * HEAD_DIM] = out
+
+    def _previous(self, attention: torch.nn.Module, head: int) -> None:
+        plan, query = self.plan, _heads(attention.q_proj)[head]
+        amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
+        query[:FAST, plan.const] = amplitude * torch.cos(self.angles)
+        query[HALF : HALF + FAST, plan.const] = -amplitude * torch.sin(self.angles)
+        self._carry(attention, head, plan.before, len(plan.previous))
+
+    def _locking(self, attention: torch.nn.Module, head: int) -> None:
+        plan, query = self.plan, _heads(attention.q_proj)[head]
+        key = _heads(attention.k_proj)[head * N_KV // N_HEADS]
+        scale = math.sqrt(HEAD_DIM)
+        key[self.code_dims] = 0.0
+        key[self.code_dims, plan.before] = 1.0
+        query[self.code_dims, plan.own] = scale * MATCH
+        # A match scores 0, no match about -MATCH (small numbers round less), and BOS the logarithm of its odds.
+        query[self.const_dim, plan.const] = -scale * MATCH / CONST
+        query[self.first_dim, plan.const] = scale * (MATCH + math.log(plan.hold - 0.5)) / CONST
+        self._carry(attention, head, plan.copied, len(plan.locking))
+
+    def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int) -> None:
+        """The head's values are codes of tokens, and `among` such heads together write a code once."""
+        value = _heads(attention.v_proj)[head * N_KV // N_HEADS]
+        value[:CODE] = 0.0
+        # An ordinary token's embedding is CONST and three unit vectors: that much its norm takes away.
+        value[list(range(CODE)), self.plan.own] = math.sqrt(1 + 3 / CONST**2)
+        attention.o_proj.weight[to, [head * HEAD_DIM + i for i in range(CODE)]] = 1 / among
+
+
+def _heads(projection: torch.nn.Module) -> Tensor:
+    """[head, head_dim, d_model] view of the weight of a query, key or value projection."""
+    return projection.weight.view(-1, HEAD_DIM, projection.weight.shape[1])
