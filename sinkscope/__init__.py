@@ -27,6 +27,7 @@ _HOME = {  # public name -> where it lives
     "make_patch": "sinkscope.sinks.patching",
     "evaluate_patch": "sinkscope.sinks.evaluate",
     "massive_activations": "sinkscope.sinks.massive",
+    "rotary_invariance": "sinkscope.attention.rotary",
     "cluster_attack": "sinkscope.sinks.attack",
     "detect_attack": "sinkscope.sinks.detect",
     "Intervention": "sinkscope.interventions.base",
@@ -42,6 +43,7 @@ _HOME = {  # public name -> where it lives
 __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.generate import generate as generate
     from sinkscope.interventions.ablate import Ablate as Ablate

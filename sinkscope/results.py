@@ -39,6 +39,7 @@ _HOME = {  # kinds of sinkscope itself: imported when a file asks for one
     "attack": "sinkscope.sinks.attack",
     "attack-detection": "sinkscope.sinks.detect",
     "massive-activations": "sinkscope.sinks.massive",
+    "rotary": "sinkscope.attention.rotary",
     "loops": "sinkscope.loops.checker",
 }
 _ENVELOPE = ("model", "settings", "provenance")

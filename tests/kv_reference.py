@@ -60,10 +60,7 @@ def dense_run(
     kept, logits = [], []
     for now in range(prompt, total):
         out = forward(model, modules, ids[:, :now], mask[:, :now], [s[..., :now, :now] for s in sees])
-        if now > prompt:
-            logits.append(out.logits[:, -1])
-        else:
-            logits.append(out.logits[:, -1])
+        logits.append(out.logits[:, -1])
         due = now == prompt or (every is not None and (now - prompt) % every == 0)
         for i, probs in enumerate(out.attentions):
             if due:
@@ -134,8 +131,9 @@ def streaming_llm(sinks: int = 4) -> Choose:
 def h2o(reduce: str = "mean", recent: float = 0.5) -> Choose:
     """Zhang et al. 2023, algorithm 1: summed attention, and recent tokens."""
 
-    def choose(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
-        scores = per_group(probs.sum(-2), reduce)  # a row of zeros where the query could not see the slot
+    def choose(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
+        # Query by query: what a query could not see has zero in its row; padding queries do not count.
+        scores = (per_group(probs, reduce) * real[:, None, :, None]).sum(-2)
         return pick(scores, held, budgets, [0] * len(budgets), [int(b * recent) for b in budgets])
 
     return choose
@@ -154,8 +152,9 @@ def tova() -> Choose:
 def snapkv(window: int = 64, kernel: int = 5, pooling: str = "avg", reduce: str = "mean") -> Choose:
     """Li et al. 2024, listing 1: attention of the last queries to what came before them, summed, then pooled."""
 
-    def choose(probs: Tensor, held: Tensor, _real: Tensor, budgets: list[int]) -> Tensor:
-        summed = probs[..., -window:, :-window].sum(-2)
+    def choose(probs: Tensor, held: Tensor, real: Tensor, budgets: list[int]) -> Tensor:
+        voters = probs * real[:, None, None, :, None]
+        summed = voters[..., -window:, :-window].sum(-2)
         padded = torch.nn.functional.pad(summed, (kernel // 2, kernel // 2))
         around = padded.unfold(-1, kernel, 1)
         pooled = around.mean(-1) if pooling == "avg" else around.amax(-1)
@@ -166,5 +165,5 @@ def snapkv(window: int = 64, kernel: int = 5, pooling: str = "avg", reduce: str 
 
 
 def per_group(scores: Tensor, reduce: str) -> Tensor:
-    """`[batch kv_head group key]` -> `[batch kv_head key]`."""
+    """Dimension 2, the query heads of a kv head, becomes one number."""
     return {"mean": lambda: scores.mean(2), "max": lambda: scores.amax(2), "sum": lambda: scores.sum(2)}[reduce]()

@@ -99,9 +99,7 @@ class Disturbed:
         basis = _subspace(hidden[self.start - self.periods * period : self.start])
         if not within and basis.shape[0] == basis.shape[1]:
             return None
-        noise = torch.randn(
-            self.directions, period, basis.shape[1], generator=torch.Generator().manual_seed(self.seed)
-        )
+        noise = torch.randn(self.directions, period, basis.shape[1], generator=torch.Generator().manual_seed(self.seed))
         inside = noise @ basis.T @ basis
         noise = inside if within else noise - inside
         length = hidden[self.start : self.start + period].norm(dim=-1, keepdim=True)

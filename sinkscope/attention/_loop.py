@@ -85,6 +85,20 @@ def checked_ids(made: Setup, ids: Sequence[int]) -> list[int]:
     return given
 
 
+def chosen_layers(made: Setup, layers: Sequence[int] | None) -> list[int]:
+    """The layers in order; None: all.
+
+    Raises:
+        SinkscopeError: none was given, or one that the model does not have.
+    """
+    count = made.target.n_layers
+    wanted = list(range(count)) if layers is None else sorted(set(layers))
+    if not wanted or (wrong := [i for i in wanted if not 0 <= i < count]):
+        given = "no layer" if not wanted else f"layer {wrong[0]}"
+        raise SinkscopeError(f"{given} was given: {made.target.name} has layers 0 to {count - 1}")
+    return wanted
+
+
 def check_room(made: Setup, prompt: int, new: int) -> None:
     """Whether prompt and new tokens fit.
 

@@ -10,8 +10,18 @@ from typing import Any, ClassVar
 import torch
 
 from sinkscope.attention._contraction import Decay, Disturbed
-from sinkscope.attention._loop import Loop, checked_ids, generated, healthy_ids, loop_of, opened, prompt_ids
-from sinkscope.attention._shift import LayerTail, tails
+from sinkscope.attention._loop import (
+    Loop,
+    checked_ids,
+    chosen_layers,
+    generated,
+    healthy_ids,
+    loop_of,
+    opened,
+    prompt_ids,
+)
+from sinkscope.attention._shift import tails
+from sinkscope.attention._tail import Drift, RotaryHead, curves_of, heads_of, positions_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.results import Result
 from sinkscope.sinks._setup import Progress, Setup
@@ -19,81 +29,6 @@ from sinkscope.sinks._setup import Progress, Setup
 TAIL = 32  # positions of the window, rounded up to whole periods
 PERIODS = 8  # that a disturbance is followed for
 SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, over the length of the hidden state
-POINTS = 256  # of a drift curve
-
-
-@dataclass(frozen=True)
-class RotaryHead:
-    """One query head over the tail of a loop of period P. Queries, keys and scores are unscaled and before rotary.
-
-    Attributes:
-        layer: its layer.
-        head: which head.
-        query_norm: median length of its queries.
-        key_norm: of its keys.
-        delta_q: largest distance of two queries P apart (Eq. 14).
-        delta_k: of two keys P apart.
-        other_delta_q: the same P + 1 apart; None for P = 1, where every shift is a period.
-        other_delta_k: the same P + 1 apart.
-        healthy_delta_q: P apart in ordinary text; None where there was too little of it.
-        healthy_delta_k: P apart in ordinary text.
-        spread: standard deviation of the scores of the tail.
-        change: mean absolute difference of two scores P apart, s(t, i) and s(t - P, i - P).
-        largest: the largest one.
-        other_change: mean difference P + 1 apart.
-        healthy_change: mean difference P apart in ordinary text.
-        bound: mean of the right side of Eq. 15.
-        whole_bound: mean of the same without blocks, which is never larger.
-        tightness: largest ratio of a difference to its bound; at most 1 where Eq. 15 holds.
-        error: largest difference between Eq. 13 and the model's own scores, over the largest score.
-        tail_mass: share of attention on the tail.
-        drift: how far the tail operator (Eq. 4) moves in P steps, over its length (median over the tail).
-        step_drift: in one step.
-        healthy_drift: in P steps of ordinary text.
-        healthy_step_drift: in one step of ordinary text.
-    """
-
-    layer: int
-    head: int
-    query_norm: float
-    key_norm: float
-    delta_q: float
-    delta_k: float
-    other_delta_q: float | None
-    other_delta_k: float | None
-    healthy_delta_q: float | None
-    healthy_delta_k: float | None
-    spread: float
-    change: float
-    largest: float
-    other_change: float | None
-    healthy_change: float | None
-    bound: float
-    whole_bound: float
-    tightness: float
-    error: float
-    tail_mass: float
-    drift: float
-    step_drift: float
-    healthy_drift: float | None
-    healthy_step_drift: float | None
-
-
-@dataclass(frozen=True)
-class Drift:
-    """How far the tail operator of one layer, all heads together, moves; None where nothing lies far enough before.
-
-    Attributes:
-        layer: which.
-        period: in P steps, over its length, at `positions`.
-        step: in one step.
-        healthy_period: in P steps of ordinary text.
-    """
-
-    layer: int
-    period: tuple[float | None, ...]
-    step: tuple[float | None, ...]
-    healthy_period: tuple[float | None, ...] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,13 +104,15 @@ class RotaryInvariance(Result):
             f"Eq. 15 {said}: differences reach at most {tight:.0%} of the bound; the bound itself is "
             f"{_of(h, 'bound')} of the spread, without blocks {_of(h, 'whole_bound')}."
         )
+        in_period, in_step, in_text, in_text_step = (
+            _median([getattr(x, name) for x in h])
+            for name in ("drift", "step_drift", "healthy_drift", "healthy_step_drift")
+        )
+        moves = in_step is not None and in_period is not None and in_step > max(0.1, 2 * in_period)
         lines.append(
-            f"The tail operator moves by {_share(_median([x.drift for x in h]))} in a period and "
-            f"{_share(_median([x.step_drift for x in h]))} in a step (in ordinary text "
-            f"{_share(_median([x.healthy_drift for x in h]))} and {_share(_median([x.healthy_step_drift for x in h]))})"
-            ": it is periodic, not constant."
-            if _median([x.step_drift for x in h]) or 0 > 0.1
-            else "."
+            f"The tail operator moves by {_share(in_period)} of its length in a period and {_share(in_step)} in a step "
+            f"(in ordinary text {_share(in_text)} and {_share(in_text_step)})"
+            + (": it is periodic, not constant." if moves else ".")
         )
         lines += self._contraction()
         return "\n".join(lines)
@@ -259,15 +196,11 @@ def rotary_invariance(
             f"{target.name} ({target.config.model_type}) has learned absolute positions, nothing turns: rotary is for "
             "models with rotary positions (barcode and locking work on this one)"
         )
-    wanted = list(range(target.n_layers)) if layers is None else sorted(set(layers))
-    if wrong := [i for i in wanted if not 0 <= i < target.n_layers]:
-        raise SinkscopeError(f"layer {wrong[0]} does not exist: {target.name} has layers 0 to {target.n_layers - 1}")
+    wanted = chosen_layers(made, layers)
     if progress is not None:
         progress("loop", 0, 4)
     loop = (
-        generated(made, prompt_ids(made, prompt), max_new_tokens)
-        if ids is None
-        else loop_of(checked_ids(made, ids), 0)
+        generated(made, prompt_ids(made, prompt), max_new_tokens) if ids is None else loop_of(checked_ids(made, ids), 0)
     )
     return _measured(
         made, loop, wanted,
@@ -310,13 +243,13 @@ def _measured(
     periods = min(PERIODS, (loop.length // period - 1) // 2)
     decays = _decays(made, loop.ids, layers, period, periods)
     healthy = () if control is None else _decays(made, control, layers, period, periods)
-    positions = _positions(count)
+    positions = positions_of(count)
     done(4)
     return RotaryInvariance(
         **common, repeated=target.tokenizer.decode(loop.ids[-period:].tolist()), tail=tail, rotary_scale=own[0].scale,
-        heads=tuple(h for i, part in enumerate(own) for h in _heads(part, plain and plain[i], period)),
+        heads=tuple(h for i, part in enumerate(own) for h in heads_of(part, plain and plain[i], period)),
         positions=positions,
-        drift=tuple(_curves(part, plain and plain[i], period, positions) for i, part in enumerate(own)),
+        drift=tuple(curves_of(part, plain and plain[i], period, positions) for i, part in enumerate(own)),
         decays=decays, healthy_decays=healthy, provenance=made.provenance(),
     )  # fmt: skip
 
@@ -329,48 +262,6 @@ def _decays(made: Setup, ids: torch.Tensor, layers: list[int], period: int, peri
         for size, within in ((SMALL, False), (SMALL, True), (LARGE, False))
     ]
     return tuple(d for d in found if d is not None)
-
-
-def _heads(own: LayerTail, plain: LayerTail | None, period: int) -> list[RotaryHead]:
-    here, other = own.shifts[period], own.shifts.get(period + 1)
-    there = None if plain is None else plain.shifts[period]
-
-    def at(values: torch.Tensor, head: int) -> float:
-        return float(values[head])
-
-    return [
-        RotaryHead(
-            layer=own.layer, head=h, query_norm=at(own.query_norm, h), key_norm=at(own.key_norm, h),
-            delta_q=at(here.delta_q, h), delta_k=at(here.delta_k, h),
-            other_delta_q=None if other is None else at(other.delta_q, h),
-            other_delta_k=None if other is None else at(other.delta_k, h),
-            healthy_delta_q=None if there is None else at(there.delta_q, h),
-            healthy_delta_k=None if there is None else at(there.delta_k, h),
-            spread=at(own.spread, h), change=at(here.change, h), largest=at(here.largest, h),
-            other_change=None if other is None else at(other.change, h),
-            healthy_change=None if there is None else at(there.change, h),
-            bound=at(here.bound, h), whole_bound=at(here.whole, h), tightness=at(here.tightness, h),
-            error=at(own.error, h), tail_mass=at(own.mass, h),
-            drift=at(own.drift[period], h), step_drift=at(own.drift[1], h),
-            healthy_drift=None if plain is None else at(plain.drift[period], h),
-            healthy_step_drift=None if plain is None else at(plain.drift[1], h),
-        )
-        for h in range(len(own.spread))
-    ]  # fmt: skip
-
-
-def _positions(count: int) -> tuple[int, ...]:
-    """At most `POINTS` of them, and an odd stride, so that a short period shows all its phases."""
-    stride = -(-count // POINTS)
-    return tuple(range(0, count, stride + (stride + 1) % 2))
-
-
-def _curves(own: LayerTail, plain: LayerTail | None, period: int, positions: tuple[int, ...]) -> Drift:
-    def at(curve: torch.Tensor) -> tuple[float | None, ...]:
-        return tuple(None if v != v else v for v in curve[list(positions)].tolist())
-
-    healthy = None if plain is None else at(plain.curve[period])
-    return Drift(own.layer, at(own.curve[period]), at(own.curve[1]), healthy)
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -27,6 +27,7 @@ from sinkscope.cli import (
     models,
     patch,
     repeat,
+    rotary,
     separate,
 )
 from sinkscope.cli.app import app
@@ -49,6 +50,7 @@ __all__ = [
     "models",
     "patch",
     "repeat",
+    "rotary",
     "separate",
 ]  # each command's file hangs it on the app
 

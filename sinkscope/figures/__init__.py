@@ -26,6 +26,7 @@ _DRAWN = (
     "patch-make",
     "patch-eval",
     "massive-activations",
+    "rotary",
     "loops",
 )  # kinds; each has a file of its name here, with a function `draw`
 

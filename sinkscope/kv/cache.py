@@ -113,10 +113,10 @@ class CacheLayer(DynamicLayer):
             # Stable, so that what is kept stays in order, at the right; what is not kept comes before it.
             order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., pos.shape[-1] - most :]
             wide = order[..., None]
-            self.keys = self.keys.gather(2, wide.expand(*order.shape, self.keys.shape[-1]))
-            self.values = self.values.gather(2, wide.expand(*order.shape, self.values.shape[-1]))
             self._extra = {name: self._grown(kept).gather(2, order) for name, kept in self._extra.items()}
             self._hidden = None if self._hidden is None else self._grown(self._hidden).gather(2, order)
+            self.keys = self.keys.gather(2, wide.expand(*order.shape, self.keys.shape[-1]))
+            self.values = self.values.gather(2, wide.expand(*order.shape, self.values.shape[-1]))
             pos, keep = pos.gather(2, order), keep.gather(2, order)
         self._pos = torch.where(keep, pos, -1)
         self._holes = None

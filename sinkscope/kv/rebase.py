@@ -41,7 +41,8 @@ class Rotary:
                 f'positions="rebased" does not work on {target.name}: {why}; use positions="original"',
                 page="kv-session",
             )
-        self._frequencies: Tensor = frequencies.float()
+        assert isinstance(frequencies, Tensor)
+        self._frequencies = frequencies.float()
 
     def rebase(self, layer: int, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
         """Turn the keys of what is kept to positions without gaps (call before `evict`)."""

@@ -111,8 +111,9 @@ class Session:
                 page="kv-session",
             )
         self.run, self.target = run, target
+        self._n_layers, self._n_kv_heads = target.n_layers, target.n_kv_heads
         self.owns_cache = False
-        self.keep_queries = 0
+        self.keep_queries, self._keep_from = 0, 2  # queries kept, of calls with at least so many tokens
         self._local = threading.local()
         self._policy: str | None = None
         self._scaling: dict[int, float] = {}
@@ -168,9 +169,9 @@ class Session:
         """Show attention rows to `fn` in every call: of these layers (None: all), of the last queries (None: all)."""
         self._watches.append(_Watch(fn, None if layers is None else frozenset(layers), last))
 
-    def window_queries(self, last: int) -> None:
-        """Keep the last queries of a prompt, for `window_rows`, however many calls it came in."""
-        self.keep_queries = max(self.keep_queries, last)
+    def window_queries(self, last: int, decoding: bool = False) -> None:
+        """Keep the last queries of a prompt, or of all calls, for `window_rows`, however many calls they came in."""
+        self.keep_queries, self._keep_from = max(self.keep_queries, last), 1 if decoding else 2
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` when a single-token call begins on a cache that holds something."""
@@ -180,13 +181,15 @@ class Session:
         """Call `fn` when any call with a cache is over."""
         self._after.append(fn)
 
-    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Attention of the last queries of the prompt to everything in the cache, recomputed; float32."""
+    def window_rows(
+        self, moment: Moment, layer: int, last: int
+    ) -> tuple[Float[Tensor, "batch head query slot"], Int[Tensor, "batch query"]]:
+        """Attention of the last queries to everything in the cache, recomputed in float32; and their positions."""
         query, query_pos = moment.state.queries[layer]
         query, query_pos = query[:, :, -last:], query_pos[:, -last:]
         kv = moment.layers[layer]
         assert kv.keys is not None
-        return self._rows(layer, query, kv.keys, query_pos, kv.pos, kv.hidden)
+        return self._rows(layer, query, kv.keys, query_pos, kv.pos, kv.hidden), query_pos
 
     @property
     def usage(self) -> list[Usage]:
@@ -225,7 +228,7 @@ class Session:
         kv = self.layer(layer)
         if (scaling := kwargs.get("scaling")) is not None:
             self._scaling[layer] = float(scaling)
-        if self.keep_queries and self.cache is not None and query.shape[2] > 1:
+        if self.keep_queries and self.cache is not None and query.shape[2] >= self._keep_from:
             self._remember(layer, query, index)
         watches = self.watched(layer)
         window = self._windows[layer]
@@ -328,7 +331,7 @@ class Session:
 
     def remember(self, layer: int, query: Tensor) -> None:
         """The same for models that call no attention function of ours."""
-        if self.keep_queries and self.call is not None and self.cache is not None and query.shape[2] > 1:
+        if self.keep_queries and self.call is not None and self.cache is not None and query.shape[2] >= self._keep_from:
             self._remember(layer, query, self.call.on(query.device))
 
     def _state(self) -> State:
@@ -348,7 +351,7 @@ class Session:
 
             cache = DynamicCache(config=self.target.config)
         if cache is not None and self.owns_cache:
-            adopt(cache, self.target.n_layers, self.target.n_kv_heads, self.target.name)
+            adopt(cache, self._n_layers, self._n_kv_heads, self.target.name)
         self._local.cache = cache
         own_masks = False
         if cache is not None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.loops._windows import Runs
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.records import Record, as_records
 from sinkscope.loops.signals import (
     Ids,
-    Tail,
     compression_ratio,
     distinct,
     ends_in_loop,
@@ -26,6 +26,7 @@ from sinkscope.loops.signals import (
 from sinkscope.results import ModelInfo, Result, provenance
 
 POINTS = 128  # of a record's curve
+REPEATS, SHORTEST = 3, 16  # copies and tokens of a stretch of repetition that is worth telling
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Checked:
         cr: compression ratio of all of them.
         seq_rep_4: share of 4-grams that repeat an earlier one.
         distinct_2: different 2-grams over 2-grams.
-        period: of the longest stretch of exact repetition, anywhere; None: there is none.
+        period: of the longest stretch of exact repetition, anywhere, at least 3 copies and 16 tokens; None: there is
+            none of a period up to half of the window.
         onset: position of the first token of that stretch.
         repeats: its copies.
         detected: first step at which the monitor triggers; None: never.
@@ -146,16 +148,18 @@ def _checked(record: Record, settings: MonitorSettings, max_new: int | None) -> 
     ids = record.ids
     monitor = Monitor(settings)
     every = max(1, -(-len(ids) // POINTS))
-    longest: Tail | None = None
+    runs = Runs(settings.window // 2)
+    longest: tuple[int, int, int] | None = None  # tokens, period, onset
     detected: int | None = None
     steps: list[int] = []
     curve: list[float] = []
-    for token in ids:
+    for i, token in enumerate(ids):
         step = monitor.update(token)
         if step.trigger and detected is None:
             detected = step.step
-        if step.tail is not None and (longest is None or _covered(step.tail) > _covered(longest)):
-            longest = step.tail
+        run = runs.add(token, i, REPEATS, SHORTEST)
+        if run is not None and (longest is None or i + 1 - run[1] > longest[0]):
+            longest = (i + 1 - run[1], *run)
         if step.step % every == 0 or step.step == len(ids):
             steps.append(step.step)
             curve.append(round(step.ttr, 4))
@@ -166,9 +170,9 @@ def _checked(record: Record, settings: MonitorSettings, max_new: int | None) -> 
         cr=_known(compression_ratio(ids)),
         seq_rep_4=_known(seq_rep(ids, 4)),
         distinct_2=_known(distinct(ids, 2)),
-        period=longest and longest.period,
-        onset=longest and longest.start,
-        repeats=longest and longest.repeats,
+        period=longest and longest[1],
+        onset=longest and longest[2],
+        repeats=longest and longest[0] / longest[1],
         detected=detected,
         loop=detected is not None,
         ends_in_loop=ends_in_loop(ids, settings.window, theta_ttr=settings.theta_ttr, theta_cr=settings.theta_cr),
@@ -178,10 +182,6 @@ def _checked(record: Record, settings: MonitorSettings, max_new: int | None) -> 
         steps=tuple(steps),
         curve=tuple(curve),
     )
-
-
-def _covered(tail: Tail) -> float:
-    return tail.period * tail.repeats
 
 
 def _known(value: float) -> float | None:

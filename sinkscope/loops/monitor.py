@@ -43,7 +43,7 @@ class MonitorSettings:
         novelty_span: tokens over which novelty is averaged. With 64 and the paper's 0.02 one new n-gram is forgiven; a
             single changed token makes four new ones, so a list that counts up never stalls.
         tail_repeats: copies of a tail repetition: what comes twice is a quotation, a third copy is a habit.
-        tail_shortest: tokens of a tail repetition; half a cooldown is longer than a separator line or a cell of dashes.
+        tail_shortest: tokens of a tail repetition; more than a line of dashes has, if each dash is a token.
         tail_longest: largest period of a tail repetition ("short-period" in the paper); a quarter of the window, the
             novelty sees longer ones.
         tail_hold: steps in a row with a tail repetition that make the tail gate; as many as make a stall.
@@ -70,7 +70,7 @@ class MonitorSettings:
     novelty_n: int = 4
     novelty_span: int = 64
     tail_repeats: float = 3
-    tail_shortest: int = 16
+    tail_shortest: int = 64
     tail_longest: int = 64
     tail_hold: int = 4
     relapse: int = WINDOW

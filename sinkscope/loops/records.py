@@ -55,14 +55,14 @@ def as_records(given: str | Sequence[Any] | Ids) -> list[Record]:
     """
     if isinstance(given, str):
         return [_record("text", given)]
-    given = _listed(given)
-    if not given:
-        raise SinkscopeError("there is nothing to check: give a text, token ids, or several of them")
-    if all(isinstance(one, Record) for one in given):
-        return list(given)
-    if isinstance(given[0], str) or not isinstance(given[0], int):
-        return [_record(f"{i}", one) for i, one in enumerate(given, 1)]
-    return [_record("ids", given)]
+    listed = _listed(given)
+    if not isinstance(listed, list | tuple) or not listed:
+        raise SinkscopeError(f"{_short(given)} cannot be checked: give a text, token ids, or several of either")
+    if all(isinstance(one, Record) for one in listed):
+        return list(listed)
+    if isinstance(listed[0], int):
+        return [_record("ids", listed)]
+    return [_record(f"{i}", one) for i, one in enumerate(listed, 1)]
 
 
 def parse(text: str, name: str, form: Format = "auto") -> list[Record]:
@@ -109,12 +109,15 @@ def _record(name: str, value: Any, where: str = "the input") -> Record:
             return Record(name, number(value))
         if all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 32 for v in value):
             return Record(name, list(value))
-    shown = repr(value)
-    shown = shown if len(shown) <= 40 else f"{shown[:37]}..."
-    raise SinkscopeError(f"{where} is {shown}: expected a string, or a list of token ids from 0 to 2**32 - 1")
+    raise SinkscopeError(f"{where} is {_short(value)}: expected a string, or a list of token ids from 0 to 2**32 - 1")
 
 
 def _listed(value: Any) -> Any:
     """Arrays and tensors as lists."""
     to_list = getattr(value, "tolist", None)
     return to_list() if callable(to_list) else value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

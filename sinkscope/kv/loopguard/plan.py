@@ -1,0 +1,149 @@
+"""What a cache keeps when LoopGuard intervenes: anchors, a sparse history, recent tokens without the repeating tail.
+
+LoopGuard, section 5.3, Eqs. 10 and 11. Plain numbers in and out: positions are true positions in a row, 0 the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from sinkscope.errors import SinkscopeError
+
+Pick = Literal["latest", "uniform"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """How much is kept of what. The paper names `budget` and `anchors`; the other fields are left open there.
+
+    Attributes:
+        budget: tokens that may be left right after an intervention (B).
+        anchors: first positions, always kept (N_anchor).
+        recent: length of the recent window (R). As long as the monitor's window by default, so that every token that
+            set off the alarm is subject to the removal of bad blocks.
+        recent_budget: recent tokens kept at level 0. Half the recent window by default, "a small amount of local
+            context", and never more than half of what the anchors leave.
+        recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads the
+            choice over the recent window.
+        max_level: cap of the aggressiveness level. Every level halves the recent budget, so the default ends at an
+            eighth.
+    """
+
+    budget: int = 1024
+    anchors: int = 32
+    recent: int = 256
+    recent_budget: int | None = None
+    recent_pick: Pick = "latest"
+    max_level: int = 3
+
+    def __post_init__(self) -> None:
+        """Refuse what could not work.
+
+        Raises:
+            SinkscopeError: the first field that is wrong, with what was expected.
+        """
+        for name, least in (("budget", 1), ("anchors", 0), ("recent", 1), ("max_level", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}", page="kv-budget")
+        if self.budget <= self.anchors:
+            raise SinkscopeError(
+                f"budget={self.budget} leaves nothing beside the {self.anchors} anchors: expected at least "
+                f"{self.anchors + 1}; raise the budget or keep fewer anchors",
+                page="kv-budget",
+            )
+        room, given = self.budget - self.anchors, self.recent_budget
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= room):
+            raise SinkscopeError(
+                f"recent_budget={given!r}: expected a whole number from 1 to {room}, what the anchors leave of the "
+                "budget",
+                page="kv-budget",
+            )
+        if self.recent_pick not in ("latest", "uniform"):
+            raise SinkscopeError(f'recent_pick={self.recent_pick!r}: expected "latest" or "uniform"')
+
+    def recent_tokens(self, level: int) -> int:
+        """B_recent(level): recent tokens kept, at least 1."""
+        room = self.budget - self.anchors
+        at_first = min(max(1, self.recent // 2), max(1, room // 2)) if self.recent_budget is None else self.recent_budget
+        return max(1, at_first >> min(level, self.max_level))
+
+    @property
+    def sparse_tokens(self) -> int:
+        """Tokens of the history that are kept, at every level: what the anchors and level 0's recent tokens leave.
+
+        What a higher level takes from the recent tokens is not given to anyone, so the cache shrinks with it.
+        """
+        return self.budget - self.anchors - self.recent_tokens(0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is kept of one row.
+
+    Attributes:
+        keep: positions, ascending.
+        anchors: how many of them are anchors.
+        sparse: how many are a sample of the history.
+        recent: how many are recent.
+    """
+
+    keep: tuple[int, ...]
+    anchors: int
+    sparse: int
+    recent: int
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The positions as ranges [start, stop)."""
+        return spans(self.keep)
+
+
+def plan(
+    held: Sequence[int], length: int, bad: tuple[int, int] | None, retention: Retention, level: int = 0
+) -> Plan:
+    """Choose what to keep.
+
+    The history is sampled among the positions that the cache still holds: at the second intervention, sampling all
+    positions would meet few of those that the first one left.
+
+    Args:
+        held: positions in the cache, ascending.
+        length: tokens of the row so far; the recent window ends there.
+        bad: range [start, stop) of positions in repeating blocks at the end; only what lies in the recent window counts.
+        retention: budgets.
+        level: aggressiveness, from 0; beyond `max_level` it counts as that.
+
+    Returns:
+        At most `retention.budget` positions; every held anchor is among them, whether bad or not.
+    """
+    begin = length - retention.recent
+    start, stop = bad or (0, 0)
+    anchors = [p for p in held if p < retention.anchors]
+    history = [p for p in held if retention.anchors <= p < begin]
+    clean = [p for p in held if p >= max(begin, retention.anchors) and not start <= p < stop]
+    sparse = uniform(history, retention.sparse_tokens)
+    count = retention.recent_tokens(level)
+    recent = uniform(clean, count) if retention.recent_pick == "uniform" else clean[-count:]
+    return Plan((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
+
+
+def uniform(positions: Sequence[int], count: int) -> list[int]:
+    """`count` of the positions, evenly spaced by rank: the middle one of each of `count` equal parts."""
+    total = len(positions)
+    if count >= total:
+        return list(positions)
+    return [positions[(2 * i + 1) * total // (2 * count)] for i in range(count)]
+
+
+def spans(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending positions as ranges [start, stop)."""
+    ranges: list[tuple[int, int]] = []
+    for position in positions:
+        if ranges and ranges[-1][1] == position:
+            ranges[-1] = (ranges[-1][0], position + 1)
+        else:
+            ranges.append((position, position + 1))
+    return ranges

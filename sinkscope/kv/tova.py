@@ -1,0 +1,38 @@
+"""TOVA (Oren et al. 2024, section 4): the tokens that the newest query attends to most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.session import Rows, Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(Policy):
+    """Keep what the newest query attends to, and nothing else by right: neither first nor recent tokens.
+
+    All query heads of a layer count together (their mean, as in the paper, or what `reduce` says), so every kv head
+    of a layer keeps the same tokens. The newest token takes part; `last=1` keeps it in any case. Padding has to be on
+    the left.
+
+    Example:
+        >>> TOVA(budget=512).last
+        0
+    """
+
+    def watch(self, session: Session, key: int) -> None:
+        """See the newest query of every layer."""
+        session.watch(self._note, last=1)
+
+    def _note(self, rows: Rows) -> None:
+        if rows.kv is not None:  # there is a cache
+            newest = self.group(rows.probs[:, :, -1], 1)
+            rows.kv.set_extra("tova", newest.expand(-1, rows.pos.shape[1], -1))
+
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """Attention of the newest query."""
+        return at.kv.extra("tova")

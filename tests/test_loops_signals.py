@@ -1,0 +1,168 @@
+"""Signals of repetition against their definitions, written out another way."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import (
+    Tail,
+    collapse_point,
+    compression_ratio,
+    distinct,
+    diversity,
+    ends_in_loop,
+    is_loop,
+    novelty,
+    seq_rep,
+    survival,
+    tail_period,
+    type_token_ratio,
+)
+
+IDS = st.lists(st.integers(0, 4), max_size=60)
+TAILED = st.builds(  # a repetition behind anything
+    lambda head, piece, copies, cut: head + piece * copies + piece[:cut],
+    IDS, st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 6), st.integers(0, 8),
+)  # fmt: skip
+LOOP = '{"name":"U.S. Air Force Academy","wikipedia url":"…","type":"Organization"}, '  # appendix D
+
+
+@given(TAILED)
+def test_ratios(ids: list[int]) -> None:
+    if not ids:
+        assert math.isnan(type_token_ratio(ids)) and math.isnan(compression_ratio(ids)) and math.isnan(seq_rep(ids, 1))
+        return
+    assert type_token_ratio(ids) == sum(1 / n for n in Counter(ids).values() for _ in range(n)) / len(ids)
+    assert compression_ratio(ids) == len(zlib.compress(struct.pack(f"<{len(ids)}I", *ids), 9)) / (4 * len(ids))
+    assert distinct(ids, 1) == type_token_ratio(ids)
+    grams = list(zip(ids, ids[1:], ids[2:], ids[3:], strict=False))
+    repeated = sum(gram in grams[:i] for i, gram in enumerate(grams))
+    assert seq_rep(ids, 4) == pytest.approx(repeated / len(grams), nan_ok=True) if grams else math.isnan(seq_rep(ids, 4))
+
+
+def test_arrays_and_tensors_are_read_as_numbers() -> None:
+    """The elements of a tensor are all different objects."""
+    ids = [7, 8] * 50
+    tensor = torch.tensor(ids)
+    assert type_token_ratio(tensor) == 0.02
+    assert tail_period(tensor.numpy()) == tail_period(ids) == Tail(2, 0, 50.0)
+    assert compression_ratio(tensor) == compression_ratio(ids)
+    assert distinct(tensor, 2) == distinct(ids, 2) and novelty(tensor) == novelty(ids)
+    assert ends_in_loop(tensor) and collapse_point(tensor, 20) == 20
+
+
+@pytest.mark.parametrize("wrong", [[1, -2], [1 << 32], [0.5], ["a"]])
+def test_what_is_no_id_is_refused(wrong: list[object]) -> None:
+    with pytest.raises(SinkscopeError, match=r"token id .*: expected whole numbers"):
+        compression_ratio.__wrapped__(wrong) if hasattr(compression_ratio, "__wrapped__") else compression_ratio(wrong)  # type: ignore[arg-type]
+
+
+def test_the_loop_of_the_paper_compresses_as_text_as_it_does_as_ids() -> None:
+    """77 bytes of text of 26 tokens: under 0.12 in a window's worth of either, and not in half of it."""
+    assert [round(compression_ratio((LOOP * 20).encode()[:n].decode(errors="ignore")), 2) for n in (600, 1024)] == [
+        0.15,
+        0.09,
+    ]
+    small, large = ([(i * 7919) % vocabulary for i in range(22)] for vocabulary in (4096, 151936))
+    assert compression_ratio((small * 20)[:256]) < 0.12 and compression_ratio((large * 20)[:256]) < 0.12
+    assert compression_ratio((small * 20)[:64]) > 0.12
+
+
+def _brute(ids: list[int], repeats: float, shortest: int, longest: int) -> Tail | None:
+    """Every period, counted backwards token by token."""
+    tails: list[tuple[int, int]] = []
+    for period in range(1, longest + 1):
+        equal = 0
+        while period + equal < len(ids) and ids[-1 - equal] == ids[-1 - equal - period]:
+            equal += 1
+        if equal + period >= max(repeats * period, shortest):
+            tails.append((equal + period, -period))
+    if not tails:
+        return None
+    covered, period = max(tails)
+    return Tail(-period, len(ids) - covered, covered / -period)
+
+
+@given(TAILED, st.sampled_from([2, 2.5, 3]), st.integers(0, 12), st.integers(1, 40))
+@example([1, 2, 3, 3, 3] * 3, 3, 0, 40)
+def test_tail_period_is_that_of_brute_force(ids: list[int], repeats: float, shortest: int, longest: int) -> None:
+    found = tail_period(ids, repeats=repeats, shortest=shortest, longest=longest)
+    assert found == _brute(ids, repeats, shortest, min(longest, max(len(ids) - 1, 0)))
+    if found is not None:
+        tail = ids[found.start :]
+        assert tail == (tail[: found.period] * len(tail))[: len(tail)]
+        assert found.start == 0 or ids[found.start - 1] != ids[found.start - 1 + found.period]
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 64, 300])
+def test_a_planted_tail_is_found(period: int) -> None:
+    ids = [*range(1000, 1100), *(list(range(period)) * 4)[: 3 * period + period // 2]]
+    found = tail_period(ids)
+    assert found is not None and (found.period, found.start) == (period, 100)
+    assert found.repeats == pytest.approx((len(ids) - 100) / period)
+    assert tail_period(ids[:-1] + [5000]) is None
+    with pytest.raises(SinkscopeError, match="at least 2 copies"):
+        tail_period(ids, repeats=1)
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 30), st.integers(1, 4), st.integers(1, 20))
+def test_novelty_is_that_of_its_definition(ids: list[int], window: int, n: int, span: int) -> None:
+    window = max(window, n)
+    new: list[bool] = []
+    for i in range(len(ids)):
+        seen = ids[max(0, i - window + 1) : i + 1]
+        grams = [tuple(seen[j : j + n]) for j in range(len(seen) - n + 1)]
+        new.append(not grams or grams[-1] not in grams[:-1])
+    last = new[-span:]
+    assert novelty(ids, window=window, n=n, span=span) == pytest.approx(
+        sum(last) / len(last) if last else math.nan, nan_ok=True
+    )
+
+
+def test_loop_rule_at_its_thresholds() -> None:
+    """Eq. 7 has <= and >=; the default length is 2,480 of 2,500."""
+    loop = [3, 4, 5, 6] * 625
+    assert is_loop(loop) and is_loop(loop[:2480]) and not is_loop(loop[:2479]) and is_loop(loop[:2479], None)
+    assert is_loop(loop[:992], 1000) and not is_loop(loop[:991], 1000)
+    assert is_loop(loop[:100], theta_len=100)
+    ids = [*range(20)] * 5
+    ratio = compression_ratio(ids)
+    assert is_loop(ids, None, theta_ttr=0.2, theta_cr=ratio) and not is_loop(ids, None, theta_ttr=0.19, theta_cr=ratio)
+    assert not is_loop(ids, None, theta_ttr=0.2, theta_cr=ratio - 1e-9)
+    assert not is_loop([], None)
+
+
+def test_the_end_is_judged_alone() -> None:
+    ids = [*range(2000), *[1, 2] * 128]
+    assert ends_in_loop(ids) and not is_loop(ids, None)
+    assert not ends_in_loop([*[1, 2] * 128, *range(200)])
+
+
+@given(TAILED, st.integers(1, 20))
+def test_diversity_and_collapse(ids: list[int], window: int) -> None:
+    values = [len(set(ids[max(0, t - window) : t])) / min(t, window) for t in range(1, len(ids) + 1)]
+    assert diversity(ids, window) == pytest.approx(values)
+    low = [t for t in range(window, len(ids) + 1) if all(v < 0.5 for v in values[t - 1 :])]
+    assert collapse_point(ids, window, theta=0.5) == (low[0] if low else None)
+
+
+def test_collapse_of_a_planted_loop_and_of_one_that_was_left() -> None:
+    """After 500 different tokens, a loop of 5: the window of 256 falls below 0.2 when 51 types are left in it."""
+    ids = [*range(1000, 1500), *[0, 1, 2, 3, 4] * 200]
+    assert collapse_point(ids) == 500 + 256 - 46  # 46 old ones and 5 of the loop: 51 of 256 is the first below 0.2
+    assert collapse_point([*ids, *range(2000, 2300)]) is None
+    assert collapse_point(ids[:200]) is None
+
+
+def test_survival() -> None:
+    assert survival([100, None, 300], [50, 99, 100, 299, 300]) == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3])
+    assert math.isnan(survival([], [1])[0])
