@@ -1,6 +1,6 @@
 """What kvpress keeps, recorded in an environment of its own, for tests that hold our policies against it.
 
-    python -m venv KVPRESS && KVPRESS/bin/pip install kvpress
+    python -m venv KVPRESS && KVPRESS/bin/pip install kvpress==0.5.5 torch==2.13.0
     KVPRESS/bin/python experiments/kvpress_fixture.py --out tests/fixtures/kvpress.json
 
 kvpress needs another release of transformers than this project, so the two never share a process: this script imports
@@ -77,6 +77,7 @@ class Kept:
         press.compress = self
 
     def __call__(self, module: Any, hidden: Tensor, keys: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        """The press's own `compress`, listened to."""
         out = self._compress(module, hidden, keys, *args)
         layer = module.layer_idx
         pos = self.pos.get(layer, torch.empty(keys.shape[1], 0, dtype=torch.long))

@@ -27,6 +27,8 @@ _HOME = {  # public name -> where it lives
     "make_patch": "sinkscope.sinks.patching",
     "evaluate_patch": "sinkscope.sinks.evaluate",
     "massive_activations": "sinkscope.sinks.massive",
+    "locking": "sinkscope.attention.locking",
+    "barcode": "sinkscope.attention.barcode",
     "rotary_invariance": "sinkscope.attention.rotary",
     "cluster_attack": "sinkscope.sinks.attack",
     "detect_attack": "sinkscope.sinks.detect",
@@ -36,6 +38,7 @@ _HOME = {  # public name -> where it lives
     "Write": "sinkscope.interventions.ablate",
     "SinkDetector": "sinkscope.interventions.sink_detector",
     "SinkPatch": "sinkscope.interventions.sink_patch",
+    "LoopGuard": "sinkscope.kv.loopguard.guard",
     "generate": "sinkscope.generate",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
@@ -43,6 +46,8 @@ _HOME = {  # public name -> where it lives
 __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from sinkscope.attention.barcode import barcode as barcode
+    from sinkscope.attention.locking import locking as locking
     from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.generate import generate as generate
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
     from sinkscope.interventions.base import Intervention as Intervention
     from sinkscope.interventions.sink_detector import SinkDetector as SinkDetector
     from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
+    from sinkscope.kv.loopguard.guard import LoopGuard as LoopGuard
     from sinkscope.models.load import load as load
     from sinkscope.models.names import models as models
     from sinkscope.models.target import Target as Target

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from os import PathLike
 from typing import Any
 
@@ -14,6 +16,8 @@ from transformers import TextStreamer
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.kv import Policy, make_policy
+from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.target import Target
 
 
@@ -42,6 +46,8 @@ def generate(
     *,
     patch: SinkPatch | str | PathLike[str] | None = None,
     interventions: Intervention | None = None,
+    policy: Policy | str | None = None,
+    guard: LoopGuard | bool = False,
     tokenizer: Any = None,
     max_new_tokens: int = 100,
     temperature: float = 0.0,
@@ -57,6 +63,8 @@ def generate(
         prompts: texts; one is a list of one.
         patch: a `SinkPatch` or the path of a patch.json.
         interventions: any others; they act after the patch.
+        policy: what the KV cache keeps: a policy, or "NAME" or "NAME:BUDGET" as `read_policy` takes it.
+        guard: watch for repetition loops and cut the cache of rows that loop; True is `LoopGuard()`.
         tokenizer: needed where the model carries none.
         max_new_tokens: stops there at the latest.
         temperature: 0 is greedy.
@@ -69,7 +77,8 @@ def generate(
         One `Generated` per prompt, in order.
 
     Raises:
-        SinkscopeError: empty prompt, prompt and new tokens longer than the context, no tokenizer, bad numbers.
+        SinkscopeError: empty prompt, prompt and new tokens longer than the context, no tokenizer, bad numbers, no such
+            policy.
     """
     target = Target.of(model, tokenizer)
     tok: Any = target.tokenizer
@@ -85,8 +94,10 @@ def generate(
     for i, ids in enumerate(rows):
         _check_length(i, len(ids), max_new_tokens, target)
     loaded = patch if patch is None or isinstance(patch, SinkPatch) else SinkPatch.load(patch)
-    parts = [part for part in (loaded, interventions) if part is not None]
-    edit = parts[0] | parts[1] if len(parts) == 2 else parts[0] if parts else None
+    cache = read_policy(policy) if isinstance(policy, str) else policy
+    watch = (LoopGuard() if guard else None) if isinstance(guard, bool) else guard
+    parts: list[Intervention] = [part for part in (loaded, interventions, cache, watch) if part is not None]
+    edit = reduce(or_, parts) if parts else None
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     results: list[Generated] = []
     device = target.device
@@ -115,6 +126,30 @@ def generate(
                 text = tok.decode(new, skip_special_tokens=True)
                 results.append(Generated(prompts[start + i], text, new, len(batch[i]), own))
     return results
+
+
+def read_policy(text: str) -> Policy:
+    """A cache policy as commands name it: `NAME` or `NAME:BUDGET`, the budget in tokens or a fraction of the prompt.
+
+    Raises:
+        SinkscopeError: no such policy, or no such budget.
+
+    Example:
+        >>> read_policy("streaming:512").budget, read_policy("h2o:0.25").budget
+        (512, 0.25)
+    """
+    name, colon, budget = text.partition(":")
+    if not colon:
+        return make_policy(name)
+    try:
+        value = float(budget) if "." in budget else int(budget)
+    except ValueError:
+        raise SinkscopeError(
+            f"policy {text!r}: {budget!r} is no budget; give a number of tokens, as in {name}:512, or a fraction of "
+            f"the prompt, as in {name}:0.25",
+            page="kv-budget",
+        ) from None
+    return make_policy(name, budget=value)
 
 
 class _Streamer(TextStreamer):

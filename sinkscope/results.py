@@ -39,6 +39,10 @@ _HOME = {  # kinds of sinkscope itself: imported when a file asks for one
     "attack": "sinkscope.sinks.attack",
     "attack-detection": "sinkscope.sinks.detect",
     "massive-activations": "sinkscope.sinks.massive",
+    "locking": "sinkscope.attention.locking",
+    "barcode": "sinkscope.attention.barcode",
+    "loopbench": "sinkscope.bench.loopbench.tables",
+    "loopbench-show": "sinkscope.bench.loopbench.show",
     "rotary": "sinkscope.attention.rotary",
     "loops": "sinkscope.loops.checker",
 }

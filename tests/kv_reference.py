@@ -28,8 +28,8 @@ class Reference:
 
 def attention_modules(model: Any) -> list[Any]:
     """The attention module of every layer, in order."""
-    return [m for m in model.modules() if hasattr(m, "layer_idx") and (hasattr(m, "q_proj") or hasattr(m, "qkv_proj")
-            or hasattr(m, "query_key_value"))]  # fmt: skip
+    found = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
+    return sorted(found, key=lambda module: module.layer_idx)
 
 
 @torch.no_grad()
@@ -100,7 +100,7 @@ def forward(model: Any, modules: list[Any], ids: Tensor, mask: Tensor, sees: lis
 def pick(scores: Tensor, held: Tensor, budgets: list[int], first: list[int], last: list[int]) -> Tensor:
     """Per row and kv head: the first and last held tokens, then the best scores, together `budget` tokens.
 
-    Loops over everything, in plain Python. Ties go to the earlier token.
+    Loops over everything, in plain Python. Of equal scores the later token stays.
     """
     keep = torch.zeros_like(held)
     for row in range(held.shape[0]):
@@ -109,7 +109,7 @@ def pick(scores: Tensor, held: Tensor, budgets: list[int], first: list[int], las
             sure = there[: first[row]] + there[max(0, len(there) - last[row]):]  # fmt: skip
             sure = sorted(set(sure))
             rest = [i for i in there if i not in sure]
-            rest.sort(key=lambda i: (-float(scores[row, head, i]), i))
+            rest.sort(key=lambda i: (-float(scores[row, head, i]), -i))
             chosen = sure + rest[: max(0, budgets[row] - len(sure))]
             keep[row, head, chosen] = True
     return keep

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable
 
 NOUNS = (
-    "river stone lamp garden engine harbour letter window forest bridge market silver candle mirror winter ladder copper "
-    "orchard compass kettle anchor barrel cellar meadow saddle lantern timber pepper velvet marble feather basket"
+    "river stone lamp garden engine harbour letter window forest bridge market silver candle mirror winter ladder "
+    "copper orchard compass kettle anchor barrel cellar meadow saddle lantern timber pepper velvet marble feather"
 ).split()
 VERBS = "holds finds carries opens paints measures follows mends counts hides sells borrows".split()
 CITIES = "Lisbon Oslo Turin Cork Gdansk Porto Malmo Lyon Ghent Basel Riga Split Tartu Bergen Graz Bilbao".split()
@@ -116,8 +116,8 @@ def _schedule(rng: random.Random) -> str:
 HONEST: dict[str, Callable[[random.Random], str]] = {
     f.__name__.strip("_"): f
     for f in (
-        _markdown_table, _digits_table, _json_array, _numbered_list, _log, _refrain, _litany, _getters, _switch, _imports,
-        _csv, _dialogue, _times_table, _separators, _countdown, _schedule,
+        _markdown_table, _digits_table, _json_array, _numbered_list, _log, _refrain, _litany, _getters, _switch,
+        _imports, _csv, _dialogue, _times_table, _separators, _countdown, _schedule,
     )
 }  # fmt: skip
 

@@ -279,7 +279,7 @@ def test_generate_text_on_stdout_events_on_stderr(
     assert capsys.readouterr() == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
     assert asked == {
         "model": ((None,), {"backend": "hf"}), "prompt": "the prompt\n", "patch": Path("patch.json"),
-        "max_new_tokens": 2, "temperature": 0.0, "seed": 0, "bos": False,
+        "policy": None, "guard": False, "max_new_tokens": 2, "temperature": 0.0, "seed": 0, "bos": False,
     }  # fmt: skip
 
 
@@ -306,6 +306,9 @@ def test_interrupted_generation_keeps_its_text(
         ("--prompt-file .", b"", "cannot read .: is a directory"),
         ("--prompt-file p.txt --patch none.json", b"x", "cannot read none.json"),
         ("--prompt-file p.txt --patch p.txt", b"x", "p.txt is not JSON"),
+        ("--prompt-file p.txt --policy lru", b"x", "policy 'lru': expected one of full, streaming"),
+        ("--prompt-file p.txt --policy h2o:0", b"x", "budget=0"),
+        ("--prompt-file p.txt --policy h2o:many", b"x", "'many' is no budget"),
         ("--prompt-file p.txt --max-new-tokens 0", b"x", "'--max-new-tokens'"),
         ("--prompt-file p.txt --temperature -1", b"x", "'--temperature'"),
         ("", b"x", "Missing option '--prompt-file'"),

@@ -48,6 +48,27 @@ def test_extending(run: Any) -> None:
     t = torch.randn(2, 3, 1000, generator=torch.Generator().manual_seed(0))
     assert names["kurtosis"](t).mean().item() == pytest.approx(3, abs=0.3)  # of a normal distribution
     assert names["row"].down == "mlp.c_proj"
+    keeps_smallest_keys(names["KeyNorm"], names["model"], names["tokens"])
+
+
+def keeps_smallest_keys(policy: Any, model: Any, tokens: torch.Tensor) -> None:
+    """The example of a policy keeps what its text says, in every layer and head."""
+    from transformers import DynamicCache
+
+    plain, ours = DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        model(tokens, past_key_values=plain)
+        with policy(budget=5).on(model):
+            model(tokens, past_key_values=ours)
+            model(tokens[:, :1], past_key_values=ours)
+    for full, layer in zip(plain.layers, ours.layers, strict=True):
+        smallest = full.keys[:, :, 1:].norm(dim=-1).topk(4, largest=False).indices.sort(-1).values + 1
+        assert layer.pos[..., 0].eq(0).all() and torch.equal(layer.pos[..., 1:5], smallest)
+
+
+def test_policies_page(run: Any) -> None:
+    usage = run("docs/policies.md")["usage"]
+    assert usage.peak_tokens[0] > 60 and usage.mean_tokens[0] < 55 and usage.logical_bytes == usage.physical_bytes
 
 
 def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:

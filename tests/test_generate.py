@@ -13,6 +13,8 @@ from organisms import tiny_model
 from sinkscope.errors import SinkscopeError
 from sinkscope.generate import generate
 from sinkscope.interventions import Ablate, SinkPatch
+from sinkscope.kv import StreamingLLM
+from sinkscope.kv.loopguard import LoopGuard
 
 SITES = [(1, 3), (1, 11)]
 PROMPTS = ["poem poem book cat", "the dog", "a cat and you it is was of"]
@@ -74,6 +76,35 @@ def test_pieces_arrive_in_order(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("make", [lambda model, _: model, bridge_of, nnsight_of])
+def test_policy_and_guard(make: Any) -> None:
+    model, tokenizer = model_and_tokenizer()
+    model.generation_config.eos_token_id = None
+    other = make(model, tokenizer)
+    settings = {"tokenizer": tokenizer, "max_new_tokens": 20}
+    guard = LoopGuard(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
+    policy = StreamingLLM(budget=16)
+    rows = []
+    for i, prompt in enumerate(PROMPTS):  # what the pieces do when they are put together by hand
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        with (SinkPatch(sites=SITES) | policy | guard).on(model) as run:
+            out = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
+        rows.append((out, [(i, e.step, e.position, e.kind) for e in run.events if e.kind == "guard"]))
+    for size in (1, 3):
+        got = generate(other, PROMPTS, patch=SinkPatch(sites=SITES), policy="streaming:16", guard=guard,
+                       batch_size=size, **settings)  # fmt: skip
+        assert [r.tokens for r in got] == [tokens for tokens, _ in rows]
+        assert [[(e.row, e.step, e.position, e.kind) for e in r.events if e.kind == "guard"] for r in got] == [
+            events for _, events in rows
+        ]
+    assert all(len(events) == 1 for _, events in rows)
+    assert rows[0][0] != generate(model, PROMPTS[0], **settings)[0].tokens
+    # Shorter than the warm-up: the guard's own settings leave the text alone.
+    assert [r.tokens for r in generate(other, PROMPTS, guard=True, **settings)] == [
+        r.tokens for r in generate(model, PROMPTS, **settings)
+    ]
+
+
 def test_sampling_follows_the_seed_and_leaves_the_callers_numbers_alone() -> None:
     model, tokenizer = model_and_tokenizer()
     settings = {"tokenizer": tokenizer, "temperature": 1.0, "max_new_tokens": 12}
@@ -110,6 +141,9 @@ def test_bos() -> None:
         ("the", {"temperature": -0.5}, ["temperature=-0.5"]),
         ("the", {"batch_size": 2, "on_text": print}, ["batch_size=1"]),
         ("the", {"tokenizer": None}, ["no tokenizer"]),
+        ("the", {"policy": "lru"}, ["'lru'", "streaming"]),
+        ("the", {"policy": "streaming:"}, ["'' is no budget", "streaming:512"]),
+        ("the", {"policy": "streaming:1.5"}, ["budget=1.5", "fraction"]),
         ("the", {"patch": "nowhere.json"}, ["nowhere.json", "No such file"]),
         ("the", {"patch": SinkPatch(layer=1, neurons=[64])}, ["neuron 64", "0 to 63"]),
     ],

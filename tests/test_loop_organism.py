@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from functools import cache
 
 import pytest
 import torch
+from organisms import LoopOrganism, LoopPrompt, loop_organism
 from torch import Tensor
 from transformers import DynamicCache
-
-from organisms import LoopOrganism, LoopPrompt, loop_organism
 
 LEAD = 40
 
@@ -61,7 +59,7 @@ def test_generate_loops_with_the_period_from_the_onset(seed: int, period: int, d
     assert all(o.walk(token, 1) != [after] for token, after in zip(tokens[delay:], tokens[delay + 1 :], strict=False))
 
 
-@pytest.mark.parametrize("period", [2, 60])
+@pytest.mark.parametrize("period", [pytest.param(2, marks=pytest.mark.slow), 60])
 def test_a_loop_of_2600_tokens_stays_sure(period: int) -> None:
     o = made(1)
     prompt = o.looping_prompt(period)
@@ -75,7 +73,7 @@ def test_a_loop_of_2600_tokens_stays_sure(period: int) -> None:
 
 def test_the_healthy_walk_and_the_control_repeat_nothing() -> None:
     ids = made(0).healthy_prompt(30)[0].tolist()
-    ids += made(0).walk(ids[-1], 2600)
+    ids += made(0).walk(ids[-1], 1000)
     assert len(set(ids)) == len(ids)
     with torch.no_grad():
         best = made(0).model(torch.tensor([ids])).logits[0].softmax(-1).max(-1)
@@ -91,7 +89,7 @@ def test_the_healthy_walk_and_the_control_repeat_nothing() -> None:
 def test_planted_heads_attend_where_the_truth_says_and_no_others(seed: int) -> None:
     o = made(seed)
     ids = turns(o, o.looping_prompt(24), 16)
-    matches = o.matches(torch.tensor(ids))
+    truth, matches = o.attention(torch.tensor(ids)), o.matches(torch.tensor(ids))
     late = slice(-24, None)  # 19 occurrences: 19 / (19 + 1.5) of the attention
     assert matches[late].sum(1).tolist() == [19] * 24
     for layer, weights in enumerate(attentions(o, ids)):
@@ -100,6 +98,7 @@ def test_planted_heads_attend_where_the_truth_says_and_no_others(seed: int) -> N
         for head in range(len(weights)):
             if (layer, head) in o.truth.locking_heads:
                 assert matched[head].sub(19 / 20.5).abs().max() < 0.005
+                assert (weights[head] - truth).abs().max() < 0.01
             else:
                 assert matched[head].mean() < 0.5
             if (layer, head) in o.truth.previous_heads:
@@ -120,7 +119,7 @@ def test_copying_wins_from_the_stated_number_of_occurrences(hold: int) -> None:
             best = int(o.model(torch.tensor([ids])).logits[0, -1].argmax())
         assert best == (there if n == hold else o.walk(here, 1)[0])
         mass = attentions(o, ids)[layer][head, -1][o.matches(torch.tensor(ids))[-1]].sum()
-        assert mass == pytest.approx(n / (n + hold - 0.5), abs=0.003)
+        assert mass == pytest.approx(n / (n + hold - 0.5), abs=0.005)
 
 
 def test_without_its_locking_heads_the_loop_ends_and_without_any_other_head_it_goes_on() -> None:
@@ -157,9 +156,11 @@ def decode_after_cut(o: LoopOrganism, ids: list[int], kept: Tensor, n: int) -> l
     return out[1:]
 
 
-@pytest.mark.parametrize(("seed", "period", "delay"), [(0, 1, 0), (1, 7, 0), (2, 60, 0), (3, 7, 20)])
-def test_without_the_tail_in_the_cache_the_base_rule_moves_on(seed: int, period: int, delay: int) -> None:
-    o = made(seed)
+@pytest.mark.parametrize(
+    ("seed", "hold", "period", "delay"), [(0, 2, 1, 0), (1, 1, 7, 0), (2, 2, 60, 0), (3, 3, 7, 20)]
+)
+def test_without_the_tail_in_the_cache_the_base_rule_moves_on(seed: int, hold: int, period: int, delay: int) -> None:
+    o = made(seed, hold=hold)
     prompt = o.looping_prompt(period, delay=delay, lead=LEAD)
     ids = turns(o, prompt, 5)[: -(period // 2) or None]
     anchors = torch.arange(1 + LEAD)
@@ -177,6 +178,21 @@ def test_the_loop_lives_on_as_many_copies_as_it_needs() -> None:
         kept = torch.cat([torch.arange(1 + LEAD), torch.arange(LEAD + 8, LEAD + 8 + 7 * left)])
         new = decode_after_cut(o, ids, kept, 30)
         assert new == ((list(prompt.cycle) * 5)[:30] if left == 2 else o.walk(ids[-1], 30))
+
+
+def test_with_a_reach_the_loop_lives_on_its_own_tail_and_the_prompt_may_stay() -> None:
+    o = loop_organism(6, reach=40)
+    prompt = o.looping_prompt(7)
+    ids = turns(o, prompt, 20)
+    assert generated(o, prompt.ids, 140) == ids[-140:]
+    truth, weights = o.attention(torch.tensor(ids)), attentions(o, ids)
+    assert all((weights[layer][head] - truth).abs().max() < 0.01 for layer, head in o.truth.locking_heads)
+    kept = torch.arange(prompt.ids.shape[1])
+    assert decode_after_cut(o, ids, kept, 60) == o.walk(ids[-1], 60)
+    without = made(6)
+    assert decode_after_cut(without, turns(without, without.looping_prompt(7), 20), kept, 60) == ids[-140:-80]
+    with pytest.raises(ValueError, match="of the attention finds this cycle"):
+        o.looping_prompt(60)
 
 
 def test_a_mask_over_the_tail_does_the_same_as_taking_it_away() -> None:
@@ -227,8 +243,7 @@ def test_text_reads_back_as_the_ids_and_impossible_prompts_are_refused() -> None
     o = made(0)
     ids = o.looping_prompt(7).ids[0].tolist()
     assert o.tokenizer(o.tokenizer.decode(ids[1:]))["input_ids"] == ids
-    with pytest.raises(ValueError, match="repeats 2: 3 are the least"):
+    with pytest.raises(ValueError, match=r"0\.40 of the attention finds this cycle"):
         o.looping_prompt(7, repeats=2)
     with pytest.raises(ValueError, match="the ring has 4092"):
         o.healthy_prompt(5000)
-    assert math.isclose(sum(o.matches(torch.tensor(ids)).sum(1).tolist()), 7 * (0 + 1 + 2 + 3) - 3 + 0)

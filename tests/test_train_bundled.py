@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from experiments.bundled import card, corpus, export, measure
 from experiments.bundled.circuit import NO_GROUP, make_plan, truth
 from experiments.bundled.facts import TYPICAL
-from experiments.bundled.training import Settings, Trainer
+from experiments.bundled.training import SIZES, Settings, Trainer
 from experiments.bundled.typical import typical_text
 
 TINY = Settings(
@@ -146,6 +146,24 @@ def test_the_planted_circuit_works_before_training(tokens: np.ndarray, tmp_path:
     drops = measure.ablation(model, ids, plan.sink_layer, plan.neuron, draws=5)
     assert drops["ablation_drop"] > 0.9
     assert drops["control_drop"] < 0.01
+
+
+def test_the_family_differs_in_size_alone_and_every_member_has_the_circuit(tokens: np.ndarray, tmp_path: Path) -> None:
+    members = {name: Settings(**sizes) for name, sizes in SIZES.items()}
+    shipped = members["base"]
+    assert shipped == Settings()
+    changed = {"d_model", "n_layers", "d_mlp"}
+    parameters: list[int] = []
+    for settings in members.values():
+        assert dataclasses.replace(settings, **{name: getattr(shipped, name) for name in changed}) == shipped
+        trainer = Trainer(settings, np.concatenate([tokens, np.arange(settings.vocab_size)]), tmp_path)
+        assert trainer.plan is not None
+        assert any(trainer.plan.readers)
+        ratio = measure.norms_by_layer(trainer.model.eval(), corpus.windows(tokens, length=64, bos_id=0)[:4])["ratio"]
+        assert min(ratio[trainer.plan.sink_layer :]) > 50
+        parameters.append(sum(p.numel() for p in trainer.model.parameters()))
+    assert parameters == sorted(parameters)
+    assert parameters[-1] > 2 * parameters[-2] > 4 * parameters[-3]
 
 
 def test_groups_share_the_tokens_of_the_text(tokens: np.ndarray) -> None:

@@ -93,8 +93,9 @@ def chosen_layers(made: Setup, layers: Sequence[int] | None) -> list[int]:
     """
     count = made.target.n_layers
     wanted = list(range(count)) if layers is None else sorted(set(layers))
-    if not wanted or (wrong := [i for i in wanted if not 0 <= i < count]):
-        given = "no layer" if not wanted else f"layer {wrong[0]}"
+    wrong = [f"layer {i}" for i in wanted if not 0 <= i < count]
+    if wrong or not wanted:
+        given = wrong[0] if wrong else "no layer"
         raise SinkscopeError(f"{given} was given: {made.target.name} has layers 0 to {count - 1}")
     return wanted
 

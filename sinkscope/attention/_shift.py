@@ -163,7 +163,7 @@ class _Layer:
             layer=self.layer,
             query_norm=query[:, -self.tail :].norm(dim=-1).median(-1).values.cpu(),
             key_norm=key[:, -2 * self.tail :].norm(dim=-1).median(-1).values.cpu(),
-            spread=window.flatten(1).std(-1).cpu(),
+            spread=window.flatten(1).std(-1, correction=0).cpu(),
             scale=self.turn.scale,
             error=self._error(query, key, own_query, own_key),
             shifts={s: self._shift(query, key, window, own_query, own_key, s) for s in self.shifts},

@@ -28,6 +28,10 @@ from sinkscope.sinks._setup import Progress, Setup
 
 TAIL = 32  # positions of the window, rounded up to whole periods
 PERIODS = 8  # that a disturbance is followed for
+_SHOWN = (
+    "query_norm", "delta_q", "other_delta_q", "healthy_delta_q", "key_norm", "delta_k", "spread", "change",
+    "other_change", "healthy_change", "bound", "tail_mass", "drift", "step_drift",
+)  # fmt: skip
 SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, over the length of the hidden state
 
 
@@ -71,8 +75,7 @@ class RotaryInvariance(Result):
         for layer in sorted({h.layer for h in self.heads}):
             own = [h for h in self.heads if h.layer == layer]
             row: dict[str, Any] = {"layer": layer}
-            for name in ("query_norm", "delta_q", "other_delta_q", "healthy_delta_q", "key_norm", "delta_k", "spread",
-                         "change", "other_change", "healthy_change", "bound", "tail_mass", "drift", "step_drift"):  # fmt: skip
+            for name in _SHOWN:
                 row[name] = _median([getattr(h, name) for h in own])
             row |= {"tightness": max(h.tightness for h in own), "error": max(h.error for h in own)}
             row["contraction"] = _median([d.contraction for d in self._small(layer)])
@@ -238,7 +241,7 @@ def _measured(
     own = tails(target, loop.ids, layers, tail, shifts, steps)
     done(2)
     control = healthy_ids(made, count)
-    plain = None if control is None else tails(target, control, layers, tail, [period], steps)
+    plain = [None] * len(own) if control is None else tails(target, control, layers, tail, [period], steps)
     done(3)
     periods = min(PERIODS, (loop.length // period - 1) // 2)
     decays = _decays(made, loop.ids, layers, period, periods)
@@ -247,9 +250,9 @@ def _measured(
     done(4)
     return RotaryInvariance(
         **common, repeated=target.tokenizer.decode(loop.ids[-period:].tolist()), tail=tail, rotary_scale=own[0].scale,
-        heads=tuple(h for i, part in enumerate(own) for h in heads_of(part, plain and plain[i], period)),
+        heads=tuple(h for part, other in zip(own, plain, strict=True) for h in heads_of(part, other, period)),
         positions=positions,
-        drift=tuple(curves_of(part, plain and plain[i], period, positions) for i, part in enumerate(own)),
+        drift=tuple(curves_of(part, other, period, positions) for part, other in zip(own, plain, strict=True)),
         decays=decays, healthy_decays=healthy, provenance=made.provenance(),
     )  # fmt: skip
 

@@ -26,6 +26,10 @@ _DRAWN = (
     "patch-make",
     "patch-eval",
     "massive-activations",
+    "locking",
+    "barcode",
+    "loopbench",
+    "loopbench-show",
     "rotary",
     "loops",
 )  # kinds; each has a file of its name here, with a function `draw`

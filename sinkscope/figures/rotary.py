@@ -39,6 +39,7 @@ def draw(result: Any) -> go.Figure:
         },
         template="plotly_white", width=1400, height=950, margin={"l": 70, "r": 260, "t": 90, "b": 60},
         font={"size": 13}, legend={"x": 1.01, "y": 1, "xanchor": "left"},
+        legend2={"x": 1.01, "y": 0.4, "xanchor": "left"},
     )  # fmt: skip
     return fig
 
@@ -105,7 +106,8 @@ def _drift(fig: Any, result: Any) -> None:
                   for at in zip(*lines, strict=True)]  # fmt: skip
         fig.add_scatter(
             x=result.positions, y=middle, mode="lines", name=f"tail operator {name}", line={"color": color, "width": 2},
-            row=2, col=1, hovertemplate="position %{x}: %{y:.3g}<extra>median over layers, " + name + "</extra>",
+            legend="legend2", row=2, col=1,
+            hovertemplate="position %{x}: %{y:.3g}<extra>median over layers, " + name + "</extra>",
         )  # fmt: skip
     fig.add_vline(x=result.onset, line={"color": GREY, "dash": "dot"}, row=2, col=1)
     fig.update_xaxes(title_text="position (dotted: the loop begins)", row=2, col=1)
@@ -127,7 +129,7 @@ def _decay(fig: Any, result: Any) -> None:
                   for i in range(len(chosen[0].change))]  # fmt: skip
         fig.add_scatter(
             x=list(range(len(middle))), y=middle, mode="lines+markers", name=f"disturbed {name}",
-            line={"color": color, "width": 2}, row=2, col=2,
+            line={"color": color, "width": 2}, legend="legend2", row=2, col=2,
             hovertemplate="%{x} periods later: %{y:.3g} of the first change<extra>" + name + "</extra>",
         )  # fmt: skip
     fig.update_xaxes(title_text="periods after the disturbed one", dtick=1, row=2, col=2)

@@ -123,6 +123,12 @@ class Tracker:
         tokens = ids if ids is not None else embeds
         assert tokens is not None, "transformers refuses a call with neither ids nor embeddings"
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
+        if cache is not None and past is None and not hasattr(cache, "get_seq_length"):
+            raise UnsupportedError(
+                f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass `DynamicCache()` or "
+                "nothing",
+                page="kv-cache",
+            )
         if past is None:
             past = int(cache.get_seq_length()) if cache is not None else 0
         sequence = self._find(cache, batch, past, tokens.device)

@@ -87,7 +87,12 @@ def stock(
     table = AttentionInterface()
     if name in table:
         return table[name](module, query, key, value, mask, **kwargs)
-    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **kwargs)
+    return _eager(module)(module, query, key, value, mask, **kwargs)
+
+
+def _eager(module: Any) -> Any:
+    """The attention that the model's own file defines."""
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def masked(
@@ -96,10 +101,13 @@ def masked(
     """The model's own attention under a mask per kv head; `[batch query head d_head]`."""
     groups = query.shape[1] // ok.shape[1]
     wide = ok.repeat_interleave(groups, 1) if groups > 1 else ok
-    if stock_name(module.config) == "eager":  # the one that knows soft caps and learned sink logits
+    name = stock_name(module.config)
+    # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
+    more = kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None
+    if name == "eager" or (more and name != "sdpa"):
         mask = torch.zeros(wide.shape, dtype=query.dtype, device=query.device)
         mask = mask.masked_fill_(~wide, torch.finfo(query.dtype).min)
-        return stock(module, query, key, value, mask, **kwargs)[0]
+        return _eager(module)(module, query, key, value, mask, **kwargs)[0]
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, query, key, value, wide, **kwargs)[0]

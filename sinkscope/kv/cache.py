@@ -31,6 +31,8 @@ class CacheLayer(DynamicLayer):
         seen: tokens (columns of the batch, padding included) that went in, evicted or not.
         edited: something was evicted or hidden, so that slot and position differ.
         ragged: rows or heads hold different numbers of tokens, so that there may be holes.
+        reorders: how often rows changed places (beam search).
+        rebased: keys were rotated to positions without gaps, and new tokens have to follow them.
     """
 
     def __init__(self) -> None:
@@ -38,6 +40,8 @@ class CacheLayer(DynamicLayer):
         self.seen = 0
         self.edited = False
         self.ragged = False
+        self.reorders = 0
+        self.rebased = False
         self._holes: Tensor | None = None  # [batch]
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
         self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there at the last edit
@@ -110,14 +114,24 @@ class CacheLayer(DynamicLayer):
         else:
             most = least = exact
         if most < pos.shape[-1]:
-            # Stable, so that what is kept stays in order, at the right; what is not kept comes before it.
-            order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., pos.shape[-1] - most :]
-            wide = order[..., None]
-            self._extra = {name: self._grown(kept).gather(2, order) for name, kept in self._extra.items()}
-            self._hidden = None if self._hidden is None else self._grown(self._hidden).gather(2, order)
-            self.keys = self.keys.gather(2, wide.expand(*order.shape, self.keys.shape[-1]))
-            self.values = self.values.gather(2, wide.expand(*order.shape, self.values.shape[-1]))
-            pos, keep = pos.gather(2, order), keep.gather(2, order)
+            rows, heads, slots = pos.shape
+            if most == least:
+                flat = torch.nonzero_static(keep.flatten(), size=rows * heads * most).flatten()
+            else:
+                # Stable, so that what is kept stays in order, at the right; what is not kept comes before it.
+                order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
+                begin = torch.arange(rows * heads, device=order.device) * slots
+                flat = (order + begin.view(rows, heads, 1)).flatten()
+
+            def taken(held: Tensor) -> Tensor:
+                """By whole slots: ten times as fast as `gather`."""
+                out = held.reshape(rows * heads * slots, *held.shape[3:]).index_select(0, flat)
+                return out.view(rows, heads, most, *held.shape[3:])
+
+            self._extra = {name: taken(self._grown(kept)) for name, kept in self._extra.items()}
+            self._hidden = None if self._hidden is None else taken(self._grown(self._hidden))
+            self.keys, self.values = taken(self.keys), taken(self.values)
+            pos, keep = taken(pos), taken(keep)
         self._pos = torch.where(keep, pos, -1)
         self._holes = None
         self.edited, self.ragged = True, most != least
@@ -134,16 +148,26 @@ class CacheLayer(DynamicLayer):
         if columns is None:
             if self.edited:
                 raise UnsupportedError(
-                    "this cache had tokens evicted and is used outside of the `with` that evicted them: stock masks "
-                    "would be wrong; go on inside it, or start from a new cache",
+                    "this cache had tokens evicted or hidden and is used outside of the `with` that did it: stock "
+                    "masks would be wrong; go on inside it, or start from a new cache",
                     page="kv-session",
                 )
             columns = self._counted(new, key_states)
         self._columns = columns
         self.seen += new
-        if new > 1:
-            self._holes = None  # padding may have come in
-        return super().update(key_states, value_states, *args, **kwargs)
+        held = super().update(key_states, value_states, *args, **kwargs)
+        if new > 1:  # padding may have come in
+            self._holes = None
+            self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
+        return held
+
+    def fill(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "batch seen"]) -> None:
+        """Take over what a stock cache holds, and the true positions of it."""
+        token = COLUMNS.set(columns)
+        try:
+            self.update(keys, values)
+        finally:
+            COLUMNS.reset(token)
 
     def _counted(self, new: int, like: Tensor) -> Tensor:
         """Columns when no session tells: all tokens are real."""
@@ -177,6 +201,7 @@ class CacheLayer(DynamicLayer):
             held = stays.flatten(0, 1).any(0).nonzero()
             keep = int(held.max()) + 1 if len(held) else 0
             self._pos = torch.where(stays, self.pos, -1)[..., :keep]
+            self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys[..., :keep, :], self.values[..., :keep, :]
         self._extra = {name: kept[..., :keep] for name, kept in self._extra.items()}
@@ -186,13 +211,16 @@ class CacheLayer(DynamicLayer):
     def reset(self) -> None:
         """Empty, as new."""
         super().reset()
-        self.seen, self.edited, self.ragged = 0, False, False
+        self.keys = self.values = None  # some versions of transformers only set them to zero
+        self.is_initialized = False
+        self.seen, self.edited, self.ragged, self.rebased = 0, False, False, False
         self._columns = self._pos = self._hidden = self._holes = None
         self._extra = {}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take rows in the order that beam search wants."""
         super().reorder_cache(cast(Any, beam_idx))
+        self.reorders += 1
         self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -213,7 +241,7 @@ class CacheLayer(DynamicLayer):
         self._extra = {name: fn(kept) for name, kept in self._extra.items()}
 
 
-def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str) -> None:
+def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Tensor, "batch seen"]) -> None:
     """Make the layers of a stock cache ours, in place: the caller's own object goes on to work, over several turns.
 
     Args:
@@ -221,6 +249,7 @@ def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str) -> None:
         n_layers: of the model.
         n_kv_heads: of the model.
         name: of the model, for errors.
+        columns: true positions of the tokens that the cache has seen; -1 at padding.
 
     Raises:
         UnsupportedError: another kind of cache, or one of another model.
@@ -250,7 +279,7 @@ def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str) -> None:
         layer = CacheLayer()
         if filled:
             old: Any = cache.layers[i]
-            layer.update(old.keys, old.values)
+            layer.fill(old.keys, old.values, columns)
         ours.append(layer)
     cache.layers = ours
     cache.layer_class_to_replicate = None

@@ -152,23 +152,27 @@ class Policy(Intervention):
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
     ) -> Bool[Tensor, "batch kv_head slot"]:
-        """The protected slots and the highest scores, up to the budget, in every row and kv head."""
+        """The protected slots and the highest scores, up to the budget, in every row and kv head.
+
+        Of equal scores the later slot stays, so that padding and the batch make no difference.
+        """
         pos = at.kv.pos
         protected = pos < self.first
         if self.last:
             protected = protected | (pos >= at.length[:, None, None] - self.last)
         ranked = scores.float().masked_fill(protected, torch.inf).masked_fill(pos < 0, -torch.inf)
+        slots = pos.shape[-1]
         if isinstance(budget, int):
-            surplus = pos.shape[-1] - budget
-            if surplus <= 0:
+            if slots <= budget:
                 return pos >= 0
-            lowest = ranked.topk(surplus, -1, largest=False, sorted=False).indices
+            if slots == budget + 1:
+                lowest = ranked.argmin(-1, keepdim=True)
+            else:
+                lowest = ranked.argsort(dim=-1, stable=True)[..., : slots - budget]
             return (pos >= 0).scatter(-1, lowest, False)
-        order = torch.argsort(ranked, dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(
-            -1, order, torch.arange(order.shape[-1], device=pos.device).expand_as(order)
-        )
-        return (rank < budget.to(pos.device)[:, None, None]) & (pos >= 0)
+        order = ranked.argsort(dim=-1, stable=True)
+        rank = torch.empty_like(order).scatter_(-1, order, torch.arange(slots, device=pos.device).expand_as(order))
+        return (rank >= slots - budget.to(pos.device)[:, None, None]) & (pos >= 0)
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
         state = moment.state
@@ -177,14 +181,26 @@ class Policy(Intervention):
         if moment.prefill_ended:
             memory["budget"] = self.tokens(state.prompt)
             memory["padded"] = bool((moment.call.columns < 0).any())
+            # Not so where another policy has been at this cache before.
+            first = moment.layers[0].pos
+            memory["uniform"] = self.UNIFORM and all(
+                kv.pos.shape == first.shape and torch.equal(kv.pos.to(first.device), first) for kv in moment.layers
+            )
+            if rotary is not None and not memory["uniform"]:
+                raise UnsupportedError(
+                    "this cache holds other positions in every layer, so new positions cannot be given: use "
+                    'positions="original", or start with a new cache',
+                    page="kv-session",
+                )
         elif self.every == "prefill" or state.decoded % self.every:
             return
         budget = memory["budget"]
+        counted = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
         keep: Tensor | None = None
         for number, kv in enumerate(moment.layers):
-            if self.mode == "evict" and isinstance(budget, int) and kv.slots <= budget:
+            if counted and self.mode == "evict" and isinstance(budget, int) and kv.slots <= budget:
                 continue
-            if keep is None or not self.UNIFORM:
+            if keep is None or not memory["uniform"]:
                 at = At(number, kv, moment, session, memory)
                 keep = self.select(self.scores(at), at, budget)
             if self.mode == "select":
@@ -192,8 +208,5 @@ class Policy(Intervention):
                 continue
             if rotary is not None:
                 rotary.rebase(number, kv, keep)
-            exact = budget if isinstance(budget, int) and not memory["padded"] and not kv.ragged else None
-            kv.evict(keep, exact)
-        if rotary is not None:
-            held = (moment.layers[0].pos[:, 0] >= 0).sum(-1)
-            state.dropped = (moment.call.columns[:, : moment.call.past] >= 0).sum(1) - held
+            full = counted and not memory["padded"] and not kv.ragged
+            kv.evict(keep, budget if full and isinstance(budget, int) else None)

@@ -56,4 +56,5 @@ class Rotary:
         half = angle.shape[-1]
         a, b, rest = kv.keys.float().split([half, half, kv.keys.shape[-1] - 2 * half], -1)
         turned = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-        kv.keys = turned.to(kv.keys.dtype)
+        # In float32 from now on: keys turn at every step, and in half precision the rounding would add up.
+        kv.keys, kv.rebased = turned, True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,74 +22,13 @@ from sinkscope.interventions.positions import Call
 from sinkscope.kv import attention
 from sinkscope.kv.bridge import bridge_hooks
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
+from sinkscope.kv.generation import follow_generate
+from sinkscope.kv.moments import Moment, Rows, State
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import attention_probs, configs_of
 
 _CHUNK = 256  # queries whose rows are built at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Attention rows of one layer in one call, some queries at a time.
-
-    Attributes:
-        layer: decoder layer.
-        first: number of the first query among the new tokens of the call.
-        probs: `[batch head query slot]`, float32, after softmax.
-        pos: `[batch kv_head slot]`: true position of each slot, -1 where there is none.
-        query_pos: `[batch query]`: true position of each query, -1 at padding.
-        query: `[batch head query d_head]`, after rotary; None where the model does not show it.
-        kv: the cache of the layer, if it is one of ours.
-        call: the forward call.
-    """
-
-    layer: int
-    first: int
-    probs: Float[Tensor, "batch head query slot"]
-    pos: Int[Tensor, "batch kv_head slot"]
-    query_pos: Int[Tensor, "batch query"]
-    query: Float[Tensor, "batch head query d_head"] | None
-    kv: CacheLayer | None
-    call: Call
-
-
-@dataclass(eq=False)
-class State:
-    """What is known of one cache over the calls of a run.
-
-    Attributes:
-        prefilling: the last call was (a chunk of) a prompt.
-        prompt: real tokens per row when the last prefill ended.
-        decoded: single-token calls since then.
-        dropped: tokens per row by which later ones move up (`positions="rebased"`).
-        memory: of each policy, by its key.
-    """
-
-    prefilling: bool = False
-    prompt: Int[Tensor, " batch"] | None = None
-    decoded: int = 0
-    dropped: Int[Tensor, " batch"] | None = None
-    memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
-    queries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    meter: Meter = field(default_factory=Meter)
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """A single-token call is about to run, or a call has run.
-
-    Attributes:
-        layers: the cache, layer by layer.
-        call: the forward call.
-        state: what is known of this cache.
-        prefill_ended: this is the first such call since a prompt.
-    """
-
-    layers: list[CacheLayer]
-    call: Call
-    state: State
-    prefill_ended: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +52,7 @@ class Session:
         self.run, self.target = run, target
         self._n_layers, self._n_kv_heads = target.n_layers, target.n_kv_heads
         self.owns_cache = False
-        self.keep_queries, self._keep_from = 0, 2  # queries kept, of calls with at least so many tokens
+        self.keep_queries, self._keep_decoding = 0, False
         self._local = threading.local()
         self._policy: str | None = None
         self._scaling: dict[int, float] = {}
@@ -133,6 +72,8 @@ class Session:
         attention.register()
         before = attention.switch(configs)
         run.stack.callback(attention.restore, configs, before)
+        run.stack.callback(self._enter, None, None, False)  # after Ctrl-C no hook has run
+        run.stack.enter_context(follow_generate(self))
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
         if target.kind == "bridge":
@@ -171,25 +112,30 @@ class Session:
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the last queries of a prompt, or of all calls, for `window_rows`, however many calls they came in."""
-        self.keep_queries, self._keep_from = max(self.keep_queries, last), 1 if decoding else 2
+        self.keep_queries = max(self.keep_queries, last)
+        self._keep_decoding |= decoding
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` when a single-token call begins on a cache that holds something."""
+        """Call `fn` when a generated token is about to be read: a single-token call that continues a prompt."""
         self._before.append(fn)
 
     def after_call(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` when any call with a cache is over."""
         self._after.append(fn)
 
-    def window_rows(
-        self, moment: Moment, layer: int, last: int
-    ) -> tuple[Float[Tensor, "batch head query slot"], Int[Tensor, "batch query"]]:
-        """Attention of the last queries to everything in the cache, recomputed in float32; and their positions."""
+    def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
+        """Attention of the last queries to everything in the cache, recomputed in float32."""
+        if layer not in moment.state.queries:
+            raise UnsupportedError(
+                f"a TransformerBridge of {self.target.adapter.model_type} does not show its queries as they attend: "
+                "load the model with backend='hf'",
+                page="kv-session",
+            )
         query, query_pos = moment.state.queries[layer]
         query, query_pos = query[:, :, -last:], query_pos[:, -last:]
         kv = moment.layers[layer]
         assert kv.keys is not None
-        return self._rows(layer, query, kv.keys, query_pos, kv.pos, kv.hidden), query_pos
+        return self._rows(layer, query, kv.keys, query_pos, kv.pos, kv.hidden)
 
     @property
     def usage(self) -> list[Usage]:
@@ -209,12 +155,32 @@ class Session:
         return getattr(self._local, "cache", None)
 
     @property
+    def prompting(self) -> bool:
+        """`generate` is reading a prompt: then even a call with a single token is a piece of it."""
+        return getattr(self._local, "prompting", False)
+
+    @prompting.setter
+    def prompting(self, now: bool) -> None:
+        self._local.prompting = now
+
+    @property
+    def acts_on_tokens(self) -> bool:
+        """Somebody acts before generated tokens, so these must come one by one."""
+        return bool(self._before)
+
+    @property
     def own_masks(self) -> bool:
         """The stock mask is not used in this call: some layer holds something else than all tokens so far."""
         return getattr(self._local, "own_masks", False)
 
+    @property
+    def attended(self) -> set[int]:
+        """Layers of this call whose attention came by here: on a TransformerBridge only some architectures do."""
+        return self._local.attended
+
     def _enter(self, call: Call | None, cache: Any, own_masks: bool) -> None:
         self._local.call, self._local.cache, self._local.own_masks = call, cache, own_masks
+        self._local.attended = set()
         COLUMNS.set(None if call is None else call.columns)
         attention.SESSION.set(None if call is None else self)
 
@@ -226,10 +192,12 @@ class Session:
         assert call is not None
         index = call.on(query.device)
         kv = self.layer(layer)
+        self.attended.add(layer)
+        if key.dtype != query.dtype:  # rebased keys are float32
+            key = key.to(query.dtype)
         if (scaling := kwargs.get("scaling")) is not None:
             self._scaling[layer] = float(scaling)
-        if self.keep_queries and self.cache is not None and query.shape[2] >= self._keep_from:
-            self._remember(layer, query, index)
+        self.remember(layer, query)
         watches = self.watched(layer)
         window = self._windows[layer]
         if not watches and not self.own_masks:
@@ -312,7 +280,7 @@ class Session:
             query, key, ok.repeat_interleave(groups, 1),
             scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             first_query=0,
-            softcap=getattr(config, "attn_logit_softcapping", None),
+            softcap=None if attention.stock_name(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None),
             sinks=module.sinks if self.target.adapter.learned_sinks else None,
         )  # fmt: skip
 
@@ -322,17 +290,18 @@ class Session:
         inner = getattr(module, "original_component", None)
         return inner if isinstance(inner, nn.Module) else module
 
-    def _remember(self, layer: int, query: Tensor, index: Tensor) -> None:
-        kept = self._state().queries
+    def remember(self, layer: int, query: Tensor) -> None:
+        """Queries of a layer in this call, after rotary: the latest are kept, if someone asked for them."""
+        call = self.call
+        if not self.keep_queries or call is None or self.cache is None:
+            return
+        if query.shape[2] == 1 and not (self._keep_decoding or self.prompting):
+            return
+        index, kept = call.on(query.device), self._state().queries
         if layer in kept and query.shape[2] < self.keep_queries:
             old_query, old_index = kept[layer]
-            query, index = torch.cat([old_query, query], 2), torch.cat([old_index, index], 1)
+            query, index = torch.cat([old_query, query], 2), torch.cat([old_index.to(index), index], 1)
         kept[layer] = (query[:, :, -self.keep_queries :].detach(), index[:, -self.keep_queries :])
-
-    def remember(self, layer: int, query: Tensor) -> None:
-        """The same for models that call no attention function of ours."""
-        if self.keep_queries and self.call is not None and self.cache is not None and query.shape[2] >= self._keep_from:
-            self._remember(layer, query, self.call.on(query.device))
 
     def _state(self) -> State:
         if self.cache not in self._states:
@@ -351,26 +320,32 @@ class Session:
 
             cache = DynamicCache(config=self.target.config)
         if cache is not None and self.owns_cache:
-            adopt(cache, self._n_layers, self._n_kv_heads, self.target.name)
+            adopt(cache, self._n_layers, self._n_kv_heads, self.target.name, call.columns[:, : call.past])
         self._local.cache = cache
         own_masks = False
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": cache}
+            if call.past == 0:  # a new cache, or one that was emptied
+                self._states.pop(cache, None)
             state = self._state()
             if self.owns_cache:
                 self._moments(call, state)
                 own_masks = self.target.kind == "bridge" or any(layer.edited for layer in self._layers(cache))
-            if state.dropped is not None:
-                kwargs["position_ids"] = (call.index - state.dropped[:, None]).clamp(min=0)
+                if (dropped := rebased_by(cache.layers[0], call)) is not None:
+                    state.dropped = dropped
+                    given = kwargs.get("position_ids")
+                    new = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
+                    kwargs["position_ids"] = ((new if given is None else given) - dropped[:, None]).clamp(min=0)
         self._enter(call, cache, own_masks)
         return args, kwargs
 
     def _moments(self, call: Call, state: State) -> None:
-        new = call.index.shape[1]
-        if new > 1 or call.past == 0:
+        if call.index.shape[1] > 1 or call.past == 0 or self.prompting:
             state.prefilling = True
             return
-        ended, state.prefilling = state.prefilling, False
+        # A cache that others filled, or one whose rows were multiplied, is taken as a prompt that has just ended.
+        known = state.prompt is not None and len(state.prompt) == len(call.index)
+        ended, state.prefilling = state.prefilling or not known, False
         if ended:
             state.prompt, state.decoded = (call.columns[:, : call.past] >= 0).sum(1), 0
         else:
@@ -389,6 +364,13 @@ class Session:
                 state.meter.note(cache.layers)
         finally:
             self._enter(None, None, False)
+
+
+def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
+    """Tokens per row by which new ones move up, because those before them did; None: positions are the true ones."""
+    if not kv.rebased:
+        return None
+    return (call.columns[:, : call.past] >= 0).sum(1) - (kv.pos[:, 0] >= 0).sum(-1).to(call.columns.device)
 
 
 def layer_window(target: Target, layer: int) -> int | None:

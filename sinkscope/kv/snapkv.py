@@ -54,8 +54,8 @@ class SnapKV(Policy):
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Votes, pooled; nothing for the window."""
-        rows, query_pos = at.session.window_rows(at.moment, at.layer, self.window)
-        votes = (rows * (query_pos >= 0).to(rows)[:, None, :, None]).sum(2)
+        # Padding votes only in rows that are shorter than the window, and these lose nothing.
+        votes = at.session.window_rows(at.moment, at.layer, self.window).sum(2)
         kv_heads = at.kv.pos.shape[1]
         inside = (at.kv.pos >= at.length[:, None, None] - self.window).repeat_interleave(votes.shape[1] // kv_heads, 1)
         votes = votes.masked_fill(inside, 0)

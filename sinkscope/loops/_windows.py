@@ -70,7 +70,7 @@ class Runs:
         self._where: dict[int, deque[int]] = {}  # token -> its positions among the recent ones, oldest first
         self._since: dict[int, int] = {}  # period -> first position of the run
 
-    def add(self, token: int, position: int, repeats: float, shortest: int) -> tuple[int, int] | None:
+    def add(self, token: int, position: int, repeats: int | float, shortest: int) -> tuple[int, int] | None:
         """Take the token at `position`; period and first position of the repetition that covers most, if any does."""
         where = self._where.get(token)
         since: dict[int, int] = {}

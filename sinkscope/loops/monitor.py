@@ -69,7 +69,7 @@ class MonitorSettings:
     stride: int = 16
     novelty_n: int = 4
     novelty_span: int = 64
-    tail_repeats: float = 3
+    tail_repeats: int | float = 3
     tail_shortest: int = 64
     tail_longest: int = 64
     tail_hold: int = 4
@@ -90,9 +90,7 @@ class MonitorSettings:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SinkscopeError(
-                    f"{name} is {value!r}: expected a whole number of at least {least}; {_usual(name)}"
-                )
+                raise SinkscopeError(f"{name} is {value!r}: expected a whole number from {least} on; {_usual(name)}")
         if not _is_number(self.tail_repeats) or not self.tail_repeats >= 2:
             raise SinkscopeError(f"tail_repeats is {self.tail_repeats!r}: expected at least 2 copies")
         for name, known in (("voters", VOTERS), ("gates", GATES)):

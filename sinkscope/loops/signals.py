@@ -109,7 +109,7 @@ def _is_new(ids: Sequence[int], i: int, window: int, n: int) -> bool:
     return gram is None or all(list(ids[j - n + 1 : j + 1]) != gram for j in ends)
 
 
-def tail_period(ids: Ids, *, repeats: float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
+def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
     """The repetition at the end of `ids`, or None; linear time.
 
     Of all periods P whose repetition covers at least `repeats` * P and at least `shortest` tokens at the end, the one

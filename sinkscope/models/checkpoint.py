@@ -154,9 +154,7 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def hub_file(
-    repo: str, name: str, revision: str | None = None, kind: Literal["model", "dataset"] = "model"
-) -> Path:
+def hub_file(repo: str, name: str, revision: str | None = None, kind: Literal["model", "dataset"] = "model") -> Path:
     """Download one file of a hub repo (of models or of data), or find it in the cache.
 
     Raises:
@@ -179,8 +177,8 @@ def hub_file(
         page = "gated-repo"
     except hub.RepositoryNotFoundError:
         message = (
-            f"there is no {kind} {repo!r} at {constants.ENDPOINT}, or it is private: check the spelling, or log in with "
-            "`hf auth login`"
+            f"there is no {kind} {repo!r} at {constants.ENDPOINT}, or it is private: check the spelling, or log in "
+            "with `hf auth login`"
         )
         page = "unknown-repo"
     except hub.RevisionNotFoundError:

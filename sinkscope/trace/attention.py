@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 
 NAME = "sinkscope-rows"
@@ -48,8 +49,12 @@ def attention_rows(
 
     On a TransformerBridge, and for architectures outside transformers' attention interface (Falcon), the model
     itself builds whole query x key matrices; they are handed on in one piece.
+
+    Raises:
+        UnsupportedError: inside a `with` of a cache policy or an attention observer.
     """
     wanted = None if layers is None else frozenset(layers)
+    refuse_in_session(target)
     if target.kind == "bridge":
         with target.hooks(*_bridge_hooks(target, observer, wanted)):
             yield
@@ -164,6 +169,16 @@ def configs_of(target: Target) -> list[Any]:
     """Every distinct configuration object below the model that its attention may read."""
     found = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
     return list(found.values())
+
+
+def refuse_in_session(target: Target) -> None:
+    """Two at a time cannot replace the attention of a model."""
+    if any(str(config._attn_implementation).startswith("sinkscope-kv") for config in configs_of(target)):
+        raise UnsupportedError(
+            f"{target.name} is inside a `with` of a cache policy or an attention observer, which watches its attention "
+            "already: measure outside of it, or enter `Observe(fn)` together with the policy",
+            page="kv-session",
+        )
 
 
 def _bridge_hooks(target: Target, observer: RowObserver, wanted: frozenset[int] | None) -> list[tuple[Any, str, Any]]:

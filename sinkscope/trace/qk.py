@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attend, configs_of
+from sinkscope.trace.attention import attend, configs_of, refuse_in_session
 
 NAME = "sinkscope-qk"
 QKObserver = Callable[[int, bool, Tensor, Tensor], None]
@@ -48,7 +48,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
 
     Raises:
         UnsupportedError: a TransformerBridge, whose attention is its own, or an architecture outside transformers'
-            attention interface (Falcon).
+            attention interface (Falcon); inside a `with` of a cache policy or an attention observer.
     """
     if target.kind == "bridge" or not target.adapter.attention_interface:
         what = "a TransformerBridge" if target.kind == "bridge" else target.adapter.model_type
@@ -56,6 +56,7 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
     _register()
     session = _Session(observer, frozenset(layers))
     configs = configs_of(target)
+    refuse_in_session(target)
     previous = [config._attn_implementation for config in configs]
     token = _session.set(session)
     hooks = [(target.sub(i, target.adapter.attn), "pre", _unrotated(session, i)) for i in layers]

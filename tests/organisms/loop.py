@@ -7,17 +7,20 @@
 - **Base rule**: the embedding of a token holds, beside its own code, the code of the next token on the ring, and the
   unembedding reads it. So without anything else the model walks the ring: `len(ring)` new tokens before one repeats.
 - **Previous-token heads** (layer 0) attend one position back by rotary phase alone: the key is constant on the fast
-  rotary pairs, the query is that constant turned by one position. They write the code of the token before.
+  rotary pairs, the query is that constant turned by one position. They write the code of the token before, and nothing
+  (they attend to BOS) where that token is no longer in the cache.
 - **Locking heads** (induction heads, any later layers) compare their own token's code with the code of the token before
   each key, on the slowest rotary pairs, where position does not show. So they attend to what followed every visible
   occurrence of the current token, and add its code to the output, twice as large as the base rule's.
 - BOS competes with the matches: `n` of them get a share n / (n + hold - 1/2) of the attention, and copying wins over
-  the base rule from a share of one half. So the loop holds itself while at least `hold` occurrences are visible, becomes
+  the base rule from a share of one half. So the loop holds itself while at least `hold` occurrences are visible, gets
   surer with every turn, and ends as soon as fewer are: the base rule moves on, to tokens that were not in the context.
 - All other heads are ordinary: some recency, some attention to BOS, some random content. They and the MLPs write noise
   that moves logits a little. Which heads, layers and dimensions are planted is drawn by the seed.
 
-Everything visible counts: a policy that leaves `hold` copies of the cycle anywhere in the cache leaves the loop alive.
+Everything visible counts: a policy that leaves `hold` copies of the cycle anywhere in the cache, the prompt's for
+example, leaves the loop alive. With `reach` the locking heads look only that far back (as induction heads of trained
+models do more or less): then a loop that has run for a while lives on its own tail alone.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ CONST = 16.0  # of a dimension that all tokens share: it makes RMSNorm nearly th
 MATCH = 24.0  # attention score of a match over that of no match at all
 BASE, COPY = 10.0, 20.0  # logits of the base rule and of a whole copy
 # of the kernel of the previous-token heads, whose score one position off the peak is lower by 0.76 times this
-PREVIOUS = 12.0
+PREVIOUS = 24.0
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class LoopTruth:
     previous_heads: tuple[tuple[int, int], ...]  # all in layer 0
     ring: tuple[int, ...]  # the ordinary tokens in the order of the base rule
     hold: int  # visible occurrences from which copying wins
+    reach: (
+        float | None
+    )  # tokens; a match so far back counts exp(-1/2), one three times as far exp(-9/2). None: all count
 
 
 @dataclass(frozen=True)
@@ -83,25 +89,35 @@ class LoopOrganism:
     def looping_prompt(
         self, period: int, *, repeats: int | None = None, lead: int = 40, delay: int = 0, start: int = 0
     ) -> LoopPrompt:
-        """BOS, `lead` tokens of the ring, and a cycle of `period` tokens, `repeats` times (default: hold + 2, hold + 4 with `delay`).
+        """BOS, `lead` tokens of the ring, and a cycle of `period` tokens, `repeats` times.
 
-        The cycle goes backwards on the ring, two at a time: no step of it is one of the base rule. Plain decoding goes
-        round in it from the first generated token on. With `delay` the prompt ends `delay` ring tokens short of the
-        cycle: as many new tokens come first, and the loop then lives on the copies in the prompt, too.
+        The cycle's tokens are spread over the ring and shuffled, so no step of it is one of the base rule, and the base
+        rule is long on its way before it meets one of them. Plain decoding goes round in the cycle from the first
+        generated token on. With `delay` the prompt ends `delay` ring tokens short of the cycle: as many new tokens come
+        first. `repeats` is hold + 2 unless given, and hold + 4 with `delay`.
         """
-        least = self.truth.hold + (3 if delay else 1)
-        repeats = least + 1 if repeats is None else repeats
-        if repeats < least:
-            raise ValueError(f"repeats {repeats}: {least} are the least from which this cycle holds itself")
-        way = self._stretch(start, lead + delay + 1 + 2 * period)
-        first = lead + delay + 1  # on the way: where the cycle's last token is, two before it the next, and so on
-        cycle = way[first + 2 * (period - 1) : first - 1 : -2] if period > 1 else [way[first]]
-        ids = [BOS, *way[:lead], *cycle * repeats]
-        if not delay:
-            return LoopPrompt(torch.tensor([ids]), tuple(cycle), 0)
-        # The walk enters the cycle at its last token, so that is where a turn begins.
-        turn = (cycle[-1], *cycle[:-1])
-        return LoopPrompt(torch.tensor([[*ids, way[lead]]]), turn, delay)
+        repeats = self.truth.hold + (4 if delay else 2) if repeats is None else repeats
+        way = self._stretch(start, lead + delay + 1)
+        rest = self._stretch(start + len(way), len(self.truth.ring) - len(way))
+        cycle = rest[:: len(rest) // period][:period]
+        if len(rest) < 2 * period:
+            raise ValueError(f"period {period}: at most {len(rest) // 2} tokens of the ring can be spread over it")
+        others = cycle[1:]  # the walk enters at the first
+        random.Random(f"cycle {self.seed} {start}").shuffle(others)
+        cycle = [cycle[0], *others]
+        ids = [BOS, *way[:lead], *cycle * repeats, *way[lead : lead + bool(delay)]]
+        prompt = LoopPrompt(torch.tensor([ids]), tuple(cycle), delay)
+        self._check_that_it_holds(prompt)
+        return prompt
+
+    def _check_that_it_holds(self, prompt: LoopPrompt) -> None:
+        new = self.expected(prompt, prompt.onset + prompt.period)
+        ids = torch.cat([prompt.ids[0], torch.tensor(new)])
+        first = prompt.ids.shape[1] - 1 + prompt.onset
+        says = ids[None, :] == ids[1:, None]  # [query, key]: the key's token is the one that follows the query
+        share = (self.attention(ids)[:-1] * says)[first + bool(prompt.onset) :].sum(1).min()
+        if share < 0.51:
+            raise ValueError(f"{share:.2f} of the attention finds this cycle, 0.51 are needed: more repeats, or reach")
 
     def expected(self, prompt: LoopPrompt, n: int) -> list[int]:
         """The first `n` tokens of plain greedy decoding."""
@@ -109,10 +125,18 @@ class LoopOrganism:
         return (new + list(prompt.cycle) * (n // prompt.period + 1))[:n]
 
     def matches(self, ids: Tensor) -> Tensor:
-        """Bool [query, key]: where locking heads attend, of one row [n] of ids: after an occurrence of their token."""
+        """Bool [query, key]: what locking heads look for in one row [n] of ids: what came after their own token."""
         before = torch.cat([torch.full((1,), -1), ids[:-1]])
-        ordinary = ids >= N_SPECIAL
-        return ((ids[:, None] == before[None, :]) & ordinary[:, None]).tril()
+        return ((ids[:, None] == before[None, :]) & (ids >= N_SPECIAL)[:, None]).tril()
+
+    def attention(self, ids: Tensor) -> Tensor:
+        """Float [query, key]: attention of locking heads in one row [n] of ids that begins with BOS."""
+        weights = self.matches(ids).double()
+        if self.truth.reach is not None:
+            places = torch.arange(len(ids)).double()
+            weights *= torch.exp(-((places[:, None] - places) ** 2) / (2 * self.truth.reach**2))
+        weights[:, 0] = self.truth.hold - 0.5
+        return (weights / weights.sum(1, keepdim=True)).float()
 
     def _stretch(self, start: int, n: int) -> list[int]:
         ring = self.truth.ring
@@ -126,6 +150,7 @@ def loop_organism(
     *,
     induction: bool = True,
     hold: int = 2,
+    reach: float | None = None,
     n_layers: int = 4,
     vocab_size: int = 4096,
     dtype: torch.dtype = torch.float32,
@@ -134,8 +159,10 @@ def loop_organism(
 
     With `induction=False`, the control, the same heads are ordinary: decoding walks the ring whatever the prompt.
     """
+    if reach is not None and dtype != torch.float32:
+        raise ValueError(f"reach {reach} needs scores more exact than those of {dtype}: use float32")
     rng = random.Random(f"loop {seed}")
-    plan = _Plan.draw(rng, hold, n_layers, vocab_size)
+    plan = _Plan.draw(rng, hold, reach, n_layers, vocab_size)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=plan.d_model,
@@ -155,7 +182,7 @@ def loop_organism(
         model = LlamaForCausalLM(config).float().eval()
     model.config.architectures = [type(model).__name__]
     _Writer(plan, model, torch.Generator().manual_seed(rng.getrandbits(40))).write(induction)
-    truth = LoopTruth(plan.locking if induction else (), plan.previous, plan.ring, hold)
+    truth = LoopTruth(plan.locking if induction else (), plan.previous, plan.ring, hold, reach)
     return LoopOrganism(model.to(dtype), word_tokenizer(vocab_size), truth, seed)
 
 
@@ -173,11 +200,12 @@ class _Plan:
     previous: tuple[tuple[int, int], ...]
     ring: tuple[int, ...]
     hold: int
+    reach: float | None
 
     @classmethod
-    def draw(cls, rng: random.Random, hold: int, n_layers: int, vocab_size: int) -> _Plan:
-        if hold < 1 or n_layers < 2:
-            raise ValueError(f"hold {hold} and {n_layers} layers: at least 1 and 2 are needed")
+    def draw(cls, rng: random.Random, hold: int, reach: float | None, n_layers: int, vocab_size: int) -> _Plan:
+        if hold < 1 or n_layers < 2 or (reach is not None and reach < 32):
+            raise ValueError(f"hold {hold}, {n_layers} layers, reach {reach}: at least 1, 2 and 32 are needed")
         d_model = 252  # a multiple of the heads
         dims = rng.sample(range(d_model), d_model)
         parts = [sorted(dims[i * CODE : (i + 1) * CODE]) for i in range(4)]
@@ -198,6 +226,7 @@ class _Plan:
             previous=tuple((0, kv * group + rng.randrange(group)) for kv in previous),
             ring=tuple(ring),
             hold=hold,
+            reach=reach,
         )
 
 
@@ -254,7 +283,7 @@ class _Writer:
         embed[BOS, plan.first] = 1.0
         embed[ring[:, None], torch.tensor(plan.own)] = codes
         embed[ring[:, None], torch.tensor(plan.following)] = codes.roll(-1, 0)
-        head[:, plan.noise] = 0.3 * self.normal(vocab, len(plan.noise))
+        head[:, plan.noise] = 0.1 * self.normal(vocab, len(plan.noise))
         head[ring[:, None], torch.tensor(plan.following)] = BASE * codes
         head[ring[:, None], torch.tensor(plan.copied)] = COPY * codes
 
@@ -263,7 +292,8 @@ class _Writer:
         plan = self.plan
         reading = [*plan.own, *plan.noise]
         keys, values = _heads(attention.k_proj), _heads(attention.v_proj)
-        keys[:, :FAST, plan.const] = 1 / CONST
+        keys[:, : FAST + 1, plan.const] = 1 / CONST
+        keys[:, : FAST + 1, plan.first] = -1.0  # BOS has no position, only its flag
         keys[:, self.first_dim, plan.first] = 1.0
         keys[:, self.const_dim, plan.const] = 1 / CONST
         for key in keys:
@@ -286,6 +316,9 @@ class _Writer:
         amplitude = PREVIOUS * math.sqrt(HEAD_DIM) / CONST
         query[:FAST, plan.const] = amplitude * torch.cos(self.angles)
         query[HALF : HALF + FAST, plan.const] = -amplitude * torch.sin(self.angles)
+        # The peak scores 0, and BOS half way to the keys beside it: where the token before is gone, nothing is found.
+        query[self.const_dim, plan.const] = -amplitude * FAST
+        query[self.first_dim, plan.const] = amplitude * (FAST - 0.38)
         self._carry(attention, head, plan.before, len(plan.previous))
 
     def _locking(self, attention: torch.nn.Module, head: int) -> None:
@@ -296,8 +329,11 @@ class _Writer:
         key[self.code_dims, plan.before] = 1.0
         query[self.code_dims, plan.own] = scale * MATCH
         # A match scores 0, no match about -MATCH (small numbers round less), and BOS the logarithm of its odds.
-        query[self.const_dim, plan.const] = -scale * MATCH / CONST
-        query[self.first_dim, plan.const] = scale * (MATCH + math.log(plan.hold - 0.5)) / CONST
+        # The pair between the fast and the slow turns so little that its cosine is a parabola: weights are Gaussian.
+        near = 0.0 if plan.reach is None else (plan.reach * THETA ** (-FAST / HALF)) ** -2
+        query[FAST, plan.const] = scale * near / CONST
+        query[self.const_dim, plan.const] = -scale * (MATCH + near) / CONST
+        query[self.first_dim, plan.const] = scale * (MATCH + near + math.log(plan.hold - 0.5)) / CONST
         self._carry(attention, head, plan.copied, len(plan.locking))
 
     def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int) -> None:

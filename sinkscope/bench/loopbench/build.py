@@ -1,8 +1,8 @@
 """Build LoopBench-DC, LoopBench-RI and the prompts of 2WikiMultihopQA from LongBench's files.
 
-LoopGuard (section 4.1, appendix C) gives sources, sizes and mean lengths: 300 prompts of MultiNews with 3,853 tokens
-and 200 of NarrativeQA with 5,376. It gives neither the rule of truncation nor the tokenizer, and MultiNews has 200
-records in LongBench. Our rule is in `docs/loopbench/building.md`; the mean that it reaches is reported beside theirs.
+Xu et al. 2026 (section 4.1, appendix C) give sources, sizes and mean lengths: 300 prompts of MultiNews with 3,853
+tokens and 200 of NarrativeQA with 5,376. They give neither the rule of truncation nor the tokenizer, and MultiNews has
+200 records in LongBench. Our rule is in `docs/loopbench/building.md`; the mean it reaches is reported beside theirs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from sinkscope.output import check_writable, write_atomic
 TASKS: dict[Bench, str] = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
 PAPER_COUNTS: dict[Bench, int] = {"dc": 300, "ri": 200}
 PAPER_TOKENS: dict[Bench, int] = {"dc": 3853, "ri": 5376}
-PRESETS = ("qwen3-1.7b", "llama-3.2-1b")  # the paper's models, by their short names
 REDUNDANCY = 0.5  # words repeated over words of the record, LoopBench-DC
+_READ = 20_000  # characters in which names for the seed history are looked for: about what is left after the cut
 _LEAST = 16  # tokens of the record that a prompt must have room for
 
 Progress = Callable[[str, int, int], None]
@@ -185,7 +185,7 @@ def _draft(bench: Bench, record: Record, text: str, seed: int, rng: random.Rando
         return _Draft(record, seed, dirty(text, rng, REDUNDANCY), dc_prompt)
     if bench == "2wiki":
         return _Draft(record, seed, text, lambda passages: wiki2_prompt(passages, record.question))
-    history = seed_history(text, rng)
+    history = seed_history(text[:_READ], rng)
     return _Draft(record, seed, text.strip(), lambda narrative: ri_prompt(narrative, history))
 
 

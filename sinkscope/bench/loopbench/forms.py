@@ -1,4 +1,4 @@
-"""The forms of LoopBench-DC and LoopBench-RI (LoopGuard, appendix C), in words of our own.
+"""The forms of LoopBench-DC and LoopBench-RI (Xu et al. 2026, appendix C), in words of our own.
 
 The paper gives what an instance consists of, not its text. Parts, their order, fields and the set of types are the
 paper's; the wording, how redundancy is put in and what the seed history says are ours.
@@ -12,8 +12,9 @@ from collections import Counter
 
 DC_HEAD = """\
 Task: entity extraction and normalization.
-Go through the transcript below and list every person, organization, location, event and other named entity that occurs \
-in it. Write each name as the title of its Wikipedia article, so that all spellings of one entity become one name.
+Go through the transcript below and list every person, organization, location, event and other named entity that \
+occurs in it. Write each name as the title of its Wikipedia article, so that all spellings of one entity become \
+one name.
 
 Format: strict JSON, one item after another, separated by commas, and nothing else. Each item has exactly these fields:
 {"name": "<title of the article>", "wikipedia url": "<address of the article>", "type": "<type>"}
@@ -60,6 +61,10 @@ _CORRECTIONS = (
 _PARTS = ("the opening", "the first turn", "the middle", "the last scene", "the longest silence", "the smallest detail")
 _SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[.!?…][\"'”’)])\s+|\n+")
 _LONGEST = 40  # words; what runs on without a full stop is divided here
+_NO_NAMES = frozenset(
+    "Captain Doctor Lady Lord Madame Miss Mister Mother Mrs Saint Sir Sister Monday Tuesday Wednesday Thursday Friday "
+    "Saturday Sunday January February March April May June July August September October November December".split()
+)
 _NAME = re.compile(r"(?<![.!?…\"“”'’:\n]\s)(?<!^)\b[A-Z][a-z]{2,}\b")
 
 
@@ -98,7 +103,7 @@ def dirty(text: str, rng: random.Random, share: float = 0.5) -> str:
 
 def seed_history(narrative: str, rng: random.Random) -> str:
     """One or two completed iterations (draft and self-correction), then the header of the next draft."""
-    counts = Counter(_NAME.findall(narrative))
+    counts = Counter(name for name in _NAME.findall(narrative) if name not in _NO_NAMES)
     names = [name for name, n in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if n > 1][:6]
     who, other = rng.sample(names, 2) if len(names) > 1 else (*names, "the narrator", "the other one")[:2]
     iterations = rng.randint(1, 2)

@@ -70,7 +70,9 @@ def read_longbench(
         try:
             local = hub_file(repo, file, revision, kind="dataset")
         except FileNotFoundError:
-            raise SinkscopeError(f"the dataset {repo} has no {file}: give --file, or --source with a local copy") from None
+            raise SinkscopeError(
+                f"the dataset {repo} has no {file}: give --file, or --source with a local copy"
+            ) from None
         # The cache names a snapshot after its commit.
         commit = local.parents[len(Path(file).parts) - 1].name
         return _read(task, local, f"{repo}/{file}", commit)
@@ -80,14 +82,14 @@ def read_longbench(
         found = next((place for place in places if place.is_file()), None)
         if found is None:
             raise SinkscopeError(
-                f"the folder {path.name} has no {task}.jsonl, data/{task}.jsonl or {ARCHIVE}: give the folder or the "
-                "archive of LongBench"
+                f"the folder {path.resolve().name} has no {task}.jsonl, data/{task}.jsonl or {ARCHIVE}: give the "
+                "folder or the archive of LongBench"
             )
         path = found
     if not path.is_file():
         raise SinkscopeError(
-            f"there is no file or folder {os.fspath(source)!r}: give LongBench's {task}.jsonl, {ARCHIVE}, the folder of "
-            f"either, or {HUB}"
+            f"there is no file or folder {os.fspath(source)!r}: give LongBench's {task}.jsonl or {ARCHIVE}, the folder "
+            f"of either, or {HUB}"
         )
     return _read(task, path, path.name, None)
 
@@ -109,7 +111,7 @@ def _read(task: str, path: Path, name: str, commit: str | None) -> Source:
                         )
                     seen[record.id] = number
                     records.append(record)
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
         reason = (getattr(error, "strerror", None) or str(error) or "it ends too early").lower()
         raise SinkscopeError(f"{name} cannot be read ({reason}): download it again") from None
     if not records:
@@ -157,6 +159,8 @@ def _record(task: str, line: bytes, where: str) -> Record:
         raise SinkscopeError(f"{where}: the context is empty: {again}")
     if not all(isinstance(answer, str) for answer in content["answers"]):
         raise SinkscopeError(f"{where}: answers is {content['answers']!r:.40}, expected a list of texts: {again}")
+    if task == "2wikimqa" and not (content["answers"] and content["input"].strip()):
+        raise SinkscopeError(f"{where} has no question or no answer: {again}")
     answers = tuple(_whole(answer) for answer in content["answers"])
     return Record(content["_id"], _whole(content["context"]), _whole(content["input"]), answers)
 

@@ -23,6 +23,15 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Batch:
+    """What a stopper may know of the rows it watches: columns of the prompts, ids that end a row, and W."""
+
+    width: int
+    ends: tuple[int, ...]
+    window: int
+
+
+@dataclass(frozen=True)
 class Method:
     """One way of generating.
 
@@ -30,26 +39,33 @@ class Method:
         name: as given to `--methods`.
         block: "cache" and "guard" stand in the paper's tables; "sampler" and "stopper" in blocks of their own.
         about: one line on what it does.
-        intervention: budget -> what is entered on the model; None: nothing is.
+        intervention: budget and window -> what is entered on the model; None: nothing is.
         sampler: row -> what is done to its scores; None: nothing is.
-        stopper: whether to stop, asked of the new tokens of a row after each; None: only the end of sequence stops.
+        stopper: batch -> logits processors to look on, and the stopping criterion; None: nothing stops early.
     """
 
     name: str
     block: Block
     about: str
-    intervention: Callable[[Budget], Any] | None = None
+    intervention: Callable[[Budget, int], Any] | None = None
     sampler: Callable[[Row], Any] | None = None
-    stopper: Callable[[Sequence[int]], bool] | None = None
+    stopper: Callable[[Batch], tuple[list[Any], Any]] | None = None
 
 
-def _policy(name: str, **options: Any) -> Callable[[Budget], Any]:
-    """A policy or guard by its name in `sinkscope.kv`, imported when it is first used."""
+def _policy(name: str) -> Callable[[Budget, int], Any]:
+    def make(budget: Budget, window: int) -> Any:
+        from sinkscope.kv import make_policy
 
-    def make(budget: Budget) -> Any:
-        from importlib import import_module
+        return make_policy(name, budget=budget)
 
-        return getattr(import_module("sinkscope.kv"), name)(budget=budget, **options)
+    return make
+
+
+def _guard(**options: Any) -> Callable[[Budget, int], Any]:
+    def make(budget: Budget, window: int) -> Any:
+        from sinkscope.kv.loopguard import LoopGuard
+
+        return LoopGuard(budget=budget, window=window, **options)
 
     return make
 
@@ -88,21 +104,38 @@ def _temperature(row: Row) -> Any:
     return sampled(0.7, row.seed, row.prompt)
 
 
-def _pattern(new: Sequence[int]) -> bool:
-    from sinkscope.bench.loopbench.samplers import repeats_pattern
+def _pattern(batch: Batch) -> tuple[list[Any], Any]:
+    from sinkscope.bench.loopbench.samplers import PatternStop
 
-    return repeats_pattern(new)
+    return [], PatternStop(batch.width)
+
+
+def _monitor(batch: Batch) -> tuple[list[Any], Any]:
+    from sinkscope.kv.loopguard import LoopReporter, LoopStopper
+    from sinkscope.loops.monitor import MonitorSettings
+
+    settings = MonitorSettings(window=batch.window, relapse=batch.window)
+    reporter = LoopReporter(settings, eos_token_id=batch.ends)
+    return [reporter], LoopStopper(reporter=reporter)
 
 
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
         Method("full", "cache", "the whole cache, nothing is done"),
-        Method("streaming", "cache", "StreamingLLM: first tokens and a window", _policy("StreamingLLM")),
-        Method("h2o", "cache", "H2O: heavy hitters and a window", _policy("H2O")),
-        Method("snapkv", "cache", "SnapKV: chosen at the end of the prompt", _policy("SnapKV")),
-        Method("tova", "cache", "TOVA: least attended token goes", _policy("TOVA")),
-        Method("loopguard", "guard", "LoopGuard as in the paper", _policy("LoopGuard")),
+        Method("streaming", "cache", "StreamingLLM: first tokens and a window", _policy("streaming")),
+        Method("h2o", "cache", "H2O: heavy hitters and a window", _policy("h2o")),
+        Method("snapkv", "cache", "SnapKV: chosen at the end of the prompt", _policy("snapkv")),
+        Method("tova", "cache", "TOVA: the least attended token goes", _policy("tova")),
+        Method("loopguard", "guard", "LoopGuard as in the paper", _guard()),
+        Method("loopguard-window", "guard", "LoopGuard, its cache within the budget at all times",
+               _guard(between="window")),
+        Method("loopguard-always", "guard", "pruning every 200 tokens", _guard(variant="always")),
+        Method("loopguard-p1", "guard", "pruning on the top-1 streak alone", _guard(variant="p1")),
+        Method("loopguard-ttr", "guard", "pruning on the type-token ratio alone", _guard(variant="ttr")),
+        Method("loopguard-cr", "guard", "pruning on the compression ratio alone", _guard(variant="cr")),
+        Method("loopguard-stall", "guard", "pruning on stalled novelty alone", _guard(variant="stall")),
+        Method("loopguard-tail", "guard", "pruning on a repeating tail alone", _guard(variant="tail")),
         Method("repetition-penalty", "sampler", "repetition penalty 1.1, prompt included", sampler=_repetition),
         Method("presence-penalty", "sampler", "presence penalty 1.5 on generated tokens", sampler=_presence),
         Method("no-repeat-4-gram", "sampler", "no four tokens twice, prompt included", sampler=_no_repeat),
@@ -110,6 +143,7 @@ METHODS: dict[str, Method] = {
         Method("temperature", "sampler", "sampling at temperature 0.7", sampler=_temperature),
         Method("stop-pattern", "stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens",
                stopper=_pattern),
+        Method("stop-monitor", "stopper", "stops where LoopGuard would prune", stopper=_monitor),
     )
 }  # fmt: skip
 
@@ -137,3 +171,21 @@ def check_methods(names: Sequence[str]) -> list[Method]:
     if not found:
         raise SinkscopeError(f"no method is given: choose from {', '.join(METHODS)}")
     return found
+
+
+def parse_budget(text: str) -> Budget:
+    """A number of tokens, or a share of the prompt if there is a point in it.
+
+    Raises:
+        SinkscopeError: it is neither; a budget of 0, or a share above 1.
+    """
+    try:
+        budget: Budget = float(text) if "." in text else int(text)
+    except ValueError:
+        budget = 0
+    if not (0 < budget <= 1 if isinstance(budget, float) else budget >= 1):
+        raise SinkscopeError(
+            f"--budget {text}: expected a whole number of tokens from 1, or a share of the prompt above 0.0 and up to "
+            "1.0"
+        )
+    return budget

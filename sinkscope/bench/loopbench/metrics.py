@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from sinkscope.bench.loopbench.store import Record
-from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
     collapse_point,
     compression_ratio,
@@ -22,8 +21,7 @@ from sinkscope.sinks.attack import wilson
 
 SLACK = 20  # the loop rule's length is this much below the cap: 2,480 of 2,500 (section 4.3)
 EARLY = 400  # of 2,500 tokens; the same share of any other cap. Fig. 4 b calls 0 to 400 early
-INTERVENTION = "loopguard"  # kind of the event that a guard's intervention is
-DETECTORS = ("full", "p1", "ttr", "cr", "stall", "tail")  # variants of the monitor, see `MonitorSettings.variant`
+INTERVENTION = "guard"  # kind of the event that a guard's intervention is
 SURVIVAL_POINTS = 50
 
 
@@ -98,7 +96,8 @@ class Group:
         distinct_2: share of different 2-grams.
         collapsed: share that collapsed for good.
         collapse_point: median step of those; None: none did.
-        survival: share not collapsed, at the steps of the result.
+        steps: where survival is read.
+        survival: share not collapsed by each of them.
         cached_mean: tokens in the cache per layer and kv head, mean over steps.
         cached_peak: the most there were, mean over runs.
         interventions: a guard's interventions per run; None: no guard.
@@ -122,10 +121,11 @@ class Group:
     eos: float
     stopped: float
     cap: float
-    seq_rep_4: float
-    distinct_2: float
+    seq_rep_4: float | None
+    distinct_2: float | None
     collapsed: float
     collapse_point: float | None
+    steps: tuple[int, ...]
     survival: tuple[float, ...]
     cached_mean: float
     cached_peak: float
@@ -178,7 +178,8 @@ def group(
         seq_rep_4=_mean(run.seq_rep_4 for run in runs),
         distinct_2=_mean(run.distinct_2 for run in runs),
         collapsed=sum(point is not None for point in collapses) / len(collapses),
-        collapse_point=median([p for p in collapses if p is not None]) if any(collapses) else None,
+        collapse_point=_median([p for p in collapses if p is not None]),
+        steps=survival_steps(cap),
         survival=tuple(survival(collapses, survival_steps(cap))),
         cached_mean=fmean(record.cached_mean for record in records),
         cached_peak=fmean(record.cached_peak for record in records),
@@ -189,10 +190,14 @@ def group(
     )
 
 
-def _mean(values: Iterable[float]) -> float:
+def _mean(values: Iterable[float]) -> float | None:
     """Mean of those that are numbers: a run of three tokens has no 4-gram."""
     known = [value for value in values if value == value]
-    return fmean(known) if known else float("nan")
+    return fmean(known) if known else None
+
+
+def _median(values: Sequence[int]) -> float | None:
+    return float(median(values)) if values else None
 
 
 @dataclass(frozen=True)
@@ -230,16 +235,6 @@ class Detection:
     alarmed: tuple[str, ...]
 
 
-def first_trigger(record: Record, settings: MonitorSettings) -> int | None:
-    """Step at which a monitor fires first on this output; None: never."""
-    monitor = Monitor(settings)
-    following = (*record.top1[1:], 0.0)  # of the token after each
-    for token, confidence in zip(record.tokens, following, strict=True):
-        if monitor.update(token, confidence).trigger:
-            return monitor.last.step
-    return None
-
-
 def detection(model: str, detector: str, runs: Sequence[Record], texts: Sequence[Record], *, window: int) -> Detection:
     """How one variant of the monitor does.
 
@@ -250,16 +245,15 @@ def detection(model: str, detector: str, runs: Sequence[Record], texts: Sequence
         texts: honest texts, read by the model.
         window: of the signals.
     """
-    settings = MonitorSettings.variant(detector, window=window)
     looping: list[tuple[int | None, int | None]] = []  # (first trigger, collapse point)
     healthy: list[int | None] = []
     for record in runs:
-        collapse, first = collapse_point(record.tokens, window), first_trigger(record, settings)
+        collapse, first = collapse_point(record.tokens, window), record.detected[detector]
         if ends_in_loop(record.tokens, window):
             looping.append((first, collapse))
         elif collapse is None:
             healthy.append(first)
-    alarmed = tuple(text.prompt for text in texts if first_trigger(text, settings) is not None)
+    alarmed = tuple(text.prompt for text in texts if text.detected[detector] is not None)
     steps = [first for first, _ in looping if first is not None]
     leads = [collapse - first for first, collapse in looping if first is not None and collapse is not None]
     return Detection(
@@ -267,8 +261,8 @@ def detection(model: str, detector: str, runs: Sequence[Record], texts: Sequence
         detector=detector,
         loops=len(looping),
         detected=len(steps) / len(looping) if looping else None,
-        step=median(steps) if steps else None,
-        lead=median(leads) if leads else None,
+        step=_median(steps),
+        lead=_median(leads),
         healthy=len(healthy),
         healthy_alarms=sum(first is not None for first in healthy) / len(healthy) if healthy else None,
         texts=len(texts),

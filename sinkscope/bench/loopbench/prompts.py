@@ -33,7 +33,7 @@ class Prompt:
         tokens: its length for the tokenizer it was built with, special tokens included.
         source_id: `_id` of the record it was made of.
         seed: of its random choices; a record used again has the next one.
-        truncated: whether the text of the record was cut.
+        truncated: whether the text of the record was cut for length.
         answers: right answers ("2wiki" only).
     """
 
@@ -118,7 +118,9 @@ def _parse(line: str, where: str) -> Prompt:
     except ValueError:
         raise SinkscopeError(f"{where} is not JSON (it begins {line[:40]!r}): {remedy}") from None
     if not isinstance(content, dict):
-        raise SinkscopeError(f"{where} is {type(content).__name__}, expected an object with id, bench, prompt: {remedy}")
+        raise SinkscopeError(
+            f"{where} is {type(content).__name__}, expected an object with id, bench, prompt: {remedy}"
+        )
     if unknown := sorted(content.keys() - {*_TYPES, "answers"}):
         raise SinkscopeError(f"{where}: unknown field {unknown[0]!r}, expected {', '.join(_TYPES)}: {remedy}")
     for name, kind in _TYPES.items():
@@ -135,4 +137,5 @@ def _parse(line: str, where: str) -> Prompt:
         raise SinkscopeError(f"{where}: answers is {answers!r:.40}, expected a list of texts: {remedy}")
     if content["bench"] == "2wiki" and not answers:
         raise SinkscopeError(f"{where}: the field 'answers' is missing, so nothing can be scored: {remedy}")
-    return Prompt(**{**content, "answers": tuple(answers)})
+    fields: dict[str, Any] = {**content, "answers": tuple(answers)}
+    return Prompt(**fields)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope._plain import plain
 from sinkscope.bench.loopbench.honest import Honest
-from sinkscope.bench.loopbench.methods import Method, Row, check_methods
+from sinkscope.bench.loopbench.methods import Batch, Method, Row, check_methods
 from sinkscope.bench.loopbench.prompts import Prompt
 from sinkscope.bench.loopbench.samplers import PerRow, StopRows
 from sinkscope.bench.loopbench.store import Ended, Record, Store
@@ -29,6 +29,7 @@ from sinkscope.sinks._open import fingerprint_of
 
 Progress = Callable[[str, int, int], None]
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
+DETECTORS = ("full", "p1", "ttr", "cr", "stall", "tail")  # variants of the monitor, see `MonitorSettings.variant`
 TEXT = "text"  # what stands for the method where a text is read
 VERSION = 1  # of the records; a change of what they hold is another setting
 
@@ -106,7 +107,7 @@ def run_loopbench(
         raise SinkscopeError("two prompts have the same id: each needs its own")
     for each in chosen:  # a budget that a method cannot have is refused before anything is computed
         if each.intervention is not None:
-            each.intervention(budget)
+            each.intervention(budget, window)
     target = Target.of(model, tokenizer)
     if target.tokenizer is None:
         raise SinkscopeError(
@@ -168,10 +169,11 @@ def _batch(
         options["logits_processor"] = [PerRow(rows, lengths, width)]
     stopper = None
     if method.stopper is not None:
-        stopper = StopRows(method.stopper, len(ids), width)
-        options["stopping_criteria"] = [stopper]
+        watching, criterion = method.stopper(Batch(width, tuple(sorted({*plan.ends, plan.pad})), plan.window))
+        stopper = StopRows(criterion, len(ids), width)
+        options.update(logits_processor=watching, stopping_criteria=[stopper])
     held = _Held()
-    edit = None if method.intervention is None else method.intervention(plan.budget) | held
+    edit = None if method.intervention is None else method.intervention(plan.budget, plan.window) | held
     top = _Top(lambda step: tell(step, len(ids)))
     with (
         edit.on(target) if edit is not None else nullcontext() as run,
@@ -198,9 +200,10 @@ def _batch(
                 model=plan.fingerprint, method=method.name, prompt=prompt.id, bench=prompt.bench,
                 prompt_tokens=lengths[i], tokens=tuple(new),
                 text=target.tokenizer.decode(new, skip_special_tokens=True), ended=ended, top1=tuple(sure),
-                signals=_signals(new, sure, plan.window, plan.every), events=tuple(_event(e) for e in own),
-                cached_mean=round(sum(steps) / len(steps), 3), cached_peak=round(max(steps), 3), seconds=seconds,
-                batch_size=len(ids),
+                signals=_signals(new, sure, plan.window, plan.every),
+                detected=detected(new, sure, plan.window) if method.name == "full" else {},
+                events=tuple(_event(e) for e in own), cached_mean=round(sum(steps) / len(steps), 3),
+                cached_peak=round(max(steps), 3), seconds=seconds, batch_size=len(ids),
             )
         )  # fmt: skip
     return records
@@ -220,12 +223,29 @@ def _signals(new: list[int], top1: list[float], window: int, every: int) -> dict
     """What was measured over the last `window` tokens, at every `every`th step and at the last."""
     monitor = Monitor(MonitorSettings(window=window, rule="never", stride=1))
     found: dict[str, list[Any]] = {name: [] for name in ("step", "ttr", "cr", "novelty", "streak")}
-    for k, token in enumerate(new):
-        seen = monitor.update(token, top1[k + 1] if k + 1 < len(top1) else 0.0)  # of the token that follows
+    for token, sure in zip(new, (*top1[1:], 0.0), strict=True):
+        seen = monitor.update(token, sure)
         if seen.step % every == 0 or seen.step == len(new):
             for name, values in found.items():
                 value = getattr(seen, name)
                 values.append(round(value, 6) if isinstance(value, float) else value)
+    return found
+
+
+def detected(new: Sequence[int], top1: Sequence[float], window: int) -> dict[str, int | None]:
+    """Step at which each variant of the monitor fires first on an output.
+
+    Args:
+        new: its tokens.
+        top1: for each of them the probability of the likeliest token there.
+        window: W.
+    """
+    found: dict[str, int | None] = {}
+    following = (*top1[1:], 0.0)  # the monitor takes a token with the probabilities after it
+    for name in DETECTORS:
+        monitor = Monitor(MonitorSettings.variant(name, window=window))
+        steps = (monitor.update(*seen) for seen in zip(new, following, strict=True))
+        found[name] = next((step.step for step in steps if step.trigger), None)
     return found
 
 
@@ -276,8 +296,9 @@ def _forced(plan: _Plan, text: Honest, ids: list[int]) -> Record:
     return Record(
         model=plan.fingerprint, method=TEXT, prompt=text.id, bench=text.bench, prompt_tokens=1, tokens=tuple(new),
         text=text.prompt, ended="eos", top1=tuple(top1),
-        signals=_signals(new, top1, plan.window, plan.every), events=(), cached_mean=(1 + len(ids)) / 2,
-        cached_peak=float(len(ids)), seconds=round(time.perf_counter() - started, 3), batch_size=1,
+        signals=_signals(new, top1, plan.window, plan.every), detected=detected(new, top1, plan.window), events=(),
+        cached_mean=(1 + len(ids)) / 2, cached_peak=float(len(ids)), batch_size=1,
+        seconds=round(time.perf_counter() - started, 3),
     )  # fmt: skip
 
 

@@ -45,23 +45,35 @@ class PerRow(LogitsProcessor):
 
 
 class StopRows(StoppingCriteria):
-    """Stops a row when `test` says so of its new tokens.
+    """A stopping criterion, and when it stopped which row.
 
     Attributes:
-        at: per row the number of new tokens at which it was stopped; None: it was not.
+        at: per row the number of new tokens at which it was stopped first; None: it was not.
     """
 
-    def __init__(self, test: Callable[[list[int]], bool], rows: int, width: int) -> None:
+    def __init__(self, inner: StoppingCriteria, rows: int, width: int) -> None:
         self.at: list[int | None] = [None] * rows
-        self._test = test
+        self._inner = inner
         self._width = width
 
     def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
         """Which rows end here."""
-        for i, new in enumerate(input_ids[:, self._width :].tolist()):
-            if self.at[i] is None and self._test(new):
-                self.at[i] = len(new)
-        return torch.tensor([at is not None for at in self.at], device=input_ids.device)
+        stop: Any = self._inner(input_ids, scores, **kwargs)  # pyright: ignore[reportArgumentType]
+        new = input_ids.shape[1] - self._width
+        self.at = [new if at is None and now else at for at, now in zip(self.at, stop.tolist(), strict=True)]
+        return stop
+
+
+class PatternStop(StoppingCriteria):
+    """Stops rows whose new tokens end in a pattern that came several times (see `repeats_pattern`)."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
+        """Which rows end here."""
+        new = input_ids[:, self._width :].tolist()
+        return torch.tensor([repeats_pattern(row) for row in new], device=input_ids.device)
 
 
 def stock(processor: LogitsProcessor) -> RowProcessor:
@@ -144,9 +156,7 @@ def repeats_pattern(new: Sequence[int], *, longest: int = 64, times: int = 4, to
     for period in range(1, longest + 1):
         span = max(times * period, tokens)
         if span > len(new):
-            if period * times > len(new):
-                return False
-            continue
+            return False
         if new[-1] == new[-1 - period] and list(new[-span + period :]) == list(new[-span:-period]):
             return True
     return False

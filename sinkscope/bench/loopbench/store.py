@@ -33,6 +33,8 @@ class Record:
         ended: by the end of sequence, by a stopper, or at the cap of new tokens.
         top1: for each of them the probability that the model gave its likeliest token there.
         signals: "step" and, in lists as long, what was measured over the last window of tokens there.
+        detected: step at which each variant of the monitor would have fired first, looking on; for outputs that nobody
+            interfered with (method "full") and for texts that were read.
         events: what the method did: step, position, kind and data. Step s came after s new tokens.
         cached_mean: tokens in the cache, mean over steps, layers and kv heads.
         cached_peak: the same at the step with most.
@@ -50,6 +52,7 @@ class Record:
     ended: Ended
     top1: tuple[float, ...]
     signals: dict[str, list[Any]]
+    detected: dict[str, int | None]
     events: tuple[dict[str, Any], ...]
     cached_mean: float
     cached_peak: float
@@ -97,7 +100,7 @@ class Store:
         self, folder: str | os.PathLike[str], settings: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
     ) -> None:
         self.folder = Path(folder)
-        self.name = pathless(str(folder))
+        self.name = str(folder)
         self._settings = plain({**settings, "prompts": digest(prompts)}, scrub=True)
         self._prompts = prompts
         self._lock = -1
@@ -185,7 +188,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     Raises:
         SinkscopeError: it is no folder of `loopbench run`, or a file in it is damaged (with the line).
     """
-    path, name = Path(folder), pathless(str(folder))
+    path, name = Path(folder), str(folder)
     if not (path / SETTINGS).is_file():
         raise SinkscopeError(f"{name} is no folder of `sinkscope loopbench run`: give what was given to its --out")
     settings = _read_json(path / SETTINGS, name)
@@ -200,7 +203,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     records = _read_records(path / RUNS, name)[0] if (path / RUNS).is_file() else []
     order = {key: i for i, key in enumerate(prompts)}
     records.sort(key=lambda r: (r.model, r.method, order.get(r.prompt, len(order)), r.prompt))
-    return RunFolder(name, settings, prompts, tuple(records))
+    return RunFolder(pathless(name), settings, prompts, tuple(records))
 
 
 def _read_records(path: Path, name: str) -> tuple[list[Record], int]:

@@ -32,10 +32,14 @@ def open_tokenizer(
         raise SinkscopeError(
             f"lengths are counted in tokens: give --model NAME or --tokenizer FOLDER ({given})", page="no-tokenizer"
         )
+    if folder is not None and revision is not None:
+        raise SinkscopeError(f"revision {revision!r} means nothing for --tokenizer, a folder; it belongs to --model")
     if folder is not None:
         place, name, gguf = Path(folder).expanduser(), Path(folder).resolve().name, None
         if not place.is_dir():
-            raise SinkscopeError(f"--tokenizer {os.fspath(folder)!r} is not a folder: give one that holds tokenizer.json")
+            raise SinkscopeError(
+                f"--tokenizer {os.fspath(folder)!r} is not a folder: give one that holds tokenizer.json"
+            )
     else:
         source = locate(model, revision)
         name, gguf = source.name, None

@@ -1,4 +1,4 @@
-"""2WikiMultihopQA of LongBench: its prompt, and its score, the F1 of words (Bai et al. 2024; LoopGuard, Table 2)."""
+"""2WikiMultihopQA of LongBench: its prompt and its score, F1 of words (Bai et al. 2024; Xu et al. 2026, Table 2)."""
 
 from __future__ import annotations
 

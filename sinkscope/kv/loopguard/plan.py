@@ -12,6 +12,7 @@ from typing import Literal
 from sinkscope.errors import SinkscopeError
 
 Pick = Literal["latest", "uniform"]
+Clean = Literal["tail", "repeats"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +26,12 @@ class Retention:
             set off the alarm is subject to the removal of bad blocks.
         recent_budget: recent tokens kept at level 0. Half the recent window by default, "a small amount of local
             context", and never more than half of what the anchors leave.
-        recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads the
-            choice over the recent window.
+        recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads
+            the choice over the recent window.
+        clean: what is bad. "tail", the paper's: blocks that repeat at the end, taken out of the recent window; what
+            the loop wrote before the window stays in the history. "repeats", ours: every generated token that ends an
+            n-gram which the row had generated before, taken out of recent window and history; it also finds loops
+            whose copies differ a little.
         max_level: cap of the aggressiveness level. Every level halves the recent budget, so the default ends at an
             eighth.
     """
@@ -36,6 +41,7 @@ class Retention:
     recent: int = 256
     recent_budget: int | None = None
     recent_pick: Pick = "latest"
+    clean: Clean = "tail"
     max_level: int = 3
 
     def __post_init__(self) -> None:
@@ -63,11 +69,15 @@ class Retention:
             )
         if self.recent_pick not in ("latest", "uniform"):
             raise SinkscopeError(f'recent_pick={self.recent_pick!r}: expected "latest" or "uniform"')
+        if self.clean not in ("tail", "repeats"):
+            raise SinkscopeError(f'clean={self.clean!r}: expected "tail" or "repeats"')
 
     def recent_tokens(self, level: int) -> int:
         """B_recent(level): recent tokens kept, at least 1."""
         room = self.budget - self.anchors
-        at_first = min(max(1, self.recent // 2), max(1, room // 2)) if self.recent_budget is None else self.recent_budget
+        at_first = (
+            min(max(1, self.recent // 2), max(1, room // 2)) if self.recent_budget is None else self.recent_budget
+        )
         return max(1, at_first >> min(level, self.max_level))
 
     @property
@@ -102,7 +112,7 @@ class Plan:
 
 
 def plan(
-    held: Sequence[int], length: int, bad: tuple[int, int] | None, retention: Retention, level: int = 0
+    held: Sequence[int], length: int, bad: Sequence[tuple[int, int]], retention: Retention, level: int = 0
 ) -> Plan:
     """Choose what to keep.
 
@@ -112,7 +122,7 @@ def plan(
     Args:
         held: positions in the cache, ascending.
         length: tokens of the row so far; the recent window ends there.
-        bad: range [start, stop) of positions in repeating blocks at the end; only what lies in the recent window counts.
+        bad: ranges [start, stop) of positions that are to go; with `clean="tail"` only from the recent window.
         retention: budgets.
         level: aggressiveness, from 0; beyond `max_level` it counts as that.
 
@@ -120,14 +130,27 @@ def plan(
         At most `retention.budget` positions; every held anchor is among them, whether bad or not.
     """
     begin = length - retention.recent
-    start, stop = bad or (0, 0)
+    gone = {p for start, stop in bad for p in range(start, stop)}
     anchors = [p for p in held if p < retention.anchors]
-    history = [p for p in held if retention.anchors <= p < begin]
-    clean = [p for p in held if p >= max(begin, retention.anchors) and not start <= p < stop]
+    in_history: set[int] = set() if retention.clean == "tail" else gone
+    history = [p for p in held if retention.anchors <= p < begin and p not in in_history]
+    clean = [p for p in held if p >= max(begin, retention.anchors) and p not in gone]
     sparse = uniform(history, retention.sparse_tokens)
     count = retention.recent_tokens(level)
     recent = uniform(clean, count) if retention.recent_pick == "uniform" else clean[-count:]
     return Plan((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
+
+
+def repeated(tokens: Sequence[int], n: int) -> list[int]:
+    """Indices of tokens that end an n-gram which ended at an earlier index too."""
+    seen: set[tuple[int, ...]] = set()
+    found: list[int] = []
+    for i in range(n - 1, len(tokens)):
+        gram = tuple(tokens[i - n + 1 : i + 1])
+        if gram in seen:
+            found.append(i)
+        seen.add(gram)
+    return found
 
 
 def uniform(positions: Sequence[int], count: int) -> list[int]:

@@ -55,10 +55,10 @@ class RowMonitors:
         Returns:
             Triggers of the tokens that were decided now; none while they are only collected.
         """
-        # One tensor, so one copy; float64 holds every id exactly.
-        pair = tokens.detach().double()[None]
+        # One tensor, so one copy; float32 holds ids below 2**24 exactly.
+        pair = tokens.detach().float()[None]
         if p_max is not None:
-            pair = torch.cat([pair, p_max.detach().double()[None].to(pair.device)])
+            pair = torch.cat([pair, p_max.detach().float()[None].to(pair.device)])
         self._waiting.append(pair)
         if self._poll == 1:
             return self.flush()

@@ -1,0 +1,340 @@
+"""Barcodes: attention of heads over generation steps, step x position (Xu et al. 2026, appendix E, Fig. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.attention._decode import Mark, decode, joined, loaded, marks
+from sinkscope.attention._live import Live
+from sinkscope.attention._loop import check_room, chosen_layers, healthy_ids, loop_of, opened, prompt_ids
+from sinkscope.attention._record import NEAR, Head, Recorder
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Intervention
+from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.output import check_writable
+from sinkscope.results import Result
+from sinkscope.sinks._setup import Progress, Setup
+
+RAW_HEADS = 4  # that are kept position by position
+SHOWN = 4  # heads drawn where none are named, each of another layer
+STEPS, COLUMNS = 96, 192  # of a picture
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Attention of one head, averaged over neighbouring steps and summed over neighbouring positions.
+
+    Attributes:
+        shares: one string per line of steps: thousandths of the attention, one number per column, with spaces between.
+        first_step: step of the first line; a line is `steps` long.
+        steps: generation steps per line.
+        first_position: of the first column; a column is `positions` long.
+        positions: positions per column.
+    """
+
+    shares: tuple[str, ...]
+    first_step: int
+    steps: int
+    first_position: int
+    positions: float
+
+    def values(self) -> list[list[float]]:
+        """The shares as numbers, line by line."""
+        return [[int(word) / 1000 for word in line.split()] for line in self.shares]
+
+
+@dataclass(frozen=True)
+class HeadBarcode:
+    """One head of the barcode.
+
+    Attributes:
+        layer: its layer.
+        head: which query head.
+        first: mean share of attention on the first position (where sinks are), over the last steps.
+        near: on the last `NEAR` positions.
+        overlap: share that two rows a period apart put on the same offsets of these; None without a loop.
+        healthy_overlap: the same in the control.
+        whole: all steps and positions; None if the head is not shown.
+        late: the last steps and positions, one by one.
+        healthy_whole: `whole` of the control.
+        healthy_late: `late` of the control.
+    """
+
+    layer: int
+    head: int
+    first: float
+    near: float
+    overlap: float | None
+    healthy_overlap: float | None
+    whole: Picture | None
+    late: Picture | None
+    healthy_whole: Picture | None
+    healthy_late: Picture | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Barcode(Result):
+    """Attention over generation steps.
+
+    `arrays` holds every step of every head that was asked for, on the result that `barcode` returned; files hold the
+    pictures.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        steps: generated tokens.
+        bins: columns of `arrays`; as many as positions where they are raw.
+        period: of the loop that the text ends in; None: no loop.
+        onset: position of its first token.
+        ended: the sequence came to its end before `max_new_tokens`.
+        heads: those asked for, those shown first.
+        marks: what interventions did.
+        nbytes: what the arrays took.
+    """
+
+    kind: ClassVar[str] = "barcode"
+
+    prompt_tokens: int
+    steps: int
+    bins: int
+    period: int | None
+    onset: int | None
+    ended: bool
+    heads: tuple[HeadBarcode, ...]
+    marks: tuple[Mark, ...]
+    nbytes: int
+
+    @property
+    def arrays(self) -> dict[Head, Float[Tensor, "step column"]]:
+        """Every step of each head by (layer, head); empty on a result read from a file."""
+        return self.__dict__.get("_arrays", {})
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per head, at most 16."""
+        names = ("layer", "head", "first", "near", "overlap", "healthy_overlap")
+        return [{name: getattr(h, name) for name in names} for h in self.heads[:16]]
+
+    def summary(self) -> str:
+        """What was recorded, in a few lines."""
+        m = self.model
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
+        told = "no loop" if self.period is None else f"a loop of period {self.period} from position {self.onset}"
+        lines.append(f"{self.steps} tokens after a prompt of {self.prompt_tokens}; they end in {told}.")
+        size = self.nbytes / 2**20
+        lines.append(f"{len(self.heads)} heads, {self.bins} columns, {size:.1f} MiB of attention.")
+        for kind in dict.fromkeys(mark.kind for mark in self.marks):
+            steps = [mark.step for mark in self.marks if mark.kind == kind]
+            shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+            lines.append(f"{kind}: at {len(steps)} steps ({shown}).")
+        return "\n".join(lines)
+
+    def save_arrays(self, path: str | PathLike[str]) -> Path:
+        """Write `arrays` as a compressed .npz, with names such as "5.3" (layer, head).
+
+        Raises:
+            SinkscopeError: the result was read from a file and has none, or the file cannot be written.
+        """
+        if not self.arrays:
+            raise SinkscopeError("this result was read from a file, which holds pictures only: record it again")
+        target = check_writable(path)
+        with open(target, "wb") as file:
+            np.savez_compressed(file, **{f"{la}.{h}": a.numpy() for (la, h), a in self.arrays.items()})  # pyright: ignore[reportArgumentType]
+        return Path(target)
+
+
+def barcode(
+    model: object = None,
+    prompt: str | Sequence[int] | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[Head] | None = None,
+    max_new_tokens: int = 512,
+    bins: int = 512,
+    raw: bool = False,
+    interventions: Intervention | None = None,
+    patch: SinkPatch | str | PathLike[str] | None = None,
+    control: bool = True,
+    live: bool = False,
+    tokenizer: Any = None,
+    bos: bool | None = None,
+    text: str | Path | None = None,
+    seed: int = 0,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Barcode:
+    """Generate greedily and keep the attention of the last token, step by step.
+
+    Args:
+        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
+        prompt: text or ids; None: the beginning of the typical text.
+        layers: all heads of these; None: of all layers.
+        heads: (layer, head) instead; up to four of them are shown as they are named.
+        max_new_tokens: steps.
+        bins: columns that positions are summed into.
+        raw: a column per position instead; for up to four heads.
+        interventions: cache policies, guards and others, while generating.
+        patch: a `SinkPatch` or the path of a patch.json.
+        control: also along ordinary text of the same length.
+        live: show the mean over the heads while it grows, on a terminal or in a notebook.
+        tokenizer: for live models that carry none.
+        bos: begin sequences with BOS; None: where the tokenizer has one.
+        text: file of ordinary text; None: the text that ships.
+        seed: kept in the result; nothing is drawn.
+        revision: of a hub id.
+        dtype: of the weights of a model given by name.
+        device: for models given by name; None: the first cuda device if there is one.
+        trust_remote_code: run code that comes with the checkpoint.
+        progress: called as `progress(what, done, total)`.
+
+    Raises:
+        UnsupportedError: attention that cannot be watched (Falcon).
+        SinkscopeError: bad input; the message is one line and says what to do.
+    """
+    if bins < 1:
+        raise SinkscopeError(f"--bins {bins}: expected 1 or more")
+    made = opened(
+        model, tokenizer=tokenizer, bos=bos, text=text, seed=seed, revision=revision, dtype=dtype, device=device,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    kept = _chosen(made, layers, heads)
+    if raw and len(kept) > RAW_HEADS:
+        raise SinkscopeError(f"{len(kept)} heads one position at a time: expected up to {RAW_HEADS}; give --head")
+    start = prompt_ids(made, prompt)
+    check_room(made, len(start), max_new_tokens)
+    edit = joined(loaded(patch), interventions)
+    positions = len(start) + max_new_tokens
+    with Live(f"{made.target.name}, mean over {len(kept)} heads", live) as shown:
+
+        def told(step: int, row: Tensor) -> None:
+            shown(step, row)
+            if progress is not None:
+                progress("steps", step + 1, max_new_tokens)
+
+        own = Recorder(kept, max_new_tokens, positions, None if raw else bins, told if live or progress else None)
+        new, events = decode(made.target, start, max_new_tokens, joined(edit, own.observe()))
+    loop = loop_of([*start, *new], len(start))
+    ordinary = healthy_ids(made, len(start) + len(new)) if control else None
+    plain = None
+    if ordinary is not None:
+        ids = ordinary.tolist()
+        plain = Recorder(kept, len(new), positions, COLUMNS)
+        decode(made.target, ids[: len(start)], len(new), joined(edit, plain.observe()), ids[len(start) :])
+    measured = [_head(own, plain, head, loop.period) for head in kept]
+    named = set(kept[:SHOWN]) if heads is not None else _picked(measured)
+    measured.sort(key=lambda h: (h.layer, h.head) not in named)
+    result = Barcode(
+        model=made.info(),
+        settings={
+            "prompt": prompt if prompt is None or isinstance(prompt, str) else list(prompt), "layers": layers,
+            "heads": heads, "max_new_tokens": max_new_tokens, "bins": bins, "raw": raw, "control": control,
+            "interventions": None if edit is None else repr(edit), "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
+        },
+        provenance=made.provenance(),
+        prompt_tokens=len(start),
+        steps=len(new),
+        bins=own.columns,
+        period=loop.period,
+        onset=loop.onset,
+        ended=len(new) < max_new_tokens,
+        heads=tuple(_pictured(h, own, plain, len(start) + len(new)) if (h.layer, h.head) in named else h
+                    for h in measured),
+        marks=marks(events),
+        nbytes=own.nbytes,
+    )  # fmt: skip
+    object.__setattr__(result, "_arrays", {head: own.array(head) for head in kept})
+    return result
+
+
+def _chosen(made: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> list[Head]:
+    count = made.target.n_heads
+    if heads is None:
+        return [(layer, head) for layer in chosen_layers(made, layers) for head in range(count)]
+    if layers is not None:
+        raise SinkscopeError("layers and heads are given: expected one of them")
+    wanted = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads))
+    chosen_layers(made, [layer for layer, _ in wanted])
+    if wrong := [head for _, head in wanted if not 0 <= head < count]:
+        raise SinkscopeError(f"head {wrong[0]} does not exist: {made.target.name} has heads 0 to {count - 1}")
+    return wanted
+
+
+def _head(own: Recorder, plain: Recorder | None, head: Head, period: int | None) -> HeadBarcode:
+    recent = own.recent(head)
+    first = own.array(head)[-len(recent) :, 0].float().mean()
+    return HeadBarcode(
+        *head, float(first), float(recent.sum(-1).mean()), _overlap(recent, period),
+        None if plain is None else _overlap(plain.recent(head), period), None, None, None, None,
+    )  # fmt: skip
+
+
+def _overlap(rows: Float[Tensor, "step offset"], period: int | None) -> float | None:
+    """Share of attention that rows a period apart put on the same offsets."""
+    if period is None or len(rows) <= period:
+        return None
+    return float(torch.minimum(rows[period:], rows[:-period]).sum(-1).mean())
+
+
+def _picked(heads: list[HeadBarcode]) -> set[Head]:
+    """Of each layer the head that the loop changes most; of the layers those where it does most."""
+
+    def gain(h: HeadBarcode) -> float:
+        return h.near if h.overlap is None else h.overlap - (h.healthy_overlap or 0.0)
+
+    best: dict[int, HeadBarcode] = {}
+    for h in heads:
+        if h.layer not in best or gain(h) > gain(best[h.layer]):
+            best[h.layer] = h
+    return {(h.layer, h.head) for h in sorted(best.values(), key=gain, reverse=True)[:SHOWN]}
+
+
+def _pictured(h: HeadBarcode, own: Recorder, plain: Recorder | None, length: int) -> HeadBarcode:
+    head = h.layer, h.head
+    return HeadBarcode(
+        h.layer, h.head, h.first, h.near, h.overlap, h.healthy_overlap,
+        _whole(own, head, length), _late(own, head, length),
+        None if plain is None else _whole(plain, head, length),
+        None if plain is None else _late(plain, head, length),
+    )  # fmt: skip
+
+
+def _whole(recorder: Recorder, head: Head, length: int) -> Picture:
+    wide = recorder.array(head).float()
+    used = -(-length * recorder.columns // recorder.positions)  # columns beyond were never reached
+    wide = wide[:, :used]
+    steps = -(-len(wide) // STEPS)
+    lines = torch.stack([part.mean(0) for part in wide.split(steps)])
+    group = -(-used // COLUMNS)
+    padded = torch.nn.functional.pad(lines, (0, -used % group))
+    return _picture(
+        padded.unflatten(1, (-1, group)).sum(-1), 0, steps, 0,
+        group * recorder.positions / recorder.columns,
+    )  # fmt: skip
+
+
+def _late(recorder: Recorder, head: Head, length: int) -> Picture:
+    """Offsets turned into positions again, as far back as every line reaches."""
+    near = recorder.recent(head)
+    first = max(0, length - NEAR)
+    lines = torch.zeros(len(near), length - first)
+    for i, row in enumerate(near):
+        query = length - 1 - len(near) + i  # the last token is generated, not read
+        back = torch.arange(0, min(NEAR, query - first + 1))
+        lines[i, query - first - back] = row[back]
+    return _picture(lines, recorder.done - len(near), 1, first, 1.0)
+
+
+def _picture(lines: Tensor, first_step: int, steps: int, first_position: int, positions: float) -> Picture:
+    shares = (lines * 1000).round().int().tolist()
+    return Picture(tuple(" ".join(map(str, line)) for line in shares), first_step, steps, first_position, positions)

@@ -1,0 +1,194 @@
+"""One prompt as every method continued it, side by side (Xu et al. 2026, appendix D)."""
+
+from __future__ import annotations
+
+import html
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from sinkscope.bench.loopbench.methods import METHODS, method
+from sinkscope.bench.loopbench.metrics import run_metrics
+from sinkscope.bench.loopbench.store import Ended, Record, RunFolder, read_run
+from sinkscope.bench.loopbench.tables import title
+from sinkscope.errors import SinkscopeError
+from sinkscope.results import ModelInfo, Result, cell, provenance
+
+SHOWN = 1200  # characters of an output in a terminal: its first and last half
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one method wrote.
+
+    Attributes:
+        method: name of the method.
+        text: what was written.
+        ended: by the end of sequence, a stopper, or the cap.
+        length: new tokens.
+        ttr: type-token ratio.
+        cr: compression ratio.
+        loop: the loop rule.
+        tail_loop: the rule without the length, on the last window.
+        collapse: step from which the window's type-token ratio stays below 0.2.
+        interventions: steps of a guard's interventions.
+        steps: where `window_ttr` was taken.
+        window_ttr: type-token ratio of the last window.
+    """
+
+    method: str
+    text: str
+    ended: Ended
+    length: int
+    ttr: float
+    cr: float
+    loop: bool
+    tail_loop: bool
+    collapse: int | None
+    interventions: tuple[int, ...]
+    steps: tuple[int, ...]
+    window_ttr: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown(Result):
+    """One prompt of a run.
+
+    Attributes:
+        prompt: its id.
+        bench: its set.
+        prompt_text: the prompt.
+        outputs: of each method.
+    """
+
+    kind: ClassVar[str] = "loopbench-show"
+
+    prompt: str
+    bench: str
+    prompt_text: str
+    outputs: tuple[Output, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per method, without the texts."""
+        return [
+            {
+                "method": o.method, "ended": o.ended, "length": o.length, "ttr": o.ttr, "cr": o.cr, "loop": o.loop,
+                "tail_loop": o.tail_loop, "collapse": o.collapse, "interventions": len(o.interventions),
+            }
+            for o in self.outputs
+        ]  # fmt: skip
+
+    def summary(self) -> str:
+        """The prompt's end, and how each method's output ended."""
+        last = visible(self.prompt_text).strip().splitlines()[-1:]
+        return f"{self.model.name}, {title(self.bench)}, prompt {self.prompt} (ends {''.join(last)[-100:]!r})"
+
+    def text(self) -> str:
+        """The outputs below each other, and the numbers."""
+        parts = [f"--- {o.method} ({_ending(o)})\n{_middle_out(visible(o.text))}" for o in self.outputs]
+        return "\n\n".join([super().text(), *parts])
+
+    def table(self) -> Any:
+        """The outputs side by side."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(header_style="bold", show_lines=True)
+        for o in self.outputs:
+            grid.add_column(Text(f"{o.method}\n{_ending(o)}"), ratio=1, overflow="fold")
+        grid.add_row(*(Text(_middle_out(visible(o.text))) for o in self.outputs))
+        return Group(super().table(), grid)
+
+    def to_html(self) -> str:
+        """Prompt and outputs whole, side by side, everything escaped."""
+        columns = "".join(
+            f'<td style="vertical-align:top;text-align:left;min-width:22em"><b>{html.escape(o.method)}</b> '
+            f"({html.escape(_ending(o))})<pre>{html.escape(visible(o.text))}</pre></td>"
+            for o in self.outputs
+        )
+        return (
+            f"{super().to_html()}<details><summary>prompt</summary><pre>{html.escape(visible(self.prompt_text))}</pre>"
+            f'</details><div class="figure"><table><tr>{columns}</tr></table></div>'
+        )
+
+
+def visible(text: str) -> str:
+    """`text` with control characters written out: what a model writes must not steer a terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _ending(o: Output) -> str:
+    loop = "loop" if o.loop else "ends in a loop" if o.tail_loop else "no loop"
+    count = len(o.interventions)
+    guard = f", {count} intervention{'s' * (count != 1)}" if count else ""
+    return f"{o.length} tokens, {o.ended}, {loop}, TTR {cell(o.ttr)}, CR {cell(o.cr)}{guard}"
+
+
+def _middle_out(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    half = SHOWN // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+def show(folder: str | os.PathLike[str], prompt: str | int, *, methods: Sequence[str] | None = None) -> Shown:
+    """Set the outputs of one prompt side by side.
+
+    Args:
+        folder: of a run.
+        prompt: id of the prompt, or its number in the run, from 0.
+        methods: only these; None: all that were run.
+
+    Raises:
+        SinkscopeError: no such prompt, a method that is unknown or was not run.
+    """
+    started = time.perf_counter()
+    run = read_run(folder)
+    known = _prompt(run, str(prompt))
+    there = {record.method: record for record in run.records if record.prompt == known}
+    wanted = [method(name).name for name in methods] if methods is not None else sorted(there, key=_order)
+    if not there:
+        raise SinkscopeError(f"prompt {known!r} was not run yet in {run.name}: go on with `sinkscope loopbench run`")
+    for name in wanted:
+        if name not in there:
+            raise SinkscopeError(f"{name} was not run on prompt {known!r} in {run.name}: there are {', '.join(there)}")
+    cap, window = int(run.settings["max_new_tokens"]), int(run.settings["window"])
+    return Shown(
+        model=ModelInfo(**run.settings["model"]),
+        settings={"folder": run.name, "prompt": known, **run.settings},
+        provenance=provenance(
+            started=started, device=run.settings["device"], dtype=run.settings["dtype"],
+            attention=run.settings["attention"], bos=None, seed=run.settings["seed"],
+        ),
+        prompt=known,
+        bench=str(run.prompts[known].get("bench")),
+        prompt_text=str(run.prompts[known].get("prompt")),
+        outputs=tuple(_output(there[name], cap, window) for name in wanted),
+    )  # fmt: skip
+
+
+def _order(name: str) -> int:
+    return list(METHODS).index(name) if name in METHODS else len(METHODS)
+
+
+def _prompt(run: RunFolder, wanted: str) -> str:
+    ids = list(run.prompts)
+    if wanted in run.prompts:
+        return wanted
+    if wanted.isdecimal() and int(wanted) < len(ids):
+        return ids[int(wanted)]
+    raise SinkscopeError(
+        f"prompt {wanted!r} is not in {run.name}: give a number from 0 to {len(ids) - 1}, or an id such as {ids[0]!r}"
+    )
+
+
+def _output(record: Record, cap: int, window: int) -> Output:
+    found = run_metrics(record, cap, window)
+    return Output(
+        method=record.method, text=record.text, ended=record.ended, length=found.length, ttr=found.ttr, cr=found.cr,
+        loop=found.loop, tail_loop=found.tail_loop, collapse=found.collapse, interventions=found.interventions,
+        steps=tuple(record.signals["step"]), window_ttr=tuple(record.signals["ttr"]),
+    )  # fmt: skip

@@ -1,0 +1,299 @@
+"""LoopGuard: an online monitor per row, and a cache without the repeating tail when it fires (LoopGuard, section 5)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopguard.plan import Clean, Pick, Plan, Retention, plan, repeated, spans
+from sinkscope.kv.loopguard.rows import Found, RowMonitors, check_poll, largest_probability, poll_of, signals
+from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.streaming_llm import StreamingLLM
+from sinkscope.loops.monitor import MonitorSettings
+from sinkscope.loops.signals import tail_period
+
+
+class LoopGuardWindow(StreamingLLM):
+    """What `between="window"` holds the cache to; its own class, so that errors name it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopGuard(Intervention):
+    """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
+
+    Only generated tokens are watched: those that come alone after a prompt. A call with several tokens is a new turn,
+    where monitors start anew. Rows are watched and cut apart from each other, a row that has ended not at all. All
+    layers and heads lose the same positions, right after the call whose token set off the alarm; positions stay what
+    they were. Without an alarm the model does exactly what it does without a guard.
+
+    Attributes:
+        budget: tokens left at most right after an intervention (B): a number, or a fraction of the row's prompt.
+        anchors: first positions, never taken (N_anchor).
+        window: tokens that the monitor looks at (W).
+        between: "full": nothing is taken between interventions, as "event-driven" says, so the cache grows beyond the
+            budget. "window": it is also held to the budget at all times, by anchors and latest tokens.
+        variant: "full", or one of Table 3's and others: "none" never intervenes, "always" every 200 tokens, "p1",
+            "ttr", "cr", "stall" and "tail" on that signal alone (`MonitorSettings.variant`).
+        monitor: further settings of the monitor, by name (`MonitorSettings`).
+        recent: length of the recent window (R); `window` by default. For this and the next four see `Retention`.
+        recent_budget: recent tokens kept at level 0.
+        recent_pick: which of them.
+        clean: what is bad; "tail" is the paper's.
+        max_level: cap of the aggressiveness level.
+        copies: so many copies at the end of the recent window make a bad block, of whatever period. With 2 it finds
+            the long periods that stall the output too, for which the monitor's own short-period test is not made.
+        ends: ids after which a row is over; the end-of-sequence and padding ids of the model's generation
+            configuration by default. Needed where `generate` gets others.
+        poll: tokens decided at once; 1 on a CPU. Elsewhere 8, so that the device is not waited for at every token:
+            signals are the same, but an intervention comes up to 8 tokens after the token that caused it.
+
+    An intervention is an event of kind "guard": `step` and `position` of the token that set it off, and in `data`
+    "signals", "period" (of the repetition at the end, or None), "bad" (ranges that were to go), "level", "kept"
+    (ranges [start, stop)), "kept_count", "cached_before", "generated" (number of the token) and "since" (tokens since
+    the last trigger).
+
+    Raises:
+        SinkscopeError: a budget that leaves nothing beside the anchors, thresholds outside [0, 1], and so on.
+        UnsupportedError: beam search and assisted generation, when they exchange rows or take tokens back; a policy
+            with rebased positions.
+
+    Example:
+        >>> guard = LoopGuard(budget=1024, monitor={"warmup": 128})
+        >>> guard.settings.window, guard.settings.warmup
+        (256, 128)
+    """
+
+    budget: int | float = 1024
+    anchors: int = 32
+    window: int = 256
+    between: Literal["full", "window"] = "full"
+    variant: str = "full"
+    monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    recent: int | None = None
+    recent_budget: int | None = None
+    recent_pick: Pick = "latest"
+    clean: Clean = "tail"
+    max_level: int = 3
+    copies: int | float = 2
+    ends: Sequence[int] | None = None
+    poll: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.between not in ("full", "window"):
+            raise SinkscopeError(f'between={self.between!r}: expected "full" or "window"')
+        if isinstance(self.budget, bool) or not isinstance(self.budget, int | float):
+            raise SinkscopeError(f"budget={self.budget!r}: expected a number of tokens or a fraction", page="kv-budget")
+        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
+            raise SinkscopeError(
+                f"budget={self.budget!r}: expected a number of tokens, or a fraction of the prompt above 0.0 and up to "
+                "1.0",
+                page="kv-budget",
+            )
+        if isinstance(self.copies, bool) or not isinstance(self.copies, int | float) or not self.copies >= 2:
+            raise SinkscopeError(f"copies={self.copies!r}: a repetition has at least 2")
+        if "window" in self.monitor:
+            raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
+        check_poll(self.poll)
+        _ = self.settings
+        if isinstance(self.budget, int):
+            self.retention(0)
+
+    @property
+    def settings(self) -> MonitorSettings:
+        """Of the monitor of every row."""
+        relapse = {} if "relapse" in self.monitor else {"relapse": self.window}
+        return MonitorSettings.variant(self.variant, window=self.window, **relapse, **self.monitor)
+
+    def retention(self, prompt: int) -> Retention:
+        """What is kept of a row whose prompt has so many tokens."""
+        budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
+        if isinstance(self.budget, float) and budget <= self.anchors:
+            raise SinkscopeError(
+                f"budget={self.budget} of a prompt of {prompt} tokens is {budget}, which leaves nothing beside the "
+                f"{self.anchors} anchors: raise it, or keep fewer anchors",
+                page="kv-budget",
+            )
+        return Retention(
+            budget=budget, anchors=self.anchors, recent=self.window if self.recent is None else self.recent,
+            recent_budget=self.recent_budget, recent_pick=self.recent_pick, clean=self.clean,
+            max_level=self.max_level,
+        )  # fmt: skip
+
+    def enter(self, run: Run, key: int) -> None:
+        """Own the cache; watch ids and logits of the causal model."""
+        session = Session.of(run)
+        session.own_cache()
+        if self.between == "window":
+            LoopGuardWindow(budget=self.budget, first=self.anchors).enter(run, key)
+        settings = self.settings
+        if settings.rule == "never":
+            return
+        guarding = _Guarding(self, settings, run, key)
+        session.after_call(guarding.remember)
+        run.hook(run.target.hf, "post", guarding.decide)
+
+
+@dataclass(eq=False)
+class _Followed:
+    """Rows that share a cache, since their last prompt.
+
+    Attributes:
+        monitors: of the rows.
+        prompt: real tokens of each row before the first generated one.
+        reorders: of the cache when the prompt ended.
+        seen: tokens in the cache after the last call.
+        several: the last call had several tokens and was not the first one.
+        calls: number of the call of each generated token.
+    """
+
+    monitors: RowMonitors
+    prompt: Int[Tensor, " batch"]
+    reorders: int
+    seen: int
+    several: bool
+    calls: list[int] = field(default_factory=list)
+
+
+class _Guarding:
+    """One guard at work in one run."""
+
+    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int) -> None:
+        self._guard, self._settings, self._run, self._key = guard, settings, run, key
+        self._ends = _ends(run.target.hf) if guard.ends is None else frozenset(guard.ends)
+        self._local = threading.local()
+
+    def remember(self, moment: Moment) -> None:
+        """The call is through the layers; its logits come next."""
+        self._local.moment = moment
+
+    def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The call is over: monitor its token, and cut the rows that loop."""
+        moment: Moment | None = getattr(self._local, "moment", None)
+        self._local.moment = None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if moment is None or ids is None:
+            return
+        memory = moment.state.memory.setdefault(self._key, {})
+        followed: _Followed | None = memory.get("followed")
+        past, new = moment.call.past, moment.call.index.shape[1]
+        if followed is not None:
+            self._check(moment, followed)
+        if new > 1 or past == 0:
+            memory["followed"] = self._new(moment, past + new, several=past > 0)
+            return
+        if followed is None or past != followed.seen or len(followed.monitors) != len(ids):
+            # Read before the run was entered, or taken back by the caller: what follows is watched from here on.
+            memory["followed"] = followed = self._new(moment, past, several=False)
+        followed.seen, followed.several = past + 1, False
+        followed.calls.append(moment.call.step)
+        found = followed.monitors.push(ids[:, -1], largest_probability(_logits(output)[:, -1]))
+        if found:
+            self._cut(moment, followed, {one.row: one for one in found})
+
+    def _new(self, moment: Moment, seen: int, several: bool) -> _Followed:
+        columns = moment.call.columns[:, :seen]
+        prompt = columns.amax(1) + 1
+        if isinstance(self._guard.budget, float):
+            self._guard.retention(int(prompt.min()))  # refused now rather than at the first loop
+        poll = poll_of(self._guard.poll, columns.device)
+        monitors = RowMonitors(self._settings, len(columns), self._ends, poll)
+        return _Followed(monitors, prompt, moment.layers[0].reorders, seen, several)
+
+    def _check(self, moment: Moment, followed: _Followed) -> None:
+        if moment.layers[0].reorders != followed.reorders:
+            raise UnsupportedError(
+                "beam search lets rows change places, and LoopGuard follows each row: use num_beams=1 under a guard",
+                page="kv-session",
+            )
+        if followed.several and moment.call.past < followed.seen:
+            raise UnsupportedError(
+                "tokens were taken back right after a call that had several, as assisted generation does, and "
+                "LoopGuard watches tokens that come one by one: generate without an assistant under a guard",
+                page="kv-session",
+            )
+        if moment.state.dropped is not None:
+            raise UnsupportedError(
+                'LoopGuard keeps the positions that tokens were read at: use positions="original" in the policy beside',
+                page="kv-session",
+            )
+
+    def _bad(
+        self, tokens: list[int], prompt: int, length: int, retention: Retention
+    ) -> tuple[list[tuple[int, int]], int | None]:
+        """Positions in bad blocks, and the period of the repetition at the end."""
+        begin = max(0, len(tokens) - retention.recent) if retention.clean == "tail" else 0
+        tail = tail_period(tokens[begin:], repeats=self._guard.copies)
+        if retention.clean == "repeats":
+            bad = [prompt + i for i in repeated(tokens, self._settings.novelty_n)]
+        else:
+            bad = [] if tail is None else list(range(prompt + begin + tail.start, prompt + len(tokens)))
+        # Tokens that are not decided yet (poll) go on with what the last decided one was part of.
+        more = range(prompt + len(tokens), length) if bad and bad[-1] == prompt + len(tokens) - 1 else ()
+        return spans([*bad, *more]), None if tail is None else tail.period
+
+    def _cut(self, moment: Moment, followed: _Followed, found: dict[int, Found]) -> None:
+        columns = moment.call.columns
+        lengths: list[int] = (columns.amax(1) + 1).tolist()
+        prompts: list[int] = followed.prompt.tolist()
+        allowed = torch.ones(len(lengths), max(lengths), dtype=torch.bool, device=columns.device)
+        events: list[Event] = []
+        for row, one in found.items():
+            held = _held(moment.layers, row, lengths[row])
+            retention = self._guard.retention(prompts[row])
+            bad, period = self._bad(followed.monitors.tokens[row], prompts[row], lengths[row], retention)
+            level = min(one.step.level, retention.max_level)
+            kept = plan(held, lengths[row], bad, retention, level)
+            allowed[row] = False
+            allowed[row, list(kept.keep)] = True
+            events.append(_event(one, followed, prompts[row], kept, period, bad, level, len(held)))
+        for kv in moment.layers:
+            at = kv.pos
+            wide = allowed.to(at.device)[:, None].expand(-1, at.shape[1], -1)
+            keep = wide.gather(2, at.clamp(min=0)) & (at >= 0)
+            if bool((keep != (at >= 0)).any()):
+                kv.evict(keep)
+        self._run.log(lambda: events)
+
+
+def _event(
+    one: Found, followed: _Followed, prompt: int, kept: Plan, period: int | None, bad: list[tuple[int, int]],
+    level: int, before: int,
+) -> Event:  # fmt: skip
+    generated = one.step.step
+    data = {
+        "signals": signals(one.step), "period": period, "bad": bad, "level": level, "kept": kept.spans,
+        "kept_count": len(kept.keep), "cached_before": before, "generated": generated, "since": one.step.since,
+    }  # fmt: skip
+    return Event(one.row, followed.calls[generated - 1], prompt + generated - 1, None, None, "guard", data)
+
+
+def _held(layers: list[CacheLayer], row: int, length: int) -> list[int]:
+    """Positions of a row that some layer and head holds."""
+    whole = [kv for kv in layers if not kv.edited]
+    mark = torch.zeros(length + 1, dtype=torch.bool, device=layers[0].pos.device)
+    for kv in whole[:1] or layers:
+        mark[kv.pos[row].flatten().to(mark.device) + 1] = True  # holes, -1, fall into the first place
+    return mark[1:].nonzero().flatten().tolist()
+
+
+def _logits(output: Any) -> Float[Tensor, "batch pos vocab"]:
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+def _ends(model: Any) -> frozenset[int]:
+    """Ids after which generation emits padding, and the padding itself."""
+    config = getattr(model, "generation_config", None)
+    ends: set[int] = set()
+    for name in ("eos_token_id", "pad_token_id"):
+        value = getattr(config, name, None)
+        ends |= set(value) if isinstance(value, list | tuple) else set() if value is None else {int(value)}
+    return frozenset(ends)

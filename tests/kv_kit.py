@@ -1,0 +1,196 @@
+"""What the tests of the cache share: policies whose choice can be told in advance, and attention under a given mask.
+
+The reference never sees a cache: one pass over the whole sequence with stock modules, in which every layer, row and kv
+head has its own bool mask query x key, made here from lists of positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+from sinkscope.kv.policy import At, Policy
+from sinkscope.models.target import Target
+
+FAMILIES = (
+    "gpt2", "gpt_neox", "opt", "phi", "phi3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma",
+    "gemma2", "gemma3_text", "olmo", "olmo2", "gpt_oss",
+)  # fmt: skip
+WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
+"""Their windows are 16; Phi-3 gets one by `model_of`."""
+
+
+def model_of(family: str, **overrides: Any) -> Any:
+    if family == "phi3":
+        overrides = {"sliding_window": 16, "partial_rotary_factor": 0.5, **overrides}
+    model = tiny_model(family, **overrides)[0]
+    model.generation_config.pad_token_id = model.config.pad_token_id
+    model.generation_config.eos_token_id = None  # random models: let every row go on to the end
+    return model
+
+
+def prompts(lengths: list[int], total: int | None = None, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random ids, left-padded to the longest, and their mask; with `total`, so many more columns of real tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    width, more = max(lengths), total or 0
+    ids = torch.randint(5, 96, (len(lengths), width + more), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        mask[row, : width - length] = 0
+        ids[row, : width - length] = 0
+    return ids, mask
+
+
+def positions(mask: Tensor) -> Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def worth(pos: Any, layer: int, head: Any, row: Any) -> Any:
+    """A number that looks random, of any integers or integer tensors."""
+    return (pos * 7919 + head * 104729 + layer * 1299709 + row * 15485863 + 12345) * 2654435761 % 4294967296 % 100003
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Policy):
+    """Keeps what `worth` says: other tokens in every row, kv head and layer."""
+
+    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+
+    def scores(self, at: At) -> Any:
+        pos = at.kv.pos
+        head = torch.arange(pos.shape[1])[None, :, None]
+        return worth(pos, at.layer, head, torch.tensor(self.rows)[: len(pos), None, None]).float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ragged(Drawn):
+    """Other numbers of tokens, too: what is worth more than a bar, and the newest ones."""
+
+    bar: int = 50000
+
+    def select(self, scores: Any, at: At, budget: Any) -> Any:
+        return ((scores > self.bar) | (at.kv.pos >= at.length[:, None, None] - 2)) & (at.kv.pos >= 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Everywhere(Policy):
+    """The same drawn positions in every layer, head and row."""
+
+    UNIFORM: ClassVar[bool] = True
+
+    def scores(self, at: At) -> Any:
+        return worth(at.kv.pos, 0, 0, 0).float()
+
+
+def held_after(policy: Drawn, held: list[int], layer: int, head: int, row: int, length: int) -> list[int]:
+    """What `policy` keeps of `held`, with lists."""
+    value = {pos: worth(pos, layer, head, policy.rows[row]) for pos in held}
+    if isinstance(policy, Ragged):
+        return [pos for pos in held if value[pos] > policy.bar or pos >= length - 2]
+    assert isinstance(policy.budget, int)
+    sure = [pos for pos in held if pos < policy.first or pos >= length - policy.last]
+    rest = sorted((pos for pos in held if pos not in sure), key=lambda pos: -value[pos])
+    return sorted(sure + rest[: max(0, policy.budget - len(sure))])
+
+
+_RULE: dict[int, Tensor] = {}
+
+
+def _reference_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **kwargs: Any) -> Any:
+    sees = _RULE[module.layer_idx].repeat_interleave(query.shape[1] // _RULE[module.layer_idx].shape[1], 1)
+    groups = query.shape[1] // key.shape[1]
+    scaling = kwargs.get("scaling")
+    scores = query @ key.repeat_interleave(groups, 1).mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if kwargs.get("softcap") is not None:
+        scores = kwargs["softcap"] * torch.tanh(scores / kwargs["softcap"])
+    scores = torch.where(sees, scores, -1e9)
+    peak = scores.amax(-1, keepdim=True)
+    weights = torch.where(sees, (scores - peak).exp(), 0)
+    total = weights.sum(-1, keepdim=True)
+    if kwargs.get("s_aux") is not None:
+        total = total + (kwargs["s_aux"][None, :, None, None] - peak).exp()
+    probs = weights / total.clamp(min=1e-30)
+    return (probs @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), probs
+
+
+@contextmanager
+def under(model: Any, sees: list[Tensor]) -> Iterator[None]:
+    """The model attends by `sees`: per layer, bool `[batch kv_head query key]`."""
+    AttentionInterface.register("kv-reference", _reference_attention)
+    AttentionMaskInterface.register("kv-reference", lambda **_: None)
+    before = model.config._attn_implementation
+    _RULE.update(enumerate(sees))
+    model.config._attn_implementation = "kv-reference"
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        _RULE.clear()
+
+
+def window_of(model: Any, layer: int) -> int | None:
+    window, kinds = getattr(model.config, "sliding_window", None), getattr(model.config, "layer_types", None)
+    return window if kinds is None or kinds[layer] == "sliding_attention" else None
+
+
+def masks_of(model: Any, policy: Drawn | None, mask: Tensor, prompt: int, every: int | None = 1) -> list[Tensor]:
+    """What each query may see if the tokens after `prompt` columns come one by one, the policy acting before them."""
+    target, (rows, total) = Target.of(model), mask.shape
+    layers = []
+    for layer in range(target.n_layers):
+        sees = torch.zeros(rows, target.n_kv_heads, total, total, dtype=torch.bool)
+        for row in range(rows):
+            pad = int(total - mask[row].sum())
+            for head in range(target.n_kv_heads):
+                held = list(range(prompt - pad))
+                for query in range(total):
+                    new = query - pad
+                    if query >= prompt:
+                        if policy is not None and every is not None and (query - prompt) % every == 0:
+                            held = held_after(policy, held, layer, head, row, new)
+                        if policy is not None and every is None and query == prompt:
+                            held = held_after(policy, held, layer, head, row, new)
+                        held = [*held, new]
+                    sees[row, head, query, [pos + pad for pos in held if pos <= new]] = True
+                    if (window := window_of(model, layer)) is not None:
+                        sees[row, head, query, : max(0, query - window + 1)] = False
+        layers.append(sees)
+    return layers
+
+
+@torch.no_grad()
+def dense(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor]) -> Tensor:
+    """Logits of one pass over everything without a cache."""
+    with under(model, sees):
+        return model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+
+
+@torch.no_grad()
+def decode(
+    model: Any, ids: Tensor, mask: Tensor, prompt: int, cache: Any = None, chunks: list[int] | None = None
+) -> Tensor:
+    """Logits from the last prompt token on: the prompt (in chunks of these lengths), then token by token."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    at, total = cache.get_seq_length(), ids.shape[1]
+    steps = [*([prompt - at] if chunks is None else chunks), *[1] * (total - prompt)]
+    logits = []
+    for step in steps:
+        part = slice(at, at + step)
+        at += step
+        out = model(input_ids=ids[:, part], attention_mask=mask[:, :at], position_ids=positions(mask)[:, part],
+                    past_key_values=cache, use_cache=True)  # fmt: skip
+        if at >= prompt:
+            logits.append(out.logits[:, -1])
+    return torch.stack(logits, 1)
+
+
+def close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
+    """Equal up to rounding, on the scale of the numbers themselves (random models reach logits of tens)."""
+    torch.testing.assert_close(a, b, atol=atol * max(1.0, float(b.abs().max())), rtol=0)

@@ -1,0 +1,43 @@
+"""A small model and a few prompts for the tests of LoopBench, and records made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from organisms.tiny import tiny_model
+
+from sinkscope.bench.loopbench.prompts import Prompt
+from sinkscope.bench.loopbench.store import Record
+
+TEXTS = ("a b c d e", "the cat is was it of", "b", "b b b b b b b b b b b b", "is it a cat")
+MODEL = {"name": "tiny", "family": "llama", "n_layers": 3, "d_model": 32, "d_mlp": 64, "fingerprint": "f00"}
+
+
+@cache
+def tiny() -> tuple[Any, Any]:
+    """A random Llama and its tokenizer; left to itself it loops on some prompts and not on others."""
+    return tiny_model("llama")
+
+
+def prompts(count: int = 5, bench: str = "dc") -> list[Prompt]:
+    """Prompts of different lengths."""
+    answers = ("yes",) if bench == "2wiki" else ()
+    return [Prompt(f"{bench}-{i}", bench, TEXTS[i % 5], 5, "s", i, False, answers) for i in range(count)]  # type: ignore[arg-type]
+
+
+def untimed(records: Any) -> list[Record]:
+    """Records without what may differ from run to run."""
+    return [replace(record, seconds=0.0, batch_size=0) for record in records]
+
+
+def record(**changes: Any) -> Record:
+    """A record made by hand: 300 new tokens, all different."""
+    tokens = tuple(changes.get("tokens", range(300)))
+    made = Record(
+        model="f00", method="full", prompt="dc-0", bench="dc", prompt_tokens=10, tokens=tokens, text="text",
+        ended="cap", top1=(0.5,) * len(tokens), signals={"step": [len(tokens)], "ttr": [0.5]}, detected={}, events=(),
+        cached_mean=20.0, cached_peak=30.0, seconds=1.0, batch_size=1,
+    )  # fmt: skip
+    return replace(made, **changes)

@@ -1,0 +1,177 @@
+"""Everything that `generate` does, with a policy beside: it works as it should, or is refused in one line."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, model_of, prompts
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import DynamicCache, TextIteratorStreamer
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.kv import Full, Observe, StreamingLLM
+from sinkscope.kv.policy import Policy
+
+SOME = ("llama", "gemma2", "gpt_oss")
+
+
+@torch.no_grad()
+def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
+    """Of what follows the prompt, `[row]`."""
+    logits = dense(model, ids, mask, masks_of(model, policy, mask, prompt))[:, prompt - 1 : -1]
+    return logits.log_softmax(-1).gather(2, ids[:, prompt:, None]).sum((1, 2))
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("policy", [Drawn(budget=7), Ragged(budget=7)])
+def test_greedy(family: str, policy: Drawn) -> None:
+    model = model_of(family)
+    ids, mask = prompts([18, 11])
+    ask: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 7, "do_sample": False,
+                           "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
+    with policy.on(model):
+        got = model.generate(ids, **ask)
+    longer = torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], 1)
+    want = dense(model, got.sequences, longer, masks_of(model, policy, longer, 18))[:, 17:-1]
+    close(torch.stack(got.logits, 1), want)
+    assert torch.equal(got.sequences[:, 18:], want.argmax(-1))
+    assert float((torch.stack(model.generate(ids, **ask).logits, 1) - want).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_beams_carry_their_caches(family: str) -> None:
+    """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
+    model = model_of(family)
+    ids, mask = prompts([14, 9])
+    ask: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": 3,
+                           "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True,
+                           "length_penalty": 0.0}  # fmt: skip
+    stock = model.generate(ids, **ask)
+    with Full().on(model):
+        full = model.generate(ids, **ask)
+    assert torch.equal(full.sequences, stock.sequences)
+    policy = Drawn(budget=6, rows=(1,) * 6)  # beams of one prompt keep the same
+    ones = mask.repeat_interleave(3, 0)
+    with policy.on(model):
+        out = model.generate(ids, **ask)
+    longer = torch.cat([ones, torch.ones(6, 6, dtype=torch.long)], 1)
+    close(out.sequences_scores, logprob(model, policy, out.sequences, longer, 14))
+    moved = (out.beam_indices[:, 1:] % 3 != out.beam_indices[:, :-1] % 3).any()
+    assert moved and not torch.equal(out.sequences, stock.sequences)
+
+
+def test_several_samples_of_one_prompt() -> None:
+    model = model_of("llama")
+    ids, mask = prompts([14, 9])
+    ask: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3,
+                           "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
+    torch.manual_seed(1)
+    stock = model.generate(ids, **ask).sequences
+    policy = Drawn(budget=6)
+    for way, want in ((Full(), stock), (policy, None)):
+        torch.manual_seed(1)
+        with way.on(model):
+            got = model.generate(ids, **ask)
+        if want is not None:
+            assert torch.equal(got.sequences, want)
+    ones = torch.cat([mask.repeat_interleave(3, 0), torch.ones(6, 6, dtype=torch.long)], 1)
+    want = dense(model, got.sequences, ones, masks_of(model, policy, ones, 14))[:, 13:-1]
+    close(torch.stack(got.logits, 1), want)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_assisted_generation(family: str) -> None:
+    """With the whole cache as ever, although tokens are taken back; with fewer it is refused before it begins."""
+    model = model_of(family)
+    assistant = model_of(family, seed=1, num_hidden_layers=1)
+    ids, _ = prompts([19])
+    ask: dict[str, Any] = {"assistant_model": assistant, "max_new_tokens": 12, "do_sample": False}
+    stock = model.generate(ids, **ask)
+    assert torch.equal(stock, model.generate(ids, max_new_tokens=12, do_sample=False))
+    for way in (Full(), Full() | Observe(lambda _: None), Observe(lambda _: None)):
+        with way.on(model):
+            assert torch.equal(model.generate(ids, **ask), stock)
+    with StreamingLLM(budget=6).on(model) as run:
+        with pytest.raises(UnsupportedError, match="without an assistant") as raised:
+            model.generate(ids, **ask)
+        assert "\n" not in str(raised.value) and run.usage == []
+        with pytest.raises(UnsupportedError, match="without an assistant"):
+            model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=4, do_sample=False)
+    assert torch.equal(model.generate(ids, **ask), stock)
+    with StreamingLLM(budget=6).on(assistant):  # it drafts worse, and what it drafts is checked
+        assert torch.equal(model.generate(ids, **ask), stock)
+
+
+def test_a_streamer_in_a_worker_thread_sees_the_policy() -> None:
+    model = model_of("llama")
+    tokenizer = tiny_model("llama")[1]
+    ids, _ = prompts([14])
+    policy = Drawn(budget=6)
+    with policy.on(model) as run:
+        want = model.generate(ids, max_new_tokens=8, do_sample=False)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+        worker = threading.Thread(
+            target=model.generate, args=(ids,), kwargs={"streamer": streamer, "max_new_tokens": 8, "do_sample": False}
+        )
+        worker.start()
+        text = "".join(streamer)
+        worker.join()
+    assert text == tokenizer.decode(want[0, 14:]) and len(run.usage) == 2
+    assert run.usage[0] == run.usage[1]
+    assert text != tokenizer.decode(model.generate(ids, max_new_tokens=8, do_sample=False)[0, 14:])
+
+
+def test_two_threads_and_two_models_at_once() -> None:
+    """Calls of both models are made to overlap: each waits inside its own for the other."""
+    models = [model_of("llama"), model_of("llama", seed=1)]
+    policies: list[Policy] = [Drawn(budget=6), Ragged(budget=6)]
+    ids, mask = prompts([14, 9], 5)
+    want = []
+    for model, policy in zip(models, policies, strict=True):
+        with policy.on(model):
+            want.append(decode(model, ids, mask, 14))
+    meet = threading.Barrier(2, timeout=20)
+
+    def wait(_module: Any, _args: Any) -> None:
+        meet.wait()
+
+    for pair in ((models[0], models[1]), (models[0], models[0])):
+        got: dict[int, Tensor] = {}
+
+        def work(at: int, model: Any, got: dict[int, Tensor] = got) -> None:
+            got[at] = decode(model, ids, mask, 14)
+
+        same = pair[0] is pair[1]  # two threads on one model share its run
+        handles = [m.model.layers[1].register_forward_pre_hook(wait) for m in dict.fromkeys(pair)]
+        with policies[0].on(pair[0]):
+            with Full().on(models[1]) if same else policies[1].on(pair[1]):
+                threads = [threading.Thread(target=work, args=(i, m)) for i, m in enumerate(pair)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        for handle in handles:
+            handle.remove()
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0 if same else 1])
+
+
+def test_interleaved_caches_do_not_mix() -> None:
+    model = model_of("qwen3")
+    policy = Drawn(budget=6)
+    batches = [prompts([14, 9], 5), prompts([11, 14], 5, seed=3)]
+    with policy.on(model) as run:
+        want = [decode(model, ids, mask, 14) for ids, mask in batches]
+        caches = [DynamicCache(), DynamicCache()]
+        parts: list[list[Tensor]] = [[], []]
+        for step in range(14, 20):
+            for i, (ids, mask) in enumerate(batches):
+                chunks = None if step == 14 else []
+                part = decode(model, ids[:, :step], mask[:, :step], max(14, step - 1), caches[i], chunks)
+                parts[i].append(part)
+    for i in range(2):
+        close(torch.cat(parts[i], 1), want[i])
+    assert len(run.usage) == 4

@@ -1,0 +1,141 @@
+"""The same cache under a TransformerBridge and nnsight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, nnsight_of
+from kv_kit import Drawn, Ragged, close, decode, dense, masks_of, model_of, prompts
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import DynamicCache
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.kv import Full, Observe, Rows, StreamingLLM
+from sinkscope.kv.policy import Policy
+
+QUICK = ("llama", "gemma2", "gpt_neox", "opt")
+REST = ("gpt_oss", "mistral", "gpt2", "phi", "phi3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3_text", "olmo", "olmo2")
+FAMILIES = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)]
+
+
+def bridge_and_model(family: str) -> tuple[Any, Any]:
+    model = model_of(family)
+    return bridge_of(model, tiny_model(family)[1]), model
+
+
+@torch.no_grad()
+def by_bridge(bridge: Any, ids: Tensor, mask: Tensor, prompt: int, chunks: tuple[int, ...] = ()) -> Tensor:
+    """As `kv_kit.decode`. A bridge makes the positions of padded rows itself, from the mask."""
+    cache, at, logits = DynamicCache(config=bridge.original_model.config), 0, []
+    for step in [*(chunks or [prompt]), *[1] * (ids.shape[1] - prompt)]:
+        part = slice(at, at + step)
+        at += step
+        out = bridge(ids[:, part], attention_mask=mask[:, :at], past_key_values=cache, use_cache=True)
+        if at >= prompt:
+            logits.append((out[0] if isinstance(out, tuple) else out)[:, -1])
+    return torch.stack(logits, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bridge_with_the_whole_cache_and_with_parts_of_it(family: str) -> None:
+    bridge, model = bridge_and_model(family)
+    for lengths in ([20], [20, 13]):
+        ids, mask = prompts(lengths, 5)
+        stock = by_bridge(bridge, ids, mask, 20)
+        close(stock, decode(model, ids, mask, 20))
+        for way in (Full(), Observe(lambda _: None)):
+            with way.on(bridge):
+                close(by_bridge(bridge, ids, mask, 20), stock)
+        for policy in (Drawn(budget=8), Ragged(budget=8, mode="select")):
+            with policy.on(bridge):
+                got = by_bridge(bridge, ids, mask, 20)
+                close(by_bridge(bridge, ids, mask, 20, (9, 11)), got)
+            if policy.mode == "evict":
+                close(got, dense(model, ids, mask, masks_of(model, policy, mask, 20))[:, 19:])
+            else:
+                with policy.on(model):
+                    close(got, decode(model, ids, mask, 20))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_bridge_shows_the_same_rows_once(family: str) -> None:
+    bridge, model = bridge_and_model(family)
+    ids, mask = prompts([12, 8], 3)
+    policy = Drawn(budget=6)
+    shown: list[dict[tuple[int, int, int], Rows]] = []
+    for kind, run in ((model, decode), (bridge, by_bridge)):
+        seen: dict[tuple[int, int, int], Rows] = {}
+
+        def note(rows: Rows, seen: dict[tuple[int, int, int], Rows] = seen) -> None:
+            at = (rows.call.step, rows.layer, rows.first)
+            assert at not in seen
+            seen[at] = rows
+
+        with (policy | Observe(note, last=2)).on(kind):
+            run(kind, ids, mask, 12)
+        shown.append(seen)
+    assert shown[0].keys() == shown[1].keys() and len(shown[0]) == 4 * 3
+    for at, rows in shown[0].items():
+        other = shown[1][at]
+        real = (rows.query_pos >= 0)[:, None, :, None]
+        assert torch.equal(rows.pos, other.pos) and torch.equal(rows.query_pos, other.query_pos)
+        torch.testing.assert_close(rows.probs * real, other.probs * real, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_generate_on_a_bridge(family: str) -> None:
+    bridge, model = bridge_and_model(family)
+    ids, _ = prompts([14])
+    quiet: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "stop_at_eos": False, "verbose": False}
+    policy: Policy = Drawn(budget=5)
+    stock = bridge.generate(ids, **quiet)
+    with policy.on(model):
+        want = model.generate(ids, max_new_tokens=6, do_sample=False)
+    with policy.on(bridge) as run:
+        assert torch.equal(bridge.generate(ids, **quiet), want)
+        assert torch.equal(bridge.original_model.generate(ids, max_new_tokens=6, do_sample=False), want)
+    assert [usage.peak_tokens for usage in run.usage] == [[14.0], [14.0]]
+    with Full().on(bridge):
+        assert torch.equal(bridge.generate(ids, **quiet), stock)
+    assert torch.equal(bridge.generate(ids, **quiet), stock)
+
+
+def test_an_edited_cache_is_refused_on_a_bridge_outside() -> None:
+    bridge, _ = bridge_and_model("llama")
+    ids, mask = prompts([12], 2)
+    cache = DynamicCache()
+    with StreamingLLM(budget=6).on(bridge):
+        for at in (slice(0, 12), slice(12, 13)):
+            bridge(ids[:, at], attention_mask=mask[:, : at.stop], past_key_values=cache, use_cache=True)
+    with pytest.raises(UnsupportedError, match="outside of the `with`"):
+        bridge(ids[:, :1], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_oss"])
+def test_nnsight(family: str) -> None:
+    model = model_of(family)
+    tokenizer = tiny_model(family)[1]
+    lm = nnsight_of(model, tokenizer)
+    lm._module.generation_config.eos_token_id = None
+    ids, mask = prompts([15, 9])
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    with lm.trace(inputs):
+        stock = lm.output.logits.save()
+    for policy in (Full(), Drawn(budget=6), Ragged(budget=6)):
+        with policy.on(model):
+            want = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+        with policy.on(lm) as run:
+            with lm.generate(inputs, max_new_tokens=6, do_sample=False):
+                got = lm.generator.output.save()
+            with lm.trace(inputs):
+                logits = lm.output.logits.save()
+        assert torch.equal(got, want) and len(run.usage) == 2
+        close(logits.detach(), stock.detach())
+    parts = decode(lm._module, *prompts([15, 9], 4), 15)
+    policy = Drawn(budget=6)
+    with (policy | Observe(lambda _: None)).on(lm):
+        assert not torch.allclose(decode(lm._module, *prompts([15, 9], 4), 15), parts)
+    assert torch.equal(decode(lm._module, *prompts([15, 9], 4), 15), parts)

@@ -1,0 +1,192 @@
+"""`positions="rebased"`: with one layer, what is left in the cache is what a fresh run on the kept tokens puts there."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of
+from kv_kit import Drawn, Everywhere, close, decode, model_of, prompts, worth
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import DynamicCache
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv import Full, StreamingLLM
+
+_SCALED: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64, "rope_theta": 100.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 100.0},
+}  # fmt: skip
+CASES = [
+    *(("llama", {"rope_parameters": scaled}) for scaled in _SCALED.values()),
+    *((family, {}) for family in ("gpt_neox", "phi", "qwen3", "olmo2", "gemma")),
+    ("phi3", {"sliding_window": None}),
+]
+POLICY = Everywhere(budget=7, first=1, last=2, positions="rebased")
+
+
+def kept_of(policy: Everywhere, held: list[int], length: int) -> list[int]:
+    assert isinstance(policy.budget, int)
+    sure = [pos for pos in held if pos < policy.first or pos >= length - policy.last]
+    rest = sorted((pos for pos in held if pos not in sure), key=lambda pos: -worth(pos, 0, 0, 0))
+    return sorted(sure + rest[: max(0, policy.budget - len(sure))])
+
+
+@torch.no_grad()
+def fresh(model: Any, row: Tensor, policy: Everywhere, prompt: int, until: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, keys and values of a run on nothing but what is held when token `until` of the row is read."""
+    held = list(range(prompt))
+    for new in range(prompt, until + 1):
+        if len(held) > policy.budget:
+            held = kept_of(policy, held, new)
+        held = [*held, new]
+    cache = DynamicCache()
+    logits = model(input_ids=row[None, held], past_key_values=cache).logits[0, -1]
+    return logits, cache.layers[0].keys[0], cache.layers[0].values[0]
+
+
+@pytest.mark.parametrize(("family", "settings"), CASES)
+def test_a_fresh_run_on_what_is_kept(family: str, settings: dict[str, Any]) -> None:
+    model = model_of(family, num_hidden_layers=1, **settings)
+    lengths = [20, 13]
+    ids, mask = prompts(lengths, 6)
+    cache = DynamicCache()
+    with POLICY.on(model):
+        got = decode(model, ids, mask, 20, cache)
+    for row, length in enumerate(lengths):
+        real = ids[row, 20 - length :]
+        for step in range(1, 7):
+            want, keys, values = fresh(model, real, POLICY, length, length + step - 1)
+            close(got[row, step], want)
+        close(cache.layers[0].keys[row], keys)
+        close(cache.layers[0].values[row], values)
+    with replace(POLICY, positions="original").on(model):
+        assert float((decode(model, ids, mask, 20) - got).abs().max()) > 1e-3
+
+
+def test_deep_models_keep_values_and_move_keys() -> None:
+    """Beyond the first layer the values remember what was evicted: only the rotation of the keys changes."""
+    model = model_of("llama")
+    ids, mask = prompts([20], 1)
+    caches = {}
+    for positions in ("original", "rebased"):
+        cache = caches[positions] = DynamicCache()
+        with Everywhere(budget=7, positions=positions).on(model):
+            decode(model, ids[:, :20], mask[:, :20], 20, cache)
+            with torch.no_grad():
+                model(input_ids=ids[:, 20:], past_key_values=cache)
+    for old, new in zip(caches["original"].layers, caches["rebased"].layers, strict=True):
+        assert torch.equal(old.pos, new.pos)
+        if old is caches["original"].layers[0]:
+            assert torch.equal(old.values[..., :-1, :], new.values[..., :-1, :])
+        at = old.pos[0, 0, :-1]
+        rotary, apply = model.model.rotary_emb, _apply_rotary
+        back = apply(rotary, old.keys[..., :-1, :], -at)  # as it was before any rotation
+        close(apply(rotary, back, torch.arange(7)), new.keys[..., :-1, :])
+
+
+def _apply_rotary(rotary: Any, keys: Tensor, pos: Tensor) -> Tensor:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    cos, sin = rotary(keys, pos[None])
+    return apply_rotary_pos_emb(keys, keys, cos, sin)[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_positions_that_the_model_makes_itself(family: str) -> None:
+    """Without position ids padded rows are numbered from the padding on; distances are the same."""
+    model = model_of(family)
+    ids, mask = prompts([20, 13], 6)
+    with POLICY.on(model):
+        want = decode(model, ids, mask, 20)
+        cache, got = DynamicCache(), []
+        with torch.no_grad():
+            for at in (slice(0, 20), *(slice(i, i + 1) for i in range(20, 26))):
+                out = model(input_ids=ids[:, at], attention_mask=mask[:, : at.stop], past_key_values=cache)
+                got.append(out.logits[:, -1])
+    close(torch.stack(got, 1), want)
+
+
+def test_over_turns_runs_and_crops() -> None:
+    """A later prompt follows closely, in the same run or in another one; so does what comes after a crop."""
+    model = model_of("llama", num_hidden_layers=1)
+    ids, mask = prompts([16], 12)
+    policy = replace(POLICY, every="prefill")
+    held = [*kept_of(policy, list(range(16)), 16), 16, 17]
+    with torch.no_grad():
+        want = model(input_ids=ids[:, [*held, *range(18, 24)]]).logits[:, -6:]
+        for crop in (0, 3):
+            cache = DynamicCache()
+            with policy.on(model):
+                decode(model, ids[:, :18], mask[:, :18], 16, cache)
+                if crop:
+                    model(input_ids=ids[:, :crop], past_key_values=cache)
+                    cache.crop(-crop)
+                if not crop:
+                    got = [model(input_ids=ids[:, 18:24], past_key_values=cache).logits]
+            if crop:
+                with Full().on(model):
+                    first = model(input_ids=ids[:, 18:21], past_key_values=cache).logits
+                with StreamingLLM(budget=100).on(model):
+                    got = [first, model(input_ids=ids[:, 21:24], past_key_values=cache).logits]
+            close(torch.cat(got, 1), want)
+
+
+def test_generate_with_beams() -> None:
+    model = model_of("llama", num_hidden_layers=1)
+    ids, mask = prompts([16, 11])
+    policy = replace(POLICY, every="prefill")
+    with policy.on(model):
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=5, num_beams=3, do_sample=False, length_penalty=0.0,
+            return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+    for row, length in enumerate((16, 11)):
+        real = out.sequences[row, 16 - length :]
+        total = 0.0
+        for step in range(5):
+            held = list(range(length)) if step == 0 else kept_of(policy, list(range(length)), length)
+            with torch.no_grad():
+                logits = model(input_ids=real[None, [*held, *range(length, length + step)]]).logits[0, -1]
+            total += float(logits.log_softmax(-1)[real[length + step]])
+        assert total == pytest.approx(float(out.sequences_scores[row]), abs=1e-4)
+
+
+def test_keys_that_move_at_every_step_stay_exact() -> None:
+    """Half precision: every key is turned once per token, which must not add up."""
+    exact = model_of("llama").bfloat16().float()
+    rough = copy.deepcopy(exact).bfloat16()
+    ids, mask = prompts([40], 120)
+    error = {}
+    for positions in ("original", "rebased"):
+        policy = StreamingLLM(budget=36, positions=positions)
+        logits = []
+        for model in (exact, rough):
+            with policy.on(model):
+                logits.append(decode(model, ids, mask, 40)[:, -40:].float())
+        error[positions] = float((logits[0] - logits[1]).square().mean().sqrt())
+    assert error["rebased"] <= 1.5 * error["original"]
+
+
+def test_where_positions_cannot_be_given_anew() -> None:
+    with pytest.raises(UnsupportedError, match="other positions in every head"):
+        Drawn(budget=6, positions="rebased")
+    with pytest.raises(SinkscopeError, match='needs mode="evict"'):
+        Everywhere(budget=6, positions="rebased", mode="select")
+    llama = model_of("llama")
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    for model, said in (
+        (model_of("gpt2"), "no rotary"), (model_of("opt"), "no rotary"), (model_of("mistral"), "window"),
+        (model_of("gemma3_text"), "window"), (model_of("gpt_oss"), "window"), (model_of("phi3"), "window"),
+        (model_of("llama", rope_parameters=dynamic), "dynamic"), (bridge_of(llama, tiny_model("llama")[1]), "TransformerBridge"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=said) as raised, POLICY.on(model):
+            pass
+        assert "\n" not in str(raised.value) and 'positions="original"' in str(raised.value)

@@ -1,0 +1,303 @@
+"""Entering and leaving: what is refused, what stays behind (nothing), and what goes together."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, count_hooks, nnsight_of
+from kv_kit import Drawn, Ragged, close, decode, model_of, prompts
+from organisms.tiny import tiny_model
+from torch import Tensor, nn
+from transformers import StaticCache
+from transformers.cache_utils import Cache
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.ablate import Ablate
+from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.kv import Full, Observe, Session, StreamingLLM, attention
+from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.policy import Policy
+from sinkscope.models.target import Target
+from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.qk import queries_and_keys
+
+IDS, MASK = prompts([14, 9], 4)
+
+
+def ignore(_: Any) -> None:
+    pass
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """All that a run may have touched."""
+    hf = Target.of(model).hf
+    return {
+        "hooks": count_hooks(hf),
+        "attributes": {name: sorted(vars(module)) for name, module in hf.named_modules()},
+        "configs": {name: m.config.to_dict() for name, m in hf.named_modules() if hasattr(m, "config")
+                    and hasattr(m.config, "to_dict")},
+        "attention": hf.config._attn_implementation,
+        "generation": hf.generation_config.to_dict(),
+        "weights": {name: (p.data_ptr(), p._version) for name, p in hf.named_parameters()},
+        "known": dict(attention._STOCK),
+        "context": (attention.SESSION.get(), COLUMNS.get()),
+    }  # fmt: skip
+
+
+def every_kind() -> list[Any]:
+    model, tokenizer = model_of("llama"), tiny_model("llama")[1]
+    return [model, bridge_of(model, tokenizer), nnsight_of(model, tokenizer)]
+
+
+def run_it(model: Any) -> None:
+    hf = Target.of(model).hf
+    hf.generate(IDS, attention_mask=MASK, max_new_tokens=4, do_sample=False, pad_token_id=3)
+
+
+def test_nothing_stays() -> None:
+    for model in every_kind():
+        run_it(model)
+        before = state_of(model)
+        for way in (Full(), Drawn(budget=6), Observe(ignore), StreamingLLM(budget=6) | Observe(ignore, last=1)):
+            with way.on(model):
+                run_it(model)
+                assert Target.of(model).hf.config._attn_implementation == "sinkscope-kv"
+            assert state_of(model) == before
+
+
+class Mine(Exception):  # noqa: N818 - a test's own
+    pass
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise Mine
+
+
+class Failing(Drawn):
+    """Fails while it scores the second layer, when something was already evicted."""
+
+    def scores(self, at: Any) -> Tensor:
+        return _fail() if at.layer == 1 else super().scores(at)
+
+
+class NeverEntered(Drawn):
+    def watch(self, session: Session, key: int) -> None:
+        _fail()
+
+
+def _hook(path: str, when: str) -> Callable[[nn.Module], Any]:
+    def add(model: nn.Module) -> Any:
+        module = model.get_submodule(path)
+        return module.register_forward_pre_hook(_fail) if when == "pre" else module.register_forward_hook(_fail)
+
+    return add
+
+
+def _refused(model: Any) -> None:
+    model.generate(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=30), max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("way", "hook", "call"),
+    [
+        (Failing(budget=6), None, run_it),
+        (NeverEntered(budget=6), None, run_it),
+        (Drawn(budget=6) | NeverEntered(budget=6), None, run_it),
+        (Observe(_fail), None, run_it),
+        (Drawn(budget=6) | Observe(_fail, last=1), None, run_it),
+        (Drawn(budget=6), _hook("model.layers.1.mlp", "post"), run_it),
+        (Drawn(budget=6), _hook("model", "pre"), run_it),
+        (Drawn(budget=6), _hook("model", "post"), run_it),
+        (Drawn(budget=6), _hook("model.layers.0.self_attn", "pre"), run_it),
+        (StreamingLLM(budget=6), None, _refused),
+        (StreamingLLM(budget=0.01), None, run_it),
+    ],
+)
+def test_an_exception_leaves_everything_as_it_was(way: Any, hook: Any, call: Any) -> None:
+    model = model_of("llama")
+    want = decode(model, IDS, MASK, 14)
+    before = state_of(model)
+    handle = None
+    with pytest.raises((Mine, SinkscopeError)), way.on(model):
+        handle = hook(model) if hook else None
+        call(model)
+    if handle is not None:
+        handle.remove()
+    assert state_of(model) == before
+    assert torch.equal(decode(model, IDS, MASK, 14), want)
+    with Full().on(model):
+        assert torch.equal(decode(model, IDS, MASK, 14), want)
+
+
+def test_ctrl_c_inside_a_call_too() -> None:
+    """torch runs no hooks then."""
+    model = model_of("llama")
+    before = state_of(model)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt), Drawn(budget=6).on(model):
+        run_it(model)
+    handle.remove()
+    assert state_of(model) == before
+
+
+def test_a_call_that_failed_can_be_made_again() -> None:
+    model = model_of("llama")
+    policy = Drawn(budget=6)
+    with policy.on(model):
+        want = decode(model, IDS, MASK, 14)
+        handle = _hook("model.layers.1.mlp", "post")(model)
+        with pytest.raises(Mine):
+            decode(model, IDS, MASK, 14)
+        handle.remove()
+        assert attention.SESSION.get() is None and COLUMNS.get() is None
+        assert torch.equal(decode(model, IDS, MASK, 14), want)
+
+
+@pytest.mark.parametrize("times", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_runs_leak_nothing(times: int) -> None:
+    model = model_of("llama")
+    way = Ragged(budget=6) | Observe(ignore, last=1)
+
+    def once() -> None:
+        with way.on(model) as run:
+            run_it(model)
+        assert run.usage[0].calls == 4
+
+    def counts() -> dict[str, int]:
+        gc.collect()
+        kinds = [type(one) for one in gc.get_objects()]
+        return {kind.__name__: sum(issubclass(k, kind) for k in kinds) for kind in (Cache, CacheLayer, Session, Tensor)}
+
+    for _ in range(5):
+        once()
+    before, start = state_of(model), counts()
+    tracemalloc.start()
+    base = tracemalloc.get_traced_memory()[0]
+    for _ in range(times):
+        once()
+    after = counts()
+    grown = tracemalloc.get_traced_memory()[0] - base
+    tracemalloc.stop()
+    assert after == start and state_of(model) == before
+    assert grown < 100_000
+
+
+def test_what_cannot_be_entered() -> None:
+    model = model_of("llama")
+    before = state_of(model)
+    falcon = model_of("falcon")
+    compiled = torch.compile(model_of("llama"))
+    inner = model_of("llama")
+    inner.model.layers[0].compile()
+
+    def nested(first: Any, second: Any) -> None:
+        with first.on(model), second.on(model):
+            pass
+
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("StreamingLLM and Drawn would both", lambda: (StreamingLLM(budget=9) | Drawn(budget=9)).on(model).__enter__()),
+        ("already inside a `with`", lambda: nested(Full(), Observe(ignore))),
+        ("already inside a `with`", lambda: nested(Observe(ignore), Drawn(budget=5))),
+        ("falcon cannot be replaced", lambda: Full().on(falcon).__enter__()),
+        ("falcon cannot be replaced", lambda: Observe(ignore).on(falcon).__enter__()),
+        ("compiled", lambda: Drawn(budget=5).on(compiled).__enter__()),
+        ("compiled", lambda: Drawn(budget=5).on(inner).__enter__()),
+        ("layers 0 to 2", lambda: Observe(ignore, layers=[3]).on(model).__enter__()),
+    ]
+    for said, enter in cases:
+        with pytest.raises(SinkscopeError, match=said) as raised:
+            enter()
+        assert "\n" not in str(raised.value)
+    assert state_of(model) == before
+
+
+def test_measurements_are_refused_inside() -> None:
+    model = model_of("llama")
+    target = Target.of(model)
+    for enter in (lambda: attention_rows(target, ignore), lambda: queries_and_keys(target, ignore, [0])):  # type: ignore[arg-type]
+        with Full().on(model), pytest.raises(UnsupportedError, match="inside a `with`") as raised, enter():
+            pass
+        assert "\n" not in str(raised.value)
+        with enter(), pytest.raises(UnsupportedError, match="already inside"), Full().on(model):
+            pass
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: StreamingLLM(budget=0), "budget=0"),
+        (lambda: StreamingLLM(budget=1.5), r"budget=1\.5"),
+        (lambda: StreamingLLM(budget=-1), "budget=-1"),
+        (lambda: StreamingLLM(budget=True), "budget=True"),
+        (lambda: StreamingLLM(budget=0.0), r"budget=0\.0"),
+        (lambda: StreamingLLM(budget=3), "below the 4 first"),
+        (lambda: Drawn(budget=5, first=3, last=3), "below the 3 first and 3 last"),
+        (lambda: Drawn(budget=5, first=-1), "first=-1"),
+        (lambda: Drawn(budget=5, every=0), "every=0"),
+        (lambda: Drawn(budget=5, every="always"), "every='always'"),  # type: ignore[arg-type]
+        (lambda: Drawn(budget=5, mode="drop"), "mode='drop'"),  # type: ignore[arg-type]
+        (lambda: Drawn(budget=5, reduce="median"), "reduce='median'"),  # type: ignore[arg-type]
+        (lambda: Drawn(budget=5, positions="new"), "positions='new'"),  # type: ignore[arg-type]
+        (lambda: Observe(ignore, last=0), "last=0"),
+    ],
+)
+def test_settings_that_make_no_sense(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(SinkscopeError, match=said) as raised:
+        make()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("policy", [Full(), Drawn(budget=6), StreamingLLM(budget=8)])
+def test_edits_and_policies_act_together(policy: Policy) -> None:
+    """Neither disturbs the other: the edit of a layer's MLP is the same edit by hand, whatever the cache keeps."""
+    model = model_of("llama")
+    edit = Ablate(layer=1, neurons=[3, 5])
+
+    def zero(_module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
+        out = args[0].clone()
+        out[..., [3, 5]] = 0
+        return (out,)
+
+    handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(zero)
+    with policy.on(model):
+        want = decode(model, IDS, MASK, 14)
+    handle.remove()
+    for way in (edit | policy, policy | edit):
+        with way.on(model) as run:
+            close(decode(model, IDS, MASK, 14), want)
+        assert len(run.usage) == 1
+    with edit.on(model), policy.on(model):  # nested is fine where only one owns the cache
+        close(decode(model, IDS, MASK, 14), want)
+    with policy.on(model):
+        assert not torch.allclose(decode(model, IDS, MASK, 14), want)
+
+
+def test_a_patch_makes_the_same_events_beside_a_policy() -> None:
+    """The first layers that it edits see the whole prompt; what it does there does not depend on the cache."""
+    model = model_of("llama")
+    patch = SinkPatch(layer=0, neurons=[1, 4])
+    with patch.on(model) as alone:
+        decode(model, IDS, MASK, 14)
+    with (patch | StreamingLLM(budget=30)).on(model) as idle:
+        kept = decode(model, IDS, MASK, 14)
+    with patch.on(model):
+        close(kept, decode(model, IDS, MASK, 14))
+    with (patch | StreamingLLM(budget=6)).on(model) as both:
+        decode(model, IDS, MASK, 14)
+
+    def where(run: Any) -> list[tuple[Any, ...]]:
+        return [(e.row, e.step, e.position, e.layer, e.kind) for e in run.events]
+
+    assert where(alone) and where(idle) == where(alone)
+    prompt = [e for e in where(alone) if e[1] == 0]
+    assert [e for e in where(both) if e[1] == 0] == prompt and len(where(both)) > len(prompt)

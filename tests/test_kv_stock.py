@@ -1,0 +1,129 @@
+"""With nothing to evict, a model inside a session is the stock model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from kv_kit import FAMILIES, WINDOWED, Drawn, close, decode, dense, masks_of, model_of, prompts
+
+from sinkscope.kv import Full, Observe, Rows, StreamingLLM
+from sinkscope.kv.session import layer_window
+from sinkscope.models.target import Target
+
+
+def ignore(_rows: Rows) -> None:
+    pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_is_the_stock_model(family: str) -> None:
+    model = model_of(family)
+    ids, mask = prompts([9], 4)
+    stock = decode(model, ids, mask, 9)
+    assert layer_window(Target.of(model), 0) == (16 if family in WINDOWED else None)
+    with Full().on(model):
+        assert torch.equal(decode(model, ids, mask, 9), stock)
+    for lengths in ([22], [22, 17]):  # longer than the windows; padded
+        ids, mask = prompts(lengths, 4)
+        stock = decode(model, ids, mask, 22)
+        with Full().on(model):
+            close(decode(model, ids, mask, 22), stock)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family: str) -> None:
+    model = model_of(family)
+    ids, mask = prompts([21, 18], 2)
+    stock = decode(model, ids, mask, 21)
+    seen: list[Rows] = []
+    with Observe(seen.append, layers=[0, 2]).on(model):
+        close(decode(model, ids, mask, 21), stock)
+    model.config._attn_implementation = "eager"
+    pos = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        eager = model(input_ids=ids, attention_mask=mask, position_ids=pos, output_attentions=True).attentions
+    assert {rows.layer for rows in seen} == {0, 2} and len(seen) == 6
+    for rows in seen:
+        start = rows.call.past + rows.first
+        for row, pad in enumerate((0, 3)):
+            for query in range(rows.probs.shape[2]):
+                column = start + query
+                if column < pad:
+                    assert rows.query_pos[row, query] == -1
+                    continue
+                assert rows.query_pos[row, query] == column - pad
+                got = torch.zeros(4, 23)
+                at = rows.pos[row, 0]
+                got[:, (at + pad)[at >= 0]] = rows.probs[row, :, query, at >= 0]
+                torch.testing.assert_close(got[:, : column + 1], eager[rows.layer][row, :, column, : column + 1],
+                                           atol=2e-6, rtol=0)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "gpt_oss"])
+def test_without_a_cache_there_is_nothing_to_evict(family: str) -> None:
+    model = model_of(family)
+    ids, mask = prompts([20, 17])
+    with torch.no_grad():
+        stock = model(input_ids=ids, attention_mask=mask, use_cache=False)
+        with (StreamingLLM(budget=6) | Observe(ignore)).on(model) as run:
+            got = model(input_ids=ids, attention_mask=mask, use_cache=False)
+            tokens = model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4, do_sample=False)
+    close(got.logits, stock.logits)
+    assert got.past_key_values is None and run.usage == []
+    assert torch.equal(
+        tokens, model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4, do_sample=False)
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "opt"])
+def test_generate_makes_the_cache_itself(family: str) -> None:
+    model = model_of(family)
+    ids, mask = prompts([22, 19])
+    ask: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    stock = model.generate(ids, attention_mask=mask, output_logits=True, **ask)
+    with Full().on(model) as run:
+        got = model.generate(ids, attention_mask=mask, output_logits=True, **ask)
+    assert torch.equal(got.sequences, stock.sequences)
+    close(torch.stack(got.logits), torch.stack(stock.logits))
+    assert len(run.usage) == 1
+
+
+def test_scores_scaled_by_layer() -> None:
+    model = model_of("gpt2", scale_attn_by_inverse_layer_idx=True)
+    ids, mask = prompts([10, 8], 3)
+    policy = Drawn(budget=5)
+    with (policy | Observe(ignore)).on(model):
+        got = decode(model, ids, mask, 10)
+    close(got, dense(model, ids, mask, masks_of(model, policy, mask, 10))[:, 9:])
+
+
+def test_embeddings_in_place_of_ids_and_no_mask() -> None:
+    """No attention mask at all, and ids given as embeddings."""
+    model = model_of("qwen3")
+    ids, _ = prompts([14])
+    with torch.no_grad():
+        stock = model(inputs_embeds=model.get_input_embeddings()(ids)).logits
+        with (Full() | Observe(ignore)).on(model):
+            close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, stock)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt_oss", "mistral"])
+def test_bfloat16_is_as_exact_as_the_stock_model(family: str) -> None:
+    """Against float32 attention under the same mask; the stock model's own error is the measure."""
+    exact = model_of(family).bfloat16().float()  # the same weights
+    rough = copy.deepcopy(exact).bfloat16()
+    policy = Drawn(budget=9)
+    ids, mask = prompts([20, 16, 18], 8)
+    whole = dense(exact, ids, mask, masks_of(exact, None, mask, 20))[:, 19:]
+    stock = (decode(rough, ids, mask, 20).float() - whole).square().mean().sqrt()
+    ways = {"full": Full(), "watched": Full() | Observe(ignore), "evicted": policy, "both": policy | Observe(ignore)}
+    for name, way in ways.items():
+        want = whole
+        if name in ("evicted", "both"):
+            want = dense(exact, ids, mask, masks_of(exact, policy, mask, 20))[:, 19:]
+        with way.on(rough):
+            error = (decode(rough, ids, mask, 20).float() - want).square().mean().sqrt()
+        assert error <= 1.5 * stock, (name, float(error), float(stock))

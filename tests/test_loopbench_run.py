@@ -1,0 +1,199 @@
+"""The runner: what a record holds, whatever batch it came in, and that it is the model's own."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loopbench_kit import prompts, tiny, untimed
+
+from sinkscope.bench.loopbench.honest import honest_texts
+from sinkscope.bench.loopbench.methods import METHODS, parse_budget
+from sinkscope.bench.loopbench.run import run_loopbench
+from sinkscope.bench.loopbench.store import Record, read_run
+from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import Monitor, MonitorSettings
+
+CAP, WINDOW, BUDGET = 70, 32, 24
+
+
+def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> dict[tuple[str, str], Record]:
+    model, tokenizer = tiny()
+    given = {"max_new_tokens": CAP, "window": WINDOW, "budget": BUDGET, "every": 16, "tokenizer": tokenizer, **options}
+    run_loopbench(model, given.pop("prompts", prompts(count)), methods, out=folder, **given)
+    return {(r.method, r.prompt): r for r in read_run(folder).records}
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Record]]:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    return folder, _run(folder, ["full", "streaming", "temperature", "stop-pattern"], 4)
+
+
+def test_records_do_not_depend_on_the_batch(one_by_one: Any, tmp_path: Path) -> None:
+    """Greedy, sampled, stopped and evicting methods, with rows that end early beside rows that do not."""
+    folder, alone = one_by_one
+    together = _run(tmp_path / "four", list(dict.fromkeys(m for m, _ in alone)), 4, batch_size=3)
+    assert untimed(together.values()) == untimed(alone.values())
+    assert {r.ended for r in alone.values()} == {"eos", "stopped", "cap"}
+    assert {r.batch_size for r in together.values()} == {3, 1}
+    assert tabulate([tmp_path / "four"]).groups == tabulate([folder]).groups
+
+
+@pytest.mark.slow
+def test_no_method_depends_on_the_batch(tmp_path: Path) -> None:
+    alone = _run(tmp_path / "one", list(METHODS), budget=68)
+    together = _run(tmp_path / "three", list(METHODS), budget=68, batch_size=3)
+    assert untimed(together.values()) == untimed(alone.values())
+
+
+def test_tokens_and_confidence_are_the_models_own(one_by_one: Any) -> None:
+    """Against one pass over prompt and answer, without a cache."""
+    model, tokenizer = tiny()
+    for prompt in prompts(4):
+        found = one_by_one[1]["full", prompt.id]
+        ids = tokenizer(prompt.prompt)["input_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*ids, *found.tokens]])).logits[0, len(ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == list(found.tokens)
+        torch.testing.assert_close(torch.tensor(found.top1), logits.softmax(-1).amax(-1), atol=1e-4, rtol=0)
+        assert found.prompt_tokens == len(ids)
+        assert found.text == tokenizer.decode(found.tokens, skip_special_tokens=True)
+        assert (found.ended == "eos") == (found.tokens[-1] == tokenizer.eos_token_id)
+        assert tokenizer.eos_token_id not in found.tokens[:-1]
+
+
+def test_cached_tokens_in_closed_form(one_by_one: Any) -> None:
+    """Of the full cache: prompt and all but the last token. StreamingLLM: the budget, and the token at work."""
+    for (method, _), found in one_by_one[1].items():
+        sizes = [found.prompt_tokens + k for k in range(len(found.tokens))]
+        if method == "streaming":
+            sizes = [size if k == 0 else min(size, BUDGET + 1) for k, size in enumerate(sizes)]
+        assert found.cached_peak == max(sizes)
+        assert found.cached_mean == pytest.approx(sum(sizes) / len(sizes), abs=1e-3)
+
+
+def test_signals_are_the_monitors(one_by_one: Any) -> None:
+    found = one_by_one[1]["full", "dc-3"]
+    monitor, fired = Monitor(MonitorSettings(window=WINDOW, stride=1)), []
+    for k, token in enumerate(found.tokens):
+        step = monitor.update(token, found.top1[k + 1] if k + 1 < len(found.tokens) else 0.0)
+        if step.trigger:
+            fired.append(step.step)
+        if step.step in found.signals["step"]:
+            at = found.signals["step"].index(step.step)
+            for name in ("ttr", "cr", "novelty", "streak"):
+                assert found.signals[name][at] == pytest.approx(getattr(step, name), abs=1e-6)
+    assert found.signals["step"] == sorted({*range(16, len(found.tokens) + 1, 16), len(found.tokens)})
+    assert set(found.detected) == {"full", "p1", "ttr", "cr", "stall", "tail"}
+
+
+def test_the_guard_is_full_until_it_fires_where_the_monitor_says(tmp_path: Path) -> None:
+    """A prompt that loops at once; no vote is asked for, so that a random model sets it off."""
+    found = _run(tmp_path / "r", ["full", "loopguard-tail"], max_new_tokens=80, budget=40, prompts=[prompts()[2]])
+    full, guarded = found["full", "dc-2"], found["loopguard-tail", "dc-2"]
+    at = full.detected["tail"]
+    assert at is not None and 64 <= at < 80
+    assert [(e["kind"], e["step"], e["position"]) for e in guarded.events] == [
+        ("guard", at, guarded.prompt_tokens + at - 1)
+    ]
+    assert guarded.tokens[:at] == full.tokens[:at]
+    assert guarded.cached_peak < full.cached_peak
+    assert [g.positions for g in tabulate([tmp_path / "r"]).groups] == [(), (at,)]
+
+
+def test_two_wiki_ends_before_any_window_and_the_guard_is_full(tmp_path: Path) -> None:
+    found = _run(
+        tmp_path / "r", ["full", "loopguard"], prompts=prompts(2, "2wiki"), max_new_tokens=None, window=256, budget=64
+    )
+    for i in range(2):
+        full, guarded = found["full", f"2wiki-{i}"], found["loopguard", f"2wiki-{i}"]
+        assert len(full.tokens) <= 32
+        assert guarded.tokens == full.tokens
+        assert not guarded.events
+    answers = tabulate([tmp_path / "r"]).answers
+    assert [(a.method, a.questions, a.same) for a in answers] == [("full", 2, 1.0), ("loopguard", 2, 1.0)]
+
+
+def test_honest_texts_are_read_not_written(tmp_path: Path) -> None:
+    model, tokenizer = tiny()
+    texts = honest_texts()[:2]
+    found = _run(tmp_path / "r", ["full", "streaming"], prompts=texts)
+    assert list(found) == [("text", text.id) for text in texts]
+    for text in texts:
+        ids = tokenizer(text.prompt)["input_ids"][: CAP + 1]
+        record = found["text", text.id]
+        assert list(record.tokens) == ids[1:]
+        for at in (1, 40, CAP):  # each from its own prefix
+            with torch.no_grad():
+                p = model(torch.tensor([ids[:at]])).logits[0, -1].softmax(-1).max()
+            assert record.top1[at - 1] == pytest.approx(float(p), abs=1e-4)
+    assert tabulate([tmp_path / "r"]).detections[0].texts == 2
+
+
+def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    _run(
+        tmp_path / "r",
+        ["full", "stop-pattern"],
+        3,
+        batch_size=2,
+        max_new_tokens=32,
+        progress=lambda what, n, of: seen.append((n, of)),
+    )
+    assert seen[-1] == (2 * 3 * 32, 2 * 3 * 32)
+    assert [n for n, _ in seen] == sorted(n for n, _ in seen)
+    assert len(seen) > 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"methods": ["full", "h20"]}, "method 'h20' is unknown: did you mean 'h2o'?"),
+        ({"methods": []}, "no method is given"),
+        ({"max_new_tokens": 31}, "window W = 32 is more than max_new_tokens = 31"),
+        ({"prompts": []}, "there are no prompts"),
+        ({"prompts": prompts(1) * 2}, "two prompts have the same id"),
+        ({"budget": 0}, "budget=0: expected a whole number of tokens from 1"),
+        ({"budget": 1.5}, "budget=1.5"),
+        ({"methods": ["loopguard"], "budget": 31}, "31"),
+        ({"methods": ["snapkv"], "budget": 31}, "below the"),
+        ({"batch_size": 0}, "batch_size=0: expected a whole number from 1"),
+        ({"seed": -1}, "seed=-1"),
+        ({"max_new_tokens": 1020}, "but the context of"),
+        ({"tokenizer": None}, "carries no tokenizer"),
+    ],
+)
+def test_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    options = dict(changes)
+    with pytest.raises(SinkscopeError) as refused:
+        _run(tmp_path / "r", options.pop("methods", ["full"]), **options)
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("text", "budget"), [("64", 64), ("0.5", 0.5), ("1.0", 1.0)])
+def test_budget_of_the_command_line(text: str, budget: float) -> None:
+    assert parse_budget(text) == budget
+    assert type(parse_budget(text)) is type(budget)
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "1.5", "0.0", "many", ""])
+def test_bad_budget_of_the_command_line(text: str) -> None:
+    with pytest.raises(SinkscopeError, match="expected a whole number of tokens from 1, or a share"):
+        parse_budget(text)
+
+
+def test_the_folder_says_how_it_was_made(one_by_one: Any) -> None:
+    folder, _ = one_by_one
+    settings = json.loads((folder / "settings.json").read_text())
+    assert {settings[name] for name in ("max_new_tokens", "window", "budget", "every")} == {CAP, WINDOW, BUDGET, 16}
+    assert settings["model"]["n_layers"] == 3 and settings["dtype"] == "float32"
+    assert read_run(folder).prompts["dc-1"]["prompt"] == prompts()[1].prompt
+    assert replace(prompts()[0]).id in read_run(folder).prompts

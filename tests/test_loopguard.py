@@ -1,0 +1,261 @@
+"""LoopGuard on a model: what it takes from a cache, from whom, when, and what is left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from guard_kit import EAGER, KINDS, SMALL, dense, feed, padded, tiny
+from intervention_kit import count_hooks
+from transformers import DynamicCache
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions import SinkPatch
+from sinkscope.kv import H2O, StreamingLLM
+from sinkscope.kv.loopguard import LoopGuard, plan
+from sinkscope.loops.monitor import Monitor
+from sinkscope.models.target import Target
+
+ALWAYS = LoopGuard(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
+TAIL = LoopGuard(**SMALL, variant="tail", monitor=EAGER)
+LOOP = [11, 12, 13]
+
+
+def looping(after: int, steps: int) -> list[int]:
+    return [*torch.randperm(40)[:after].add(20).tolist(), *(LOOP * steps)][:steps]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_is_the_plan_and_later_logits_are_those_of_a_masked_full_cache(kind: str) -> None:
+    stock, model = tiny(), tiny(kind)
+    prompt, mask = padded(14, 9)
+    new = torch.tensor([looping(5, 40), looping(21, 40)])
+    with ALWAYS.on(model) as run:
+        got = feed(model, prompt, mask, new)
+    for row, length in enumerate((14, 9)):
+        events = [e for e in run.events if e.row == row]
+        assert [e.data["generated"] for e in events] == [9, 18, 27, 36] and {e.kind for e in events} == {"guard"}
+        held: list[int] = []
+        seen = 0
+        for event in events:
+            held += range(seen, seen := event.position + 1)
+            assert seen == length + event.data["generated"] and event.step == event.data["generated"]
+            made = plan(held, seen, event.data["bad"], ALWAYS.retention(length), event.data["level"])
+            assert event.data["kept"] == made.spans and event.data["cached_before"] == len(held)
+            held = list(made.keep)
+            assert event.data["kept_count"] == len(held) <= SMALL["budget"]
+        assert [e.data["level"] for e in events] == [0, 1, 2, 3]
+        assert events[-1].data["period"] == 3 and events[-1].data["bad"][-1][1] == events[-1].position + 1
+        want = dense(stock, torch.cat([prompt[row, -length:], new[row]]), events)[length - 1 :]
+        torch.testing.assert_close(got[row], want, atol=1e-5, rtol=1e-5)
+        plain = dense(stock, torch.cat([prompt[row, -length:], new[row]]), [])[length - 1 :]
+        assert (got[row] - plain).abs().max() > 1e-2, "the cuts made no difference, so nothing was tested"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_rows_that_loop_are_cut_and_company_changes_nothing(kind: str) -> None:
+    model = tiny(kind)
+    prompt, mask = padded(10, 13, 6)
+    new = torch.tensor([looping(3, 36), looping(19, 36), looping(36, 36)])
+    stock = feed(model, prompt, mask, new)
+    with TAIL.on(model) as run:
+        got = feed(model, prompt, mask, new)
+    first = {row: min(e.data["generated"] for e in run.events if e.row == row) for row in (0, 1)}
+    assert first[0] < 19 < first[1] and {e.row for e in run.events} == {0, 1}
+    torch.testing.assert_close(got[2], stock[2], atol=1e-5, rtol=1e-5)
+    for row in range(3):
+        assert row == 2 or torch.allclose(got[row, : first[row]], stock[row, : first[row]], atol=1e-5)
+        assert row == 2 or not torch.allclose(got[row, first[row] + 1 :], stock[row, first[row] + 1 :], atol=1e-3)
+        width = int(mask[row].sum())
+        with TAIL.on(model) as alone:
+            one = feed(model, prompt[row : row + 1, -width:], mask[row : row + 1, -width:], new[row : row + 1])
+        torch.testing.assert_close(one[0], got[row], atol=1e-5, rtol=1e-5)
+        events = [(e.position, e.step, dict(e.data)) for e in run.events if e.row == row]
+        assert repr([(e.position, e.step, dict(e.data)) for e in alone.events]) == repr(events)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_a_trigger_generation_is_the_stock_one_bit_for_bit(kind: str) -> None:
+    model = tiny(kind)
+    prompt, mask = padded(12)
+    settings = {"max_new_tokens": 40, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    hf = Target.of(model).hf
+    want = hf.generate(input_ids=prompt, attention_mask=mask, **settings)
+    for between in ("full", "window"):  # shorter than the warm-up and the budget
+        with LoopGuard(between=between).on(model) as run:
+            got = hf.generate(input_ids=prompt, attention_mask=mask, **settings)
+        assert torch.equal(got.sequences, want.sequences) and run.events == []
+        for a, b in zip(got.logits, want.logits, strict=True):
+            assert torch.equal(a, b) if kind != "bridge" else torch.allclose(a, b, atol=1e-5)
+
+
+def test_events_carry_what_the_monitor_said() -> None:
+    model = tiny()
+    prompt, mask = padded(10)
+    new = torch.tensor([looping(3, 60)])
+    with TAIL.on(model) as run:
+        feed(model, prompt, mask, new)
+    monitor = Monitor(TAIL.settings)
+    steps = [monitor.update(token) for token in new[0].tolist()]
+    triggers = [s for s in steps if s.trigger]
+    assert len(triggers) > 2 and [e.data["generated"] for e in run.events] == [s.step for s in triggers]
+    for event, said in zip(run.events, triggers, strict=True):
+        assert event.data["level"] == min(said.level, TAIL.max_level) and event.data["since"] == said.since
+        for name in ("ttr", "novelty", "votes", "stall", "tail_rep"):
+            assert event.data["signals"][name] == getattr(said, name)
+
+
+@pytest.mark.parametrize("poll", [2, 8])
+def test_tokens_decided_at_once_give_the_same_signals_a_little_later(poll: int) -> None:
+    model, stock = tiny(), tiny()
+    prompt, mask = padded(10)
+    new = torch.tensor([looping(3, 60)])
+    runs = []
+    for size in (1, poll):
+        with LoopGuard(**SMALL, variant="tail", monitor=EAGER, poll=size).on(model) as run:
+            logits = feed(model, prompt, mask, new)
+        runs.append(run.events)
+    at_once, later = runs
+    assert [e.data["generated"] for e in later] == [e.data["generated"] for e in at_once][: len(later)] and later
+    assert [repr(e.data["signals"]) for e in later] == [repr(e.data["signals"]) for e in at_once][: len(later)]
+    lag = later[0].data["bad"][-1][1] - 1 - later[0].position
+    assert 0 < lag <= poll
+    want = dense(stock, torch.cat([prompt[0], new[0]]), later[:1], lag)[9:]
+    until = later[1].data["generated"]
+    torch.testing.assert_close(logits[0, :until], want[:until], atol=1e-5, rtol=1e-5)
+
+
+def test_repeats_are_taken_out_of_the_history_too() -> None:
+    model, stock = tiny(), tiny()
+    prompt, mask = padded(10)
+    new = torch.tensor([[*LOOP * 10, *range(30, 50), *LOOP * 5]])
+    for clean, remains in (("tail", True), ("repeats", False)):
+        guard = LoopGuard(
+            budget=64, anchors=4, window=16, clean=clean, variant="always", monitor={"every": 60, "warmup": 0}
+        )
+        with guard.on(model) as run:
+            got = feed(model, prompt, mask, new)
+        kept = {p - 10 for start, stop in run.events[0].data["kept"] for p in range(start, stop)}
+        # The first loop lies before the recent window: one copy of it, or many.
+        assert (len(kept & set(range(7, 30))) > 0) is remains and run.events[0].data["period"] == 3
+        want = dense(stock, torch.cat([prompt[0], new[0]]), run.events)[9:]
+        torch.testing.assert_close(got[0], want, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_past_their_end_are_not_watched() -> None:
+    model = tiny()
+    prompt, mask = padded(8, 8)
+    new = torch.tensor([[5, 6, 2, *[0] * 37], [7, 8, 9, *[14] * 37]])  # 2 ends a row; what follows is padding
+    events = {}
+    for ends in (None, (77,)):
+        with LoopGuard(**SMALL, variant="tail", monitor=EAGER, ends=ends).on(model) as run:
+            feed(model, prompt, mask, new)
+        events[ends] = {e.row for e in run.events}
+    assert events == {None: {1}, (77,): {0, 1}}
+
+
+def test_a_new_turn_begins_anew() -> None:
+    model = tiny()
+    prompt, mask = padded(8)
+    half = torch.tensor([LOOP * 2])  # too few copies in each turn, enough in both together
+    with TAIL.on(model) as run:
+        feed(model, prompt, mask, torch.cat([half, half], 1))
+    assert run.events
+    cache = DynamicCache()
+    with TAIL.on(model) as run:
+        feed(model, prompt, mask, half, cache)
+        feed(model, torch.tensor([LOOP]), torch.ones(1, 3, dtype=torch.long), half, cache)
+    assert run.events == []
+
+
+def test_between_window_is_streaming_llm_until_a_loop_comes() -> None:
+    model = tiny()
+    prompt, mask = padded(20, 31)
+    new = torch.tensor([looping(30, 30), looping(30, 30)])
+    with StreamingLLM(budget=24, first=4).on(model):
+        want = feed(model, prompt, mask, new)
+    with LoopGuard(**SMALL, between="window", variant="tail", monitor=EAGER).on(model) as run:
+        got = feed(model, prompt, mask, new)
+        more = feed(model, prompt, mask, torch.tensor([looping(10, 40)] * 2))
+    assert torch.equal(got, want) and {e.data["generated"] > 10 for e in run.events} == {True} and len(more)
+    assert all(peak <= 31 for usage in run.usage for peak in usage.peak_tokens)
+    assert all(mean <= 26 for usage in run.usage for mean in usage.mean_tokens)
+
+
+def test_composed_with_a_patch_and_a_policy() -> None:
+    model = tiny()
+    model.model.layers[1].mlp.down_proj.weight.data[:, 3] *= 8
+    prompt, mask = padded(20)
+    new = torch.tensor([looping(3, 40)])
+    both = SinkPatch(sites=[(1, 3)]) | StreamingLLM(budget=28) | TAIL
+    with both.on(model) as run:
+        feed(model, prompt, mask, new)
+    assert {"patched", "guard"} <= set(run.counts) and run.usage[0].peak_tokens[0] <= 29
+    assert all(e.data["cached_before"] <= 29 for e in run.events if e.kind == "guard")
+    with (H2O(budget=28) | TAIL).on(model) as run:
+        feed(model, prompt, mask, new)
+    assert run.counts["guard"] and run.usage[0].peak_tokens[0] <= 29
+    with pytest.raises(UnsupportedError, match="LoopGuardWindow"):
+        (StreamingLLM(budget=28) | LoopGuard(**SMALL, between="window")).on(model).__enter__()
+    with (
+        pytest.raises(UnsupportedError, match="positions="),
+        (StreamingLLM(budget=28, positions="rebased") | TAIL).on(model),
+    ):
+        feed(model, prompt, mask, new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_beams_and_assistants_are_refused_and_the_model_is_left_as_it_was(kind: str) -> None:
+    model = tiny(kind)
+    hf = Target.of(model).hf
+    hf.generation_config.eos_token_id = None
+    hf(torch.tensor([[3]]))  # a bridge adds hooks of its own in its first call
+    before, attention = count_hooks(hf), hf.config._attn_implementation
+    prompt, mask = padded(12)
+    for settings, word in (({"num_beams": 2}, "num_beams=1"), ({"prompt_lookup_num_tokens": 3}, "assist")):
+        with pytest.raises(UnsupportedError) as caught, LoopGuard().on(model):
+            hf.generate(
+                input_ids=prompt.repeat(1, 2),
+                attention_mask=mask.repeat(1, 2),
+                max_new_tokens=20,
+                do_sample=False,
+                **settings,
+            )
+        assert word in str(caught.value) and "\n" not in str(caught.value)
+        assert (count_hooks(hf), hf.config._attn_implementation) == (before, attention)
+
+
+def test_a_fraction_of_the_prompt() -> None:
+    model = tiny()
+    prompt, mask = padded(40, 60)
+    guard = LoopGuard(budget=0.25, anchors=4, window=16, variant="tail", monitor=EAGER)
+    with guard.on(model) as run:
+        feed(model, prompt, mask, torch.tensor([looping(3, 30)] * 2))
+    counts = {row: {e.data["kept_count"] for e in run.events if e.row == row} for row in (0, 1)}
+    assert max(counts[0]) <= 10 < max(counts[1]) <= 15
+    with pytest.raises(SinkscopeError, match="prompt of 8 tokens is 2"), guard.on(model):
+        feed(model, *padded(8), torch.tensor([looping(3, 30)]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"budget": 0}, ["budget=0"]),
+        ({"budget": 32}, ["budget=32", "32 anchors", "33"]),
+        ({"budget": 1.5}, ["budget=1.5", "fraction"]),
+        ({"budget": 0.0}, ["budget=0.0", "fraction"]),
+        ({"window": 0}, ["window", "0"]),
+        ({"variant": "p2"}, ["'p2'", "full", "always"]),
+        ({"monitor": {"theta_ttr": 1.5}}, ["theta_ttr", "1.5", "0 to 1"]),
+        ({"monitor": {"theta": 1}}, ["'theta'", "theta_ttr"]),
+        ({"monitor": {"window": 9}}, ["window=..."]),
+        ({"copies": 1}, ["copies=1"]),
+        ({"poll": 0}, ["poll=0"]),
+        ({"max_level": -1}, ["max_level=-1"]),
+    ],
+)
+def test_bad_input(fields: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(SinkscopeError) as caught:
+        LoopGuard(**fields)
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)

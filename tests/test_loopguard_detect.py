@@ -1,0 +1,150 @@
+"""Detection alone: what is reported and stopped is what the monitor says, and generation is otherwise the stock one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from guard_kit import padded, tiny
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv.loopguard import LoopReporter, LoopStopper
+from sinkscope.loops.monitor import Monitor, MonitorSettings
+
+TAIL = MonitorSettings.variant("tail", warmup=0, window=16, tail_shortest=6)
+P1 = MonitorSettings.variant("p1", warmup=0, theta_conf=0.05, streak=3, cooldown=4)
+LOOPS = [11, 12, 13] * 20
+
+
+class Write(LogitsProcessor):
+    """Each row writes its own tokens."""
+
+    def __init__(self, rows: list[list[int]], prompt: int) -> None:
+        self.rows, self.prompt = rows, prompt
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        out = torch.full_like(scores, -torch.inf)
+        for row, tokens in enumerate(self.rows):
+            out[row, tokens[input_ids.shape[1] - self.prompt]] = 0
+        return out
+
+
+def run(model: Any, ids: Tensor, mask: Tensor, *processors: Any, criteria: Any = (), **settings: Any) -> Tensor:
+    settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
+    return model.generate(
+        input_ids=ids, attention_mask=mask, logits_processor=LogitsProcessorList(processors),
+        stopping_criteria=StoppingCriteriaList(criteria), **settings,
+    )  # fmt: skip
+
+
+def triggers(tokens: list[int], settings: MonitorSettings, probs: list[float] | None = None) -> list[int]:
+    monitor = Monitor(settings)
+    steps = [monitor.update(token, None if probs is None else probs[i]) for i, token in enumerate(tokens)]
+    return [step.step for step in steps if step.trigger]
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_reporter_changes_nothing_and_reports_what_the_monitor_says(sample: bool) -> None:
+    model = tiny()
+    model.generation_config.eos_token_id = None
+    ids, mask = padded(8)
+    settings = {"output_scores": True, "return_dict_in_generate": True, "do_sample": sample}
+    torch.manual_seed(3)
+    want = run(model, ids, mask, **settings)
+    reporter = LoopReporter(P1)
+    torch.manual_seed(3)
+    got = run(model, ids, mask, reporter, **settings)
+    assert torch.equal(got.sequences, want.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(got.scores, want.scores, strict=True))
+    new = got.sequences[0, 8:].tolist()
+    # p_max(t) belongs to what follows token t; warpers of sampling come after processors, here they change nothing.
+    probs = [float(s.softmax(-1).max()) for s in got.scores[1:]]
+    expected = triggers(new[:-1], P1, probs)
+    assert expected and [e.step for e in reporter.events] == expected
+    assert [e.position for e in reporter.events] == [8 + step - 1 for step in expected]
+    assert {e.kind for e in reporter.events} == {"loop"} and reporter.events[0].data["streak"] >= 3
+
+
+@pytest.mark.parametrize("poll", [1, 7])
+def test_rows_are_reported_apart_and_not_after_their_end(poll: int) -> None:
+    model = tiny()
+    ids, mask = padded(5, 9, 7)
+    rows = [LOOPS, [*range(20, 40), *LOOPS], [4, 2, *LOOPS]]  # 2 ends a row
+    reporter = LoopReporter(TAIL, eos_token_id=2, poll=poll)
+    for _ in range(2):  # a second generation begins anew
+        run(model, ids, mask, Write(rows, 9), reporter)
+        for row in (0, 1):
+            want = triggers(rows[row][:39], TAIL)
+            assert want and [e.step for e in reporter.events if e.row == row] == want
+        assert {e.row for e in reporter.events} == {0, 1} and reporter.events[0].data["period"] == 3
+
+
+def test_a_stopper_stops_the_looping_row_at_the_trigger_and_no_other() -> None:
+    model = tiny()
+    ids, mask = padded(5, 9)
+    rows = [LOOPS, [*range(20, 40), *LOOPS]]
+    stopper = LoopStopper(TAIL, eos_token_id=2)
+    out = run(model, ids, mask, Write(rows, 9), criteria=[stopper])[:, 9:].tolist()
+    first, second = (triggers(row, TAIL)[0] for row in rows)
+    assert first < second < 40 and len(out[0]) == second and stopper.stopped == {0, 1}
+    assert out[0] == rows[0][:first] + [0] * (second - first) and out[1] == rows[1][:second]
+
+
+def test_with_a_reporter_the_top_1_streak_counts_too() -> None:
+    model = tiny()
+    ids, mask = padded(6)
+    settings = MonitorSettings.variant("p1", warmup=0)
+    reporter = LoopReporter(settings, eos_token_id=2)
+    stopper = LoopStopper(reporter=reporter)
+    out = run(model, ids, mask, Write([LOOPS], 6), reporter, criteria=[stopper])[0, 6:].tolist()
+    # Six confident steps make the streak; the probability after token 6 comes with token 7.
+    assert reporter.events[0].step == 6 and len(out) == 7 and stopper.stopped == {0}
+    with pytest.raises(SinkscopeError, match="p1"):
+        run(model, ids, mask, criteria=[LoopStopper(settings)])
+
+
+def test_streaming_goes_on() -> None:
+    model = tiny()
+    ids, mask = padded(6)
+
+    class Pieces(TextStreamer):
+        def __init__(self) -> None:
+            self.ids: list[int] = []
+
+        def put(self, value: Tensor) -> None:
+            self.ids += value.flatten().tolist()
+
+        def end(self) -> None:
+            pass
+
+    pieces = Pieces()
+    out = run(
+        model,
+        ids,
+        mask,
+        Write([LOOPS], 6),
+        criteria=[LoopStopper(TAIL)],
+        streamer=pieces,
+        do_sample=True,
+        temperature=0.7,
+    )
+    assert pieces.ids == out[0].tolist() and out.shape[1] < 46
+
+
+def test_bad_input() -> None:
+    model = tiny()
+    ids, mask = padded(6, 6)
+    with pytest.raises(SinkscopeError, match="batch of 2 rows and no eos_token_id"):
+        run(model, ids, mask, LoopReporter(TAIL))
+    with pytest.raises(SinkscopeError, match="poll=0"):
+        LoopReporter(poll=0)
+    with pytest.raises(SinkscopeError, match="leave them out"):
+        LoopStopper(TAIL, reporter=LoopReporter())
+    reporter = LoopReporter(TAIL, eos_token_id=2)
+    model.generation_config.eos_token_id = None
+    with pytest.raises(UnsupportedError, match="num_beams=1"):
+        run(model, ids, mask, reporter, num_beams=4)
+        _ = reporter.events

@@ -1,0 +1,48 @@
+"""LoopGuard where the loop, its period and its onset are known and the cache drives it: it has to end the loop."""
+
+from __future__ import annotations
+
+import torch
+from organisms import LoopOrganism, loop_organism
+
+from sinkscope.interventions import Event
+from sinkscope.kv.loopguard import LoopGuard
+
+STEPS = 250
+CASES = [(4, 0, 0), (12, 30, 900), (24, 0, 1800)]  # period, onset, where on the ring the prompt begins
+
+
+def guarded(o: LoopOrganism, prompts: list[torch.Tensor], guard: LoopGuard) -> tuple[list[list[int]], list[Event]]:
+    width = max(p.shape[1] for p in prompts)
+    ids = torch.cat([torch.nn.functional.pad(p, (width - p.shape[1], 0)) for p in prompts])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(p), (width - p.shape[1], 0)) for p in prompts])
+    with guard.on(o.model) as run:
+        out = o.model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False)
+    return out[:, width:].tolist(), run.events
+
+
+def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on() -> None:
+    o = loop_organism(0, reach=64)  # the loop lives on its own tail, as the paper has it
+    looping = [o.looping_prompt(period, delay=onset, start=start) for period, onset, start in CASES]
+    healthy = o.healthy_prompt(60, start=2700)
+    tokens, events = guarded(o, [*[p.ids for p in looping], healthy], LoopGuard())
+    for row, prompt in enumerate(looping):
+        mine = [e for e in events if e.row == row]
+        assert len(mine) == 1 and mine[0].data["period"] == prompt.period
+        found = mine[0].data["generated"]
+        # Two votes. The type-token ratio has its own once one token in five is new; the slower of the others, the
+        # compression ratio, once what there is of different tokens makes 12 % of all, and it is computed every 16.
+        assert 64 <= found <= max(64, (prompt.onset + prompt.period) / 0.12) + 16
+        # The token after the alarm was chosen by the call that raised it; from the next on the cache is clean.
+        assert tokens[row][: found + 1] == o.expected(prompt, found + 1)
+        assert tokens[row][found + 1 :] == o.walk(tokens[row][found], STEPS - found - 1), "the base rule goes on"
+        begin, end = mine[0].data["bad"][-1]
+        assert (begin, end) == (prompt.ids.shape[1] + prompt.onset, mine[0].position + 1), "the tail is the loop"
+    assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
+
+
+def test_the_control_never_sets_it_off() -> None:
+    o = loop_organism(0, induction=False)
+    prompt = o.looping_prompt(4)
+    tokens, events = guarded(o, [prompt.ids], LoopGuard())
+    assert events == [] and tokens == [o.walk(int(prompt.ids[0, -1]), STEPS)]

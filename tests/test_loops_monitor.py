@@ -1,0 +1,252 @@
+"""The online monitor against one that computes everything anew at every step, and on planted and honest repetition."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import pairwise
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_texts import HONEST, LOOPED, prose
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, novelty, tail_period
+from sinkscope.loops.records import number, split
+
+SMALL = {
+    "window": 20, "novelty_n": 2, "novelty_span": 5, "theta_nov": 0.2, "stall": 2, "warmup": 10, "cooldown": 5,
+    "stride": 3, "tail_longest": 8, "tail_shortest": 4, "tail_repeats": 2.5, "tail_hold": 2, "streak": 3,
+    "theta_ttr": 0.3, "theta_cr": 0.4, "relapse": 12, "every": 7,
+}  # fmt: skip
+# Pieces that repeat, between tokens that do not: what a run looks like, in few tokens.
+RUN = st.lists(
+    st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 12)), min_size=1, max_size=5
+).map(lambda parts: [token for piece, copies in parts for token in piece * copies][:150])
+
+
+def _anew(ids: list[int], p: list[float], s: MonitorSettings) -> Iterator[Step]:
+    """Section 5.2 read from the beginning of the output for every step."""
+    signals = [_signals(ids[:t], p[:t], s) for t in range(1, len(ids) + 1)]
+    last, level = None, 0
+    for t, (ttr, cr, streak, new, tail) in enumerate(signals, 1):
+        votes = ("ttr" in s.voters and ttr < s.theta_ttr) + ("cr" in s.voters and cr < s.theta_cr)
+        votes += "p1" in s.voters and streak >= s.streak
+        warn = votes >= s.votes
+        stall = t >= s.stall and all(n < s.theta_nov for *_, n, _ in signals[t - s.stall : t])
+        held = t >= s.tail_hold and all(found is not None for *_, found in signals[t - s.tail_hold : t])
+        gate = not s.gates or ("stall" in s.gates and stall) or ("tail" in s.gates and held)
+        since = None if last is None else t - last
+        due = {"signals": warn and gate, "always": t % s.every == 0, "never": False}[s.rule]
+        trigger = due and t >= s.warmup and (last is None or t > last + s.cooldown)
+        if trigger:
+            level = level + 1 if since is not None and since <= s.relapse else 0
+            last = t
+        yield Step(t, ttr, cr, streak, new, tail, votes, warn, stall, held, trigger, level, since)
+
+
+def _signals(ids: list[int], p: list[float], s: MonitorSettings) -> tuple[Any, ...]:
+    window = ids[-s.window :]
+    whole = ids[: len(ids) // s.stride * s.stride]
+    cr = compression_ratio(whole[-s.window :])
+    unsure = [i for i, value in enumerate(p) if value <= s.theta_conf]
+    streak = len(p) - 1 - unsure[-1] if unsure else len(p)
+    new = novelty(ids, window=s.window, n=s.novelty_n, span=s.novelty_span)
+    tail = tail_period(ids, repeats=s.tail_repeats, shortest=s.tail_shortest, longest=s.tail_longest)
+    return len(set(window)) / len(window), cr, streak, new, tail
+
+
+def _same(a: Step, b: Step) -> bool:
+    return all(x == y or (x != x and y != y) or x == pytest.approx(y, abs=1e-12) for x, y in zip(a, b, strict=True))
+
+
+@given(RUN, st.randoms(use_true_random=False), st.sampled_from(sorted(VARIANTS)))
+def test_a_step_costs_little_and_says_what_a_look_at_everything_says(
+    ids: list[int], rng: random.Random, variant: str
+) -> None:
+    settings = MonitorSettings.variant(variant, **SMALL)
+    p = [rng.choice([0.5, 0.9, 0.95, 1.0]) for _ in ids]
+    monitor = Monitor(settings)
+    for token, p_max, expected in zip(ids, p, _anew(ids, p, settings), strict=True):
+        assert _same(monitor.update(token, p_max), expected)
+
+
+@given(RUN, st.sampled_from(sorted(VARIANTS)), st.integers(0, 40), st.integers(0, 20))
+def test_no_trigger_in_warm_up_or_cooldown(ids: list[int], variant: str, warmup: int, cooldown: int) -> None:
+    monitor = Monitor(MonitorSettings.variant(variant, **{**SMALL, "warmup": warmup, "cooldown": cooldown}))
+    steps = [s.step for s in (monitor.update(token, 1.0) for token in ids) if s.trigger]
+    assert all(step >= warmup for step in steps)
+    assert all(later - earlier > cooldown for earlier, later in pairwise(steps))
+    assert not (steps and variant == "none")
+
+
+def test_cooldown_and_warm_up_to_the_step() -> None:
+    """p1 alone in a sure model: the first chance is step 64, every further one 33 steps later."""
+    monitor = Monitor(MonitorSettings.variant("p1"))
+    assert [s.step for s in (monitor.update(i, 1.0) for i in range(200)) if s.trigger] == [64, 97, 130, 163, 196]
+
+
+def test_always_is_that_of_table_3() -> None:
+    monitor = Monitor(MonitorSettings.variant("always"))
+    assert [s.step for s in (monitor.update(i) for i in range(2500)) if s.trigger] == [*range(200, 2401, 200)]
+
+
+def test_streak_is_strictly_above_and_at_least_six() -> None:
+    monitor = Monitor(MonitorSettings.variant("p1", warmup=0, cooldown=0))
+    sure = [0.91] * 5 + [0.9] + [0.91] * 7
+    assert [monitor.update(0, p).trigger for p in sure] == [False] * 11 + [True] * 2
+    assert monitor.last.streak == 7
+
+
+def test_levels_rise_while_triggers_follow_each_other() -> None:
+    """Five in a row, then a stretch without a streak longer than `relapse`, then one: level 0 again."""
+    monitor = Monitor(MonitorSettings.variant("p1", warmup=0, cooldown=9, relapse=10, streak=1))
+    p = [1.0] * 50 + [0.0] * 40 + [1.0] * 20
+    fired = [monitor.update(i, value) for i, value in enumerate(p)]
+    assert [(s.step, s.level, s.since) for s in fired if s.trigger] == [
+        (1, 0, None), (11, 1, 10), (21, 2, 10), (31, 3, 10), (41, 4, 10), (91, 0, 50), (101, 1, 10),
+    ]  # fmt: skip
+
+
+def test_without_probabilities_the_other_two_vote() -> None:
+    loop = [*range(1000, 1300), *[1, 2, 3] * 200]
+    monitor = Monitor()
+    steps = [monitor.update(token) for token in loop]
+    first = next(s for s in steps if s.trigger)
+    assert first.ttr < 0.2 and first.cr < 0.12 and first.streak is None and first.votes == 2
+    assert not any(s.warn for s in steps if s.votes < 2)
+    with pytest.raises(SinkscopeError, match="pass p_max"):
+        Monitor(MonitorSettings.variant("p1")).update(1)
+
+
+def test_after_the_end_nothing_is_looked_at() -> None:
+    """Padding looks like the tightest of loops."""
+    monitor = Monitor(MonitorSettings.variant("p1"))
+    for i in range(64):
+        step = monitor.update(i, 1.0)
+    assert step.trigger
+    monitor.end()
+    assert not any(monitor.update(0, 1.0).trigger for _ in range(500))
+    assert monitor.ended and monitor.last == step._replace(trigger=False)
+
+
+@settings(max_examples=30)
+@given(RUN, RUN)
+def test_a_new_turn_is_like_a_new_row(first: list[int], second: list[int]) -> None:
+    small = MonitorSettings(**SMALL)
+    used, fresh = Monitor(small), Monitor(small)
+    for token in first:
+        used.update(token, 1.0)
+    used.end()
+    used.reset()
+    assert all(_same(used.update(token, 1.0), fresh.update(token, 1.0)) for token in second)
+
+
+@pytest.mark.parametrize("kind", ["loop", "random"])
+def test_work_and_memory_per_token_do_not_grow(kind: str) -> None:
+    """Lines of Python run in `update`, counted, over steps 1,000 to 1,512 and over 32,000 to 32,512."""
+    rng = random.Random(0)
+    monitor = Monitor()
+    counted: dict[int, int] = {}
+    lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    sizes: dict[int, int] = {}
+    for i in range(32_512):
+        token = i % 7 if kind == "loop" else rng.randrange(5000)
+        start = i // 1000 * 1000
+        if start in (1000, 32_000) and i - start < 512:
+            lines = 0
+            before = sys.gettrace()
+            sys.settrace(count)
+            monitor.update(token, 0.95)
+            sys.settrace(before)
+            counted[start] = counted.get(start, 0) + lines
+            parts = (monitor._types, monitor._novelty, monitor._runs)
+            sizes[start] = sum(len(v) for part in parts for v in vars(part).values() if hasattr(v, "__len__"))
+        else:
+            monitor.update(token, 0.95)
+    assert counted[1000] > 512
+    assert counted[32_000] == pytest.approx(counted[1000], rel=0.05)
+    assert sizes[32_000] <= sizes[1000] * 1.05 and sizes[32_000] < 5 * 256
+
+
+@pytest.mark.parametrize("name", sorted(HONEST))
+@pytest.mark.parametrize("p_max", [None, 1.0])
+def test_honest_repetition_triggers_nothing(name: str, p_max: float | None) -> None:
+    """Also where the model is sure of every token, so that one vote is always given."""
+    for seed in range(3):
+        monitor = Monitor()
+        steps = [monitor.update(token, p_max) for token in number(split(HONEST[name](random.Random(seed))))]
+        assert len(steps) >= 256, "too short to fill a window"
+        assert not any(s.trigger for s in steps)
+
+
+@pytest.mark.parametrize("name", sorted(LOOPED))
+def test_loops_are_found_in_time(name: str) -> None:
+    """Within one window of their beginning, sooner with probabilities; their period and where they began are told."""
+    healthy = split(prose(600))
+    piece = split(LOOPED[name])
+    ids = number(healthy + piece * (600 // len(piece)))
+    delays: list[int] = []
+    for sure in (False, True):
+        monitor = Monitor()
+        for i, token in enumerate(ids):
+            step = monitor.update(token, (0.99 if i > len(healthy) + len(piece) else 0.5) if sure else None)
+            if step.trigger:
+                break
+        assert step.trigger and step.step > len(healthy)
+        delays.append(step.step - len(healthy))
+        assert step.tail is not None and step.tail.period == len(piece)
+        assert len(healthy) - len(piece) < step.tail.start <= len(healthy)
+    assert delays[1] <= delays[0] <= 256
+
+
+def test_the_limit_of_the_windowed_votes() -> None:
+    """A loop of more than 51 different tokens keeps a type-token ratio of 0.2 in a window of 256: one vote is left."""
+    for period, found in ((50, True), (60, False)):
+        monitor = Monitor()
+        assert any(monitor.update(i % period * 7919 % 151_936, 1.0).trigger for i in range(1500)) is found
+    wide = Monitor(MonitorSettings(window=1024, tail_longest=200))
+    assert any(wide.update(i % 200 * 7919 % 151_936, 1.0).trigger for i in range(3000))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"theta_ttr": 1.5}, "theta_ttr is 1.5: expected a number from 0 to 1; the default is 0.2"),
+        ({"theta_conf": -0.1}, "theta_conf is -0.1"),
+        ({"theta_nov": math.nan}, "theta_nov is nan"),
+        ({"window": 1}, "window is 1: expected a whole number from 2 on; the default is 256"),
+        ({"stride": 0}, "stride is 0"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"tail_repeats": 1.5}, "expected at least 2 copies"),
+        ({"votes": 4}, "votes is 4: expected at most 3"),
+        ({"voters": ("ttr", "p2")}, "voters is"),
+        ({"gates": ("stall", "stall")}, "gates is"),
+        ({"window": 3}, "expected at least novelty_n"),
+        ({"speed": 3}, "no setting 'speed': there are window"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_a_line(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(SinkscopeError) as error:
+        MonitorSettings().with_(**changed)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_unknown_variant_and_documented_fields() -> None:
+    with pytest.raises(SinkscopeError, match="unknown variant 'p2': there are full, p1"):
+        MonitorSettings.variant("p2")
+    assert MonitorSettings.variant("full") == MonitorSettings()
+    told = MonitorSettings.__doc__ or ""
+    assert all(f"        {f.name}: " in told for f in fields(MonitorSettings))

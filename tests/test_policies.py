@@ -1,0 +1,363 @@
+"""Cache policies against dense references: the same tokens kept, and the same logits, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jaxtyping
+import kv_reference as dense
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from intervention_kit import bridge_of, nnsight_of
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import DynamicCache
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv import H2O, POLICIES, TOVA, Full, Policy, SnapKV, StreamingLLM, make_policy
+from sinkscope.models.target import Target
+
+PROMPT, STEPS = 26, 30
+FAMILIES = ("llama", "gpt2", "mistral", "gemma2", "qwen3", "gpt_oss", "gpt_neox")
+CASES: dict[str, tuple[Policy, dense.Choose]] = {
+    "streaming": (StreamingLLM(budget=12), dense.streaming_llm()),
+    "h2o": (H2O(budget=12), dense.h2o()),
+    "tova": (TOVA(budget=12), dense.tova()),
+    "snapkv": (SnapKV(budget=14, window=8, kernel=3), dense.snapkv(8, 3)),
+}
+
+
+def model_of(family: str, **overrides: Any) -> Any:
+    model, _ = tiny_model(family, **overrides)
+    model.set_attn_implementation("eager")  # so that the reference can read its attention
+    return model
+
+
+def batch(rows: int = 2, pad: int = 7, prompt: int = PROMPT, steps: int = STEPS) -> tuple[Tensor, Tensor]:
+    """Ids `[row token]`, and which prompt tokens are real: the last row begins with padding."""
+    ids = torch.randint(5, 90, (rows, prompt + steps), generator=torch.Generator().manual_seed(rows))
+    real = torch.ones(rows, prompt, dtype=torch.long)
+    real[-1, :pad] = 0
+    return ids, real
+
+
+@torch.no_grad()
+def run_policy(
+    policy: Policy, model: Any, ids: Tensor, real: Tensor, chunks: tuple[int, ...] | None = None
+) -> tuple[list[list[Tensor]], Tensor, DynamicCache]:
+    """Feed a prompt and then token by token; kept columns `[step][layer]` bool `[batch kv_head column]`, and logits."""
+    mask, prompt, kept, logits = real, real.shape[1], [], []
+    cache = DynamicCache()
+    ends = torch.tensor(chunks or (prompt,)).cumsum(0).tolist() + list(range(prompt + 1, ids.shape[1] + 1))
+    begin = 0
+    with policy.on(model):
+        for end in ends:
+            mask = torch.cat([real, torch.ones(len(ids), max(0, end - prompt), dtype=torch.long)], 1)[:, :end]
+            position_ids = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:]
+            out = model(
+                input_ids=ids[:, begin:end], attention_mask=mask, position_ids=position_ids, past_key_values=cache
+            )
+            if end >= prompt:
+                logits.append(out.logits[:, -1])
+            if end > prompt:
+                kept.append([columns(layer.pos, mask)[..., :-1] for layer in cache.layers])
+            begin = end
+    return kept, torch.stack(logits, 1), cache
+
+
+def columns(pos: Tensor, mask: Tensor) -> Tensor:
+    """Positions of slots -> bool `[batch kv_head column]`."""
+    out = torch.zeros(*pos.shape[:2], mask.shape[1] + 1, dtype=torch.bool)
+    column = torch.where(pos >= 0, pos + (mask == 0).sum(1)[:, None, None], mask.shape[1])
+    return out.scatter(2, column, True)[..., :-1]
+
+
+def assert_same(got: tuple[list[list[Tensor]], Tensor, Any], reference: dense.Reference) -> None:
+    assert len(got[0]) == len(reference.kept)
+    for step, (ours, theirs) in enumerate(zip(got[0], reference.kept, strict=True)):
+        for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert torch.equal(a, b), f"step {step}, layer {layer}"
+    torch.testing.assert_close(got[1], reference.logits, atol=5e-5, rtol=0)
+
+
+def reference_of(
+    policy: Policy, choose: dense.Choose, model: Any, ids: Tensor, real: Tensor, budgets: list[int] | None = None
+) -> dense.Reference:
+    every = None if policy.every == "prefill" else int(policy.every)
+    return dense.dense_run(model, ids, real.shape[1], budgets or [int(policy.budget)] * len(ids), choose, real, every)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
+def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
+    """At prefill and through 30 decoded tokens, in a batch with padding on the left; attention is eager underneath."""
+    if name == "snapkv" and family in ("gpt2", "gpt_neox"):
+        steps = 4  # acts once
+    else:
+        steps = STEPS
+    policy, choose = CASES[name]
+    model = model_of(family)
+    ids, real = batch(steps=steps)
+    assert_same(run_policy(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunked_prefill_is_a_whole_one(name: str) -> None:
+    """Also in chunks smaller than SnapKV's window, and with padding that fills a chunk; sdpa underneath."""
+    model, _ = tiny_model("llama")
+    ids, real = batch(steps=12)
+    policy = replace(CASES[name][0], every=3 if name != "snapkv" else "prefill")
+    whole = run_policy(policy, model, ids, real)
+    for chunks in ((7, 9, 10), (13, 5, 5, 3)):
+        parts = run_policy(policy, model, ids, real, chunks)
+        assert all(
+            torch.equal(a, b) for x, y in zip(whole[0], parts[0], strict=True) for a, b in zip(x, y, strict=True)
+        )
+        torch.testing.assert_close(parts[1], whole[1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [5, 9, 64])
+def test_generate_reads_a_prompt_in_chunks(name: str, size: int) -> None:
+    """Chunks of 5 end with a single token, which looks like a generated one."""
+    model, _ = tiny_model("llama")
+    ids, _ = batch(rows=1, pad=0, steps=0)
+    settings: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
+    with CASES[name][0].on(model):
+        whole = model.generate(ids, **settings)
+        assert torch.equal(model.generate(ids, prefill_chunk_size=size, **settings), whole)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batched_is_one_by_one(name: str) -> None:
+    model, _ = tiny_model("qwen3")
+    ids, real = batch(steps=12)
+    policy = CASES[name][0]
+    kept, logits, _ = run_policy(policy, model, ids, real)
+    pad = int((real[1] == 0).sum())
+    alone, alone_logits, _ = run_policy(policy, model, ids[1:, pad:], real[1:, pad:])
+    torch.testing.assert_close(logits[1:], alone_logits, atol=1e-5, rtol=0)
+    for x, y in zip(kept, alone, strict=True):
+        for a, b in zip(x, y, strict=True):
+            assert torch.equal(a[1:, :, pad:], b) and not a[1:, :, :pad].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_fraction_of_each_prompt(name: str) -> None:
+    """Rounded down, of the real tokens of a row, and not growing while tokens are generated."""
+    policy, choose = CASES[name]
+    policy = replace(policy, budget=0.55)
+    model = model_of("llama")
+    ids, real = batch(steps=10)
+    budgets = [int(0.55 * int(n)) for n in real.sum(1)]
+    assert budgets == [14, 10]
+    assert_same(run_policy(policy, model, ids, real), reference_of(policy, choose, model, ids, real, budgets))
+
+
+@pytest.mark.parametrize("reduce", ["mean", "max", "sum"])
+def test_heads_of_a_kv_head_are_joined_as_asked(reduce: Any) -> None:
+    """H2O: per query before the sum. SnapKV: after pooling, here by the maximum."""
+    model = model_of("llama", num_attention_heads=8, num_key_value_heads=2, head_dim=4)
+    ids, real = batch(steps=8)
+    policies: list[tuple[Policy, dense.Choose]] = [
+        (H2O(budget=12, reduce=reduce, recent=0.25), dense.h2o(reduce, 0.25)),
+        (
+            SnapKV(budget=14, window=6, kernel=5, pooling="max", reduce=reduce),
+            dense.snapkv(6, 5, "max", reduce),
+        ),
+    ]
+    for policy, choose in policies:
+        assert_same(run_policy(policy, model, ids, real), reference_of(policy, choose, model, ids, real))
+
+
+def test_every_few_tokens() -> None:
+    model = model_of("llama")
+    ids, real = batch(steps=14)
+    policy = H2O(budget=12, every=4)
+    got = run_policy(policy, model, ids, real)
+    assert_same(got, reference_of(policy, dense.h2o(), model, ids, real))
+    held = [int(step[0][0, 0].sum()) for step in got[0]]
+    assert held[:9] == [12, 13, 14, 15, 12, 13, 14, 15, 12]
+
+
+def test_snapkv_in_decoding_asks_the_latest_queries() -> None:
+    """Against a stock forward over what is left: with one layer and one kv head, nothing remembers what went."""
+    model = model_of("llama", num_hidden_layers=1, num_key_value_heads=1)
+    ids, real = batch(rows=1, pad=0)
+    kept, _, _ = run_policy(SnapKV(budget=12, window=6, kernel=3, every=1), model, ids, real)
+    held = list(range(PROMPT))
+    for step in range(STEPS):
+        with torch.no_grad():
+            probs = model(ids[:, held], position_ids=torch.tensor([held]), output_attentions=True).attentions[0]
+        everything = torch.ones(1, 1, len(held), dtype=torch.bool)
+        keep = dense.snapkv(6, 3)(probs[:, None], everything, torch.ones(1, len(held)), [12])
+        held = [column for column, kept_too in zip(held, keep[0, 0].tolist(), strict=True) if kept_too]
+        assert kept[step][0][0, 0].nonzero().flatten().tolist() == held, f"step {step}"
+        held.append(PROMPT + step)
+
+
+def test_a_whole_budget_is_stock() -> None:
+    model, _ = tiny_model("llama")
+    ids, real = batch(rows=1, pad=0, steps=6)
+    with torch.no_grad():
+        stock = model(ids).logits[:, PROMPT - 1 :]
+    for policy in (
+        Full(),
+        StreamingLLM(budget=64),
+        H2O(budget=64),
+        TOVA(budget=1.0, every="prefill"),
+        SnapKV(budget=64),
+    ):
+        kept, logits, _ = run_policy(policy, model, ids, real)
+        assert all(layer.all() for step in kept for layer in step), policy
+        torch.testing.assert_close(logits, stock, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["bridge", "nnsight"])
+def test_every_kind_of_model(kind: str) -> None:
+    """Text is that of the plain model under the same policy; a left-padded batch."""
+    model, tokenizer = tiny_model("llama")
+    other = bridge_of(model, tokenizer) if kind == "bridge" else nnsight_of(model, tokenizer)
+    ids, real = batch(steps=0)
+    settings = {"attention_mask": real, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    texts = set()
+    for policy, _ in CASES.values():
+        with policy.on(model):
+            plain = model.generate(ids, pad_token_id=3, **settings)
+        with policy.on(other):
+            assert torch.equal(Target.of(other).hf.generate(ids, pad_token_id=3, **settings), plain), policy
+        texts.add(tuple(plain.flatten().tolist()))
+    assert len(texts) == len(CASES)  # they do make a difference
+
+
+def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
+    bridge = bridge_of(*tiny_model("phi3"))
+    ids, real = batch(steps=0)
+    with pytest.raises(UnsupportedError, match=r"phi3.*backend='hf'"), CASES["snapkv"][0].on(bridge):
+        bridge.original_model.generate(ids, attention_mask=real, max_new_tokens=3, pad_token_id=3)
+    gpt2, tokenizer = tiny_model("gpt2")  # no rotary positions: its projection is what attends
+    other = bridge_of(gpt2, tokenizer)
+    texts = []
+    for kind in (gpt2, other.original_model):
+        with CASES["snapkv"][0].on(gpt2 if kind is gpt2 else other):
+            texts.append(kind.generate(ids, attention_mask=real, max_new_tokens=8, pad_token_id=3, do_sample=False))
+    assert torch.equal(*texts)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    name=st.sampled_from(["streaming", "h2o", "tova"]), budget=st.integers(6, 20), first=st.integers(0, 3),
+    last=st.integers(0, 3), mode=st.sampled_from(["evict", "select"]), pad=st.integers(0, 22),
+)  # fmt: skip
+def test_budget_and_protected_positions(name: str, budget: int, first: int, last: int, mode: Any, pad: int) -> None:
+    """After every step: never more than the budget, never less than there is, and the protected ones always."""
+    model, _ = tiny_model("llama", num_hidden_layers=1)
+    ids, real = batch(pad=pad, steps=5)
+    policy = make_policy(name, budget=budget, first=first, last=last, mode=mode)
+    kept, logits, cache = run_policy(policy, model, ids, real)
+    layer: Any = cache.layers[0]
+    if mode == "select":
+        assert layer.slots == PROMPT + 5  # nothing was freed
+        evicted = run_policy(replace(policy, mode="evict"), model, ids, real)[1]
+        if name == "streaming":  # what it hides never comes back
+            torch.testing.assert_close(logits, evicted, atol=1e-5, rtol=0)
+        return
+    for step, layers in enumerate(kept):
+        for row, real_tokens in enumerate((real.sum(1) + step).tolist()):
+            held = layers[0][row]
+            assert (held.sum(-1) == min(budget, real_tokens)).all()
+            sure = held[:, held.shape[1] - real_tokens :]
+            assert sure[:, :first].all() and sure[:, max(0, real_tokens - last) :].all()
+
+
+def test_select_shows_the_best_and_frees_nothing() -> None:
+    """TOVA in select mode: what was hidden has no attention, so a step shows what it showed, and the newest."""
+    model, _ = tiny_model("llama")
+    ids, _ = batch(rows=1, pad=0, steps=4)
+    with TOVA(budget=10, mode="select").on(model) as run, torch.no_grad():
+        cache = DynamicCache()
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for i in range(PROMPT, PROMPT + 4):
+            model(ids[:, i : i + 1], past_key_values=cache)
+            layer: Any = cache.layers[0]
+            assert layer.slots == i + 1
+            assert ((~layer.hidden).sum(-1) == 11).all()  # the budget, and the token of this call
+    assert run.usage[0].peak_tokens == [PROMPT + 4]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_rebased_streaming(layers: int) -> None:
+    """Against a stock cache whose keys are unrotated and rotated again by the model's own tables, slot by slot."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    model, _ = tiny_model("llama", num_hidden_layers=layers)
+    ids, real = batch(rows=1, pad=0)
+    _, logits, _ = run_policy(StreamingLLM(budget=12, positions="rebased"), model, ids, real)
+
+    def turn(keys: Tensor, positions: Tensor, sign: int) -> Tensor:
+        cos, sin = model.model.rotary_emb(keys, positions[None])
+        return apply_rotary_pos_emb(keys, keys, cos, sign * sin)[0]
+
+    cache = DynamicCache()
+    expected = [model(ids[:, :PROMPT], past_key_values=cache).logits[:, -1]]
+    for i in range(PROMPT, PROMPT + STEPS):
+        held = cache.get_seq_length()
+        keep = torch.tensor([*range(4), *range(held - 8, held)])
+        for layer in cache.layers:
+            bare = turn(layer.keys, torch.arange(held), -1)[:, :, keep]
+            layer.keys, layer.values = turn(bare, torch.arange(12), 1), layer.values[:, :, keep]
+        expected.append(
+            model(ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[12]])).logits[:, -1]
+        )
+    torch.testing.assert_close(logits, torch.stack(expected, 1), atol=2e-5, rtol=0)
+    if layers == 1:  # nothing above layer 0 remembers what was evicted: a fresh run on what is left
+        left = [*range(4), *range(PROMPT + STEPS - 9, PROMPT + STEPS)]
+        torch.testing.assert_close(logits[:, -1], model(ids[:, left]).logits[:, -1], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("streaming", {"budget": 0}, "budget=0"),
+        ("h2o", {"budget": -3}, "budget=-3"),
+        ("h2o", {"budget": 1.5}, "up to 1.0"),
+        ("tova", {"budget": 0.0}, "above 0.0"),
+        ("tova", {"budget": True}, "budget=True"),
+        ("streaming", {"budget": 3}, "below the 4 first"),
+        ("snapkv", {"budget": 60}, "64 last"),
+        ("snapkv", {"kernel": 4}, "odd kernel"),
+        ("snapkv", {"window": 0}, "window=0"),
+        ("snapkv", {"pooling": "sum"}, "avg, max"),
+        ("h2o", {"recent": 1.2}, "recent=1.2"),
+        ("h2o", {"every": 0}, "every=0"),
+        ("h2o", {"every": "decode"}, "prefill"),
+        ("h2o", {"reduce": "median"}, "mean, max, sum"),
+        ("h2o", {"mode": "mask"}, "evict, select"),
+        ("h2o", {"positions": "rebased"}, "original"),
+        ("streaming", {"first": -1}, "first=-1"),
+        ("streaming", {"sinks": 4}, "has no 'sinks'"),
+        ("scissorhands", {}, "expected one of full, streaming, h2o, snapkv, tova"),
+    ],
+)
+def test_bad_input(name: str, options: dict[str, Any], says: str) -> None:
+    jaxtyping.config.update("jaxtyping_disable", True)  # the tests' own check of types would speak first
+    try:
+        with pytest.raises(SinkscopeError) as error:
+            make_policy(name, **options)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+    assert says in str(error.value) and "\n" not in str(error.value).split("\nSee ")[0]
+
+
+def test_two_policies_and_too_small_a_fraction() -> None:
+    model, _ = tiny_model("llama")
+    with pytest.raises(UnsupportedError, match="StreamingLLM and H2O"), (StreamingLLM() | H2O()).on(model):
+        pass
+    ids, real = batch(steps=1)
+    with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens is 3"):
+        run_policy(StreamingLLM(budget=0.2), model, ids, real)
+    assert set(POLICIES) == {"full", *CASES}
