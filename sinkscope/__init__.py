@@ -30,6 +30,8 @@ _HOME = {  # public name -> where it lives
     "locking": "sinkscope.attention.locking",
     "barcode": "sinkscope.attention.barcode",
     "rotary_invariance": "sinkscope.attention.rotary",
+    "line_weights": "sinkscope.attention.lines",
+    "line_overlap": "sinkscope.attention.overlap",
     "cluster_attack": "sinkscope.sinks.attack",
     "detect_attack": "sinkscope.sinks.detect",
     "Intervention": "sinkscope.interventions.base",
@@ -40,6 +42,7 @@ _HOME = {  # public name -> where it lives
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "LoopGuard": "sinkscope.kv.loopguard.guard",
     "generate": "sinkscope.generate",
+    "report": "sinkscope.report.build",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
 }
@@ -47,7 +50,9 @@ __all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from sinkscope.attention.barcode import barcode as barcode
+    from sinkscope.attention.lines import line_weights as line_weights
     from sinkscope.attention.locking import locking as locking
+    from sinkscope.attention.overlap import line_overlap as line_overlap
     from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.generate import generate as generate
@@ -61,6 +66,7 @@ if TYPE_CHECKING:
     from sinkscope.models.load import load as load
     from sinkscope.models.names import models as models
     from sinkscope.models.target import Target as Target
+    from sinkscope.report.build import report as report
     from sinkscope.results import Result as Result
     from sinkscope.sinks.atlas import sink_atlas as sink_atlas
     from sinkscope.sinks.attack import cluster_attack as cluster_attack

@@ -39,6 +39,11 @@ def _below_here(path: str) -> str | None:
     return inside.as_posix() if here not in Path.home().parents else None
 
 
+def visible(text: str) -> str:
+    """`text` with control characters written out: what a model or a file says must not steer a terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def plain(value: Any, *, scrub: bool = False) -> Any:
     """`value` in the types of JSON: tuples, sets, arrays and tensors as lists, dataclasses as dicts, NaN and inf None.
 

@@ -39,13 +39,15 @@ def _section(result: Result, *, first: bool) -> str:
     plot = result.figure().to_html(full_html=False, include_plotlyjs=first, config={"displaylogo": False})
     data = result.to_dict()
     lists = "".join(
-        f"<details><summary>{name}</summary><dl>{_entries(data[name])}</dl></details>"
+        f"<details><summary>{name}</summary><dl>{entries(data[name])}</dl></details>"
         for name in ("model", "settings", "provenance")
     )
     return f'<h1>{title}</h1>\n{result.to_html()}\n<div class="figure">{plot}</div>\n{lists}\n'
 
 
-def _entries(data: dict[str, object]) -> str:
+def entries(data: dict[str, object]) -> str:
+    """Names and values as the inside of a `<dl>`, everything escaped."""
+
     def show(value: object) -> str:
         if isinstance(value, list):
             return " ".join(map(str, value))

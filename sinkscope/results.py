@@ -45,6 +45,8 @@ _HOME = {  # kinds of sinkscope itself: imported when a file asks for one
     "loopbench-show": "sinkscope.bench.loopbench.show",
     "rotary": "sinkscope.attention.rotary",
     "loops": "sinkscope.loops.checker",
+    "line-weights": "sinkscope.attention.lines",
+    "line-overlap": "sinkscope.attention.overlap",
 }
 _ENVELOPE = ("model", "settings", "provenance")
 
@@ -129,20 +131,7 @@ class Result:
         Raises:
             SinkscopeError: the file cannot be read, is not such a file, or holds another kind than this class.
         """
-        name = os.path.basename(os.fspath(path)) or os.fspath(path)
-        try:
-            text = Path(path).read_bytes().decode()
-        except OSError as error:
-            raise SinkscopeError(f"cannot read {name}: {(error.strerror or str(error)).lower()}") from None
-        except UnicodeDecodeError:
-            raise SinkscopeError(f"{name} is not a JSON file: expected what --json or .save() wrote") from None
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SinkscopeError(
-                f"{name} is not a JSON file ({error}): expected what --json or .save() wrote"
-            ) from None
-        return cls.from_dict(data, name)
+        return cls.from_dict(read_json(path), os.path.basename(os.fspath(path)) or os.fspath(path))
 
     @classmethod
     def from_dict(cls: type[R], data: Any, name: str = "data") -> R:
@@ -163,7 +152,7 @@ class Result:
             import_module(_HOME[kind])
         found = _KINDS.get(kind)
         if found is None:
-            known = ", ".join(sorted({*_KINDS, *_HOME}))
+            known = ", ".join(sorted(known_kinds()))
             raise SinkscopeError(f"{name} holds the unknown kind {kind!r}: this version knows {known}")
         if not issubclass(found, cls):
             raise SinkscopeError(f"{name} holds {kind!r}, expected {cls.kind!r}: use Result.load for any kind")
@@ -246,6 +235,32 @@ class Result:
         rows = self.rows()
         names = [n for n in (rows[0] if rows else {}) if any(row.get(n) is not None for row in rows)]
         return names, [[cell(row.get(name), percent=name in self.percent) for name in names] for row in rows]
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Kinds that `Result.load` reads: those of sinkscope, then those defined elsewhere and imported so far."""
+    return tuple(dict.fromkeys((*_HOME, *_KINDS)))
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        SinkscopeError: the file cannot be read, or is none.
+    """
+    name = os.path.basename(os.fspath(path)) or os.fspath(path)
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise SinkscopeError(f"cannot read {name}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise SinkscopeError(f"{name} is not a JSON file: expected what --json or .save() wrote") from None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SinkscopeError(
+            f"{name} is not a JSON file ({error}): expected what --json or .save() wrote"
+        ) from None
 
 
 def cell(value: Any, *, percent: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,15 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
     found = barcode(None, "def f(x):", max_new_tokens=9, heads=[(2, 2), (5, 0)], bins=7)
     assert isinstance(told, Barcode) and told.heads == found.heads and told.settings == found.settings and err == ""
     assert (tmp_path / "x.npz").is_file()
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[1] / "docs/measure/barcode.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)[0], names)
+    assert names["rows"].shape == (40, 104)
+    torch.testing.assert_close(names["rows"].sum(1), torch.ones(40))
+    assert int((names["rows"][-1] > 0).sum()) <= 65
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,17 @@ def test_policies_page(run: Any) -> None:
     assert usage.peak_tokens[0] > 60 and usage.mean_tokens[0] < 55 and usage.logical_bytes == usage.physical_bytes
 
 
+def test_kv_page(run: Any) -> None:
+    assert len(run("docs/kv.md")["to_first"]) == 4
+
+
+def test_guard_page(run: Any) -> None:
+    names = run("docs/guard.md")
+    events = names["run"].events
+    assert events and all(e.data["kept_count"] < e.data["cached_before"] for e in events)
+    assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
+
+
 def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("docs/index.md")
     assert f"Sink layer {names['found'].sink_layer}" in capsys.readouterr().out

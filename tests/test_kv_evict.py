@@ -13,7 +13,8 @@ from transformers import DynamicCache
 from sinkscope.kv import Moment, Observe, Rows, Session, StreamingLLM
 from sinkscope.kv.policy import Policy
 
-SOME = ("llama", "gpt2", "gemma2", "gpt_oss", "gpt_neox")
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_neox", "gpt2")]
+SOME = ["llama", "gemma2", "gpt_oss", *SLOW]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -83,7 +83,7 @@ def test_several_samples_of_one_prompt() -> None:
     close(torch.stack(got.logits, 1), want)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_assisted_generation(family: str) -> None:
     """With the whole cache as ever, although tokens are taken back; with fewer it is refused before it begins."""
     model = model_of(family)

@@ -16,8 +16,23 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, Rows, StreamingLLM
 from sinkscope.kv.policy import Policy
 
-QUICK = ("llama", "gemma2", "gpt_neox", "opt")
-REST = ("gpt_oss", "mistral", "gpt2", "phi", "phi3", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma3_text", "olmo", "olmo2")
+QUICK = ("gemma2", "gpt_neox", "opt")
+REST = (
+    "llama",
+    "gpt_oss",
+    "mistral",
+    "gpt2",
+    "phi",
+    "phi3",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma3_text",
+    "olmo",
+    "olmo2",
+)
 FAMILIES = [*QUICK, *(pytest.param(family, marks=pytest.mark.slow) for family in REST)]
 
 
@@ -85,7 +100,7 @@ def test_a_bridge_shows_the_same_rows_once(family: str) -> None:
         torch.testing.assert_close(rows.probs * real, other.probs * real, atol=3e-6, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_generate_on_a_bridge(family: str) -> None:
     bridge, model = bridge_and_model(family)
     ids, _ = prompts([14])
@@ -114,7 +129,9 @@ def test_an_edited_cache_is_refused_on_a_bridge_outside() -> None:
         bridge(ids[:, :1], past_key_values=cache, use_cache=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "gpt_oss"))]
+)
 def test_nnsight(family: str) -> None:
     model = model_of(family)
     tokenizer = tiny_model(family)[1]

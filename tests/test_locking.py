@@ -101,15 +101,15 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
     """With a policy the text is gone through a token at a time: one that keeps everything changes nothing."""
     o = loop_organism(2)
     prompt = o.looping_prompt(4).ids
-    plain, full = _found(o, prompt, 30), _found(o, prompt, 30, interventions=Full())
+    plain, full = _found(o, prompt, 16), _found(o, prompt, 16, interventions=Full())
     for a, b in zip(plain.heads, full.heads, strict=True):
         assert (a.layer, a.head, a.onset) == (b.layer, b.head, b.onset)
         assert (b.score, b.mass, b.healthy_score) == pytest.approx((a.score, a.mass, a.healthy_score), abs=1e-4)
-    short = _found(o, prompt, 30, interventions=StreamingLLM(budget=10, first=2), period=4)
+    short = _found(o, prompt, 16, interventions=StreamingLLM(budget=10, first=2), period=4)
     rows: list[Tensor] = []
     watch = StreamingLLM(budget=10, first=2) | Observe(lambda r: rows.append(r.probs[0, :, -1]), layers=[1], last=1)
     with watch.on(o.model), torch.no_grad():
-        o.model.generate(prompt, max_new_tokens=30, do_sample=False)
+        o.model.generate(prompt, max_new_tokens=16, do_sample=False)
     assert all(len(r[0]) <= 11 for r in rows[1:])
     assert max(h.width for h in short.heads) <= 11 < max(h.width for h in plain.heads)
 
@@ -154,11 +154,23 @@ def test_round_trip_and_figure(tmp_path: Path) -> None:
 def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("def f(x):")
-    options = ["--max-new-tokens", "60", "--layer", "5", "--suffix", "40", "--window", "30", "--period", "3"]
+    options = [
+        "--max-new-tokens",
+        "30",
+        "--no-control",
+        "--layer",
+        "5",
+        "--suffix",
+        "40",
+        "--window",
+        "30",
+        "--period",
+        "3",
+    ]
     policy = ["--policy", "streaming:48"]
     assert main(["locking", "--prompt-file", str(prompt), *options, *policy, "--json", "-"]) == 0
     told = Result.from_dict(json.loads(capsys.readouterr().out))
-    found = locking(None, "def f(x):", max_new_tokens=60, layers=[5], suffix=40, window=30, period=3,
+    found = locking(None, "def f(x):", max_new_tokens=30, layers=[5], suffix=40, window=30, period=3, control=False,
                     interventions=StreamingLLM(budget=48))  # fmt: skip
     assert isinstance(told, Locking) and told.settings == found.settings
     assert (told.heads, told.locked_curve, told.diversity) == (found.heads, found.locked_curve, found.diversity)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loopbench_kit import prompts, tiny, untimed
+from loopbench_kit import assert_same, prompts, tiny
 
 from sinkscope.bench.loopbench.honest import honest_texts
 from sinkscope.bench.loopbench.methods import METHODS, parse_budget
@@ -20,6 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
 
 CAP, WINDOW, BUDGET = 70, 32, 24
+SOME = [prompts()[i] for i in (3, 1, 2)]
 
 
 def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> dict[tuple[str, str], Record]:
@@ -32,16 +32,16 @@ def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> di
 @pytest.fixture(scope="module")
 def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Record]]:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    return folder, _run(folder, ["full", "streaming", "temperature", "stop-pattern"], 4)
+    return folder, _run(folder, ["full", "streaming", "temperature", "stop-monitor"], prompts=SOME)
 
 
 def test_records_do_not_depend_on_the_batch(one_by_one: Any, tmp_path: Path) -> None:
     """Greedy, sampled, stopped and evicting methods, with rows that end early beside rows that do not."""
     folder, alone = one_by_one
-    together = _run(tmp_path / "four", list(dict.fromkeys(m for m, _ in alone)), 4, batch_size=3)
-    assert untimed(together.values()) == untimed(alone.values())
+    together = _run(tmp_path / "four", list(dict.fromkeys(m for m, _ in alone)), prompts=SOME, batch_size=2)
+    assert_same(together.values(), alone.values())
     assert {r.ended for r in alone.values()} == {"eos", "stopped", "cap"}
-    assert {r.batch_size for r in together.values()} == {3, 1}
+    assert {r.batch_size for r in together.values()} == {2, 1}
     assert tabulate([tmp_path / "four"]).groups == tabulate([folder]).groups
 
 
@@ -49,13 +49,13 @@ def test_records_do_not_depend_on_the_batch(one_by_one: Any, tmp_path: Path) -> 
 def test_no_method_depends_on_the_batch(tmp_path: Path) -> None:
     alone = _run(tmp_path / "one", list(METHODS), budget=68)
     together = _run(tmp_path / "three", list(METHODS), budget=68, batch_size=3)
-    assert untimed(together.values()) == untimed(alone.values())
+    assert_same(together.values(), alone.values())
 
 
 def test_tokens_and_confidence_are_the_models_own(one_by_one: Any) -> None:
     """Against one pass over prompt and answer, without a cache."""
     model, tokenizer = tiny()
-    for prompt in prompts(4):
+    for prompt in SOME:
         found = one_by_one[1]["full", prompt.id]
         ids = tokenizer(prompt.prompt)["input_ids"]
         with torch.no_grad():
@@ -94,10 +94,9 @@ def test_signals_are_the_monitors(one_by_one: Any) -> None:
 
 
 def test_the_guard_is_full_until_it_fires_where_the_monitor_says(tmp_path: Path) -> None:
-    """A prompt that loops at once; no vote is asked for, so that a random model sets it off."""
-    found = _run(tmp_path / "r", ["full", "loopguard-tail"], max_new_tokens=80, budget=40, prompts=[prompts()[2]])
-    full, guarded = found["full", "dc-2"], found["loopguard-tail", "dc-2"]
-    at = full.detected["tail"]
+    found = _run(tmp_path / "r", ["full", "loopguard"], max_new_tokens=80, budget=40, prompts=SOME[:1])
+    full, guarded = found["full", "dc-3"], found["loopguard", "dc-3"]
+    at = full.detected["full"]
     assert at is not None and 64 <= at < 80
     assert [(e["kind"], e["step"], e["position"]) for e in guarded.events] == [
         ("guard", at, guarded.prompt_tokens + at - 1)
@@ -194,6 +193,6 @@ def test_the_folder_says_how_it_was_made(one_by_one: Any) -> None:
     folder, _ = one_by_one
     settings = json.loads((folder / "settings.json").read_text())
     assert {settings[name] for name in ("max_new_tokens", "window", "budget", "every")} == {CAP, WINDOW, BUDGET, 16}
-    assert settings["model"]["n_layers"] == 3 and settings["dtype"] == "float32"
+    assert settings["model"]["n_layers"] == 2 and settings["dtype"] == "float32"
     assert read_run(folder).prompts["dc-1"]["prompt"] == prompts()[1].prompt
-    assert replace(prompts()[0]).id in read_run(folder).prompts
+    assert list(read_run(folder).prompts) == [prompt.id for prompt in SOME]

@@ -17,8 +17,9 @@ import pytest
 from loopbench_kit import MODEL, record
 from rich.console import Console
 
+from sinkscope._plain import visible
 from sinkscope.bench.loopbench.metrics import survival_steps
-from sinkscope.bench.loopbench.show import Shown, show, visible
+from sinkscope.bench.loopbench.show import Shown, show
 from sinkscope.bench.loopbench.store import Record, Store
 from sinkscope.bench.loopbench.tables import LoopBench, Table, tabulate
 from sinkscope.cli import main

@@ -37,7 +37,10 @@ def test_loops_end_soon_after_they_can_be_told_and_decoding_goes_on() -> None:
         assert tokens[row][: found + 1] == o.expected(prompt, found + 1)
         assert tokens[row][found + 1 :] == o.walk(tokens[row][found], STEPS - found - 1), "the base rule goes on"
         begin, end = mine[0].data["bad"][-1]
-        assert (begin, end) == (prompt.ids.shape[1] + prompt.onset, mine[0].position + 1), "the tail is the loop"
+        whole, period = [*prompt.ids[0].tolist(), *tokens[row]], prompt.period
+        assert end == mine[0].position + 1 and begin <= prompt.ids.shape[1] + prompt.onset, "the tail is the loop"
+        assert all(whole[i] == whole[i + period] for i in range(begin, end - period))
+        assert begin == end - 256 or whole[begin - 1] != whole[begin - 1 + period], "with the copies in the prompt"
     assert tokens[-1] == o.walk(int(healthy[0, -1]), STEPS) and {e.row for e in events} == {0, 1, 2}
 
 
@@ -46,3 +49,14 @@ def test_the_control_never_sets_it_off() -> None:
     prompt = o.looping_prompt(4)
     tokens, events = guarded(o, [prompt.ids], LoopGuard())
     assert events == [] and tokens == [o.walk(int(prompt.ids[0, -1]), STEPS)]
+
+
+def test_copies_further_back_keep_a_loop_alive_and_the_named_variant_takes_them_too() -> None:
+    o = loop_organism(0)  # heads that look back at everything
+    prompt = o.looping_prompt(16, delay=20)  # copies in the prompt, then 20 other tokens, then the loop
+    tokens, events = guarded(o, [prompt.ids], LoopGuard())
+    assert len(events) > 1 and tokens[0] == o.expected(prompt, STEPS), "the paper's: history holds the copies"
+    tokens, events = guarded(o, [prompt.ids], LoopGuard(clean="repeats"))
+    found = events[0].data["generated"]
+    assert len(events) == 1 and tokens[0][: found + 1] == o.expected(prompt, found + 1)
+    assert len(set(tokens[0][found:])) == STEPS - found, "no token comes twice after the cut"

@@ -281,6 +281,12 @@ def test_bad_input_is_one_line() -> None:
             rotary_invariance(absolute, tokenizer=words)
     with pytest.raises(UnsupportedError, match="TransformerBridge"):
         rotary_invariance(ss.load(None, backend="bridge"), ids=[5] * 40)
+    falcon, words = tiny_model("falcon")
+    with pytest.raises(UnsupportedError, match="queries and keys of falcon are not offered"):
+        rotary_invariance(falcon, ids=[5] * 40, tokenizer=words)
+    half, words = tiny_model("llama")
+    found = rotary_invariance(half.bfloat16(), ids=_looping().tolist(), tokenizer=words)
+    assert "near the rounding of bfloat16" in str(found) and "Eq. 15 holds" in str(found)
     for options, message in (
         ({"ids": [5, 500]}, "id 500 is not in the vocabulary: expected 0 to 95"),
         ({"ids": []}, "no ids were given"),
@@ -296,12 +302,12 @@ def test_bad_input_is_one_line() -> None:
 
 def test_the_command_on_the_model_of_the_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its loop is real: what the paper says of it, with the contrasts."""
-    options = ["--max-new-tokens", "160", "--layer", "1", "--layer", "5", "--json", "-"]
+    options = ["--max-new-tokens", "100", "--layer", "1", "--layer", "5", "--json", "-"]
     assert main(["rotary", *options]) == 0
     found = Result.from_dict(json.loads(capsys.readouterr().out))
     assert isinstance(found, RotaryInvariance) and found.period is not None and found.onset is not None
     assert {h.layer for h in found.heads} == {1, 5}
-    same = rotary_invariance(max_new_tokens=160, layers=[1, 5])
+    same = rotary_invariance(max_new_tokens=100, layers=[1, 5])
     assert (same.heads, same.decays, same.drift) == (found.heads, found.decays, found.drift)
     assert Result.load(same.save(tmp_path / "x.json")).to_dict()["result"] == same.to_dict()["result"]
     for h in found.heads:

@@ -128,10 +128,14 @@ class RotaryInvariance(Result):
         if not own:
             return ["The tail subspace leaves no orthogonal direction: contraction cannot be asked for."]
         found = [_median([d.contraction for d in part]) for part in (own, inside, plain)]
+        slower = _median([d.rate for d in own])
         lines = [
             f"A small disturbance orthogonal to the tail subspace is {_times(found[0])} its size a period later "
-            f"(inside the subspace {_times(found[1])}, in ordinary text {_times(found[2])})."
+            f"(inside the subspace {_times(found[1])}, in ordinary text {_times(found[2])}), and {_times(slower)} with "
+            "each further one."
         ]
+        if self.provenance.dtype != "float32":
+            lines.append(f"So small a disturbance is near the rounding of {self.provenance.dtype}: use float32 for it.")
         if found[0] is not None and found[0] >= 1:
             lines.append("It grows: no contraction was found, against appendix A.3.")
         elif found[2] is not None and found[0] is not None and found[0] > 0.5 * found[2]:
@@ -199,6 +203,9 @@ def rotary_invariance(
             f"{target.name} ({target.config.model_type}) has learned absolute positions, nothing turns: rotary is for "
             "models with rotary positions (barcode and locking work on this one)"
         )
+    if target.kind == "bridge" or not target.adapter.attention_interface:
+        what = "a TransformerBridge" if target.kind == "bridge" else target.config.model_type
+        raise UnsupportedError(f"queries and keys of {what} are not offered; use a plain model (backend='hf')")
     wanted = chosen_layers(made, layers)
     if progress is not None:
         progress("loop", 0, 4)

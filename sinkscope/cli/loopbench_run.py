@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from sinkscope._console import Progress, note, print_result
+from sinkscope._console import Progress, print_result
 from sinkscope.cli.common import Backend, BackendOption, Device, DType, Model, Revision, Seed, open_model
 from sinkscope.cli.loopbench import group
 from sinkscope.errors import SinkscopeError
@@ -61,4 +61,3 @@ def run_command(
             batch_size=batch_size, seed=seed, progress=progress,
         )  # fmt: skip
     print_result(tabulate([folder]))
-    note(f"kept in {out}: `sinkscope loopbench table`, `sinkscope loopbench show`")

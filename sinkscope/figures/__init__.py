@@ -32,6 +32,8 @@ _DRAWN = (
     "loopbench-show",
     "rotary",
     "loops",
+    "line-weights",
+    "line-overlap",
 )  # kinds; each has a file of its name here, with a function `draw`
 
 

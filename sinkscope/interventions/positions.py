@@ -125,8 +125,8 @@ class Tracker:
         batch, new = int(tokens.shape[0]), int(tokens.shape[1])
         if cache is not None and past is None and not hasattr(cache, "get_seq_length"):
             raise UnsupportedError(
-                f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass `DynamicCache()` or "
-                "nothing",
+                f"past_key_values is {type(cache).__name__}: expected a cache of transformers; pass `DynamicCache()` "
+                "or nothing",
                 page="kv-cache",
             )
         if past is None:

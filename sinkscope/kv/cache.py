@@ -185,8 +185,9 @@ class CacheLayer(DynamicLayer):
         """Keys that a mask has to cover, and the offset of the first; an offset of 0 would show the future."""
         return self.slots + int(query_length), self.seen - self.slots
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens. What was evicted before does not come back."""
+        tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
         if tokens_to_remove > 0:
             raise SinkscopeError(f"crop({tokens_to_remove}): give minus the number of tokens to remove")
         if tokens_to_remove == 0 or not self.is_initialized or self._columns is None:

@@ -218,8 +218,15 @@ class Session:
         for watch in watches:
             begin = 0 if watch.last is None else max(0, query.shape[2] - watch.last)
             for start in range(begin, query.shape[2], _CHUNK):
-                part = slice(start, start + _CHUNK)
-                rows = self._rows(layer, query[:, :, part], key, index[:, part], pos, hidden)
+                part = slice(start, min(start + _CHUNK, query.shape[2]))
+                later = query.shape[2] - part.stop  # new tokens that none of these queries sees
+                if weights is not None and weights.dtype == torch.float32:
+                    rows = weights[:, :, part]
+                else:
+                    seen = slice(0, key.shape[2] - later)
+                    veiled = None if hidden is None else hidden[..., seen]
+                    rows = self._rows(layer, query[:, :, part], key[:, :, seen], index[:, part], pos[..., seen], veiled)
+                    rows = torch.nn.functional.pad(rows, (0, later)) if later else rows
                 watch.fn(Rows(layer, start, rows, pos, index[:, part], query[:, :, part], kv, call))
         return out, weights
 
@@ -272,12 +279,14 @@ class Session:
         self, layer: int, query: Tensor, key: Tensor, query_pos: Tensor, pos: Tensor, hidden: Tensor | None
     ) -> Float[Tensor, "batch head query slot"]:
         module, config = self.attention_module(layer), self.target.config
+        if hidden is None and pos.stride(1) == 0:
+            pos = pos[:, :1]  # the same in every head: the mask need not be made for each
         ok = attention.visible(pos, query_pos, self._windows[layer], hidden)
-        groups = query.shape[1] // ok.shape[1]
+        groups = query.shape[1] // ok.shape[1] if ok.shape[1] > 1 else 1
         # What the model passes comes first: some scale their queries themselves (OPT) and pass one.
         scaling = self._scaling.get(layer, getattr(module, "scaling", None))
         return attention_probs(
-            query, key, ok.repeat_interleave(groups, 1),
+            query, key, ok.repeat_interleave(groups, 1) if groups > 1 else ok,
             scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             first_query=0,
             softcap=None if attention.stock_name(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None),
@@ -331,7 +340,7 @@ class Session:
             if self.owns_cache:
                 self._moments(call, state)
                 own_masks = self.target.kind == "bridge" or any(layer.edited for layer in self._layers(cache))
-                if (dropped := rebased_by(cache.layers[0], call)) is not None:
+                if (dropped := rebased_by(self._layers(cache)[0], call)) is not None:
                     state.dropped = dropped
                     given = kwargs.get("position_ids")
                     new = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]

@@ -105,7 +105,7 @@ def attention_probs(
     if mask is None:
         rows = torch.arange(first_query, first_query + query.shape[2], device=query.device)
         mask = torch.arange(key.shape[2], device=query.device) <= rows[:, None]
-    scores = scores.masked_fill(~mask, torch.finfo(torch.float32).min)
+    scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
     if sinks is None:
         return torch.softmax(scores, -1)
     extra = sinks.float()[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)

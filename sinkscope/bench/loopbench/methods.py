@@ -130,6 +130,7 @@ METHODS: dict[str, Method] = {
         Method("loopguard", "guard", "LoopGuard as in the paper", _guard()),
         Method("loopguard-window", "guard", "LoopGuard, its cache within the budget at all times",
                _guard(between="window")),
+        Method("loopguard-repeats", "guard", "LoopGuard that takes out older copies too", _guard(clean="repeats")),
         Method("loopguard-always", "guard", "pruning every 200 tokens", _guard(variant="always")),
         Method("loopguard-p1", "guard", "pruning on the top-1 streak alone", _guard(variant="p1")),
         Method("loopguard-ttr", "guard", "pruning on the type-token ratio alone", _guard(variant="ttr")),

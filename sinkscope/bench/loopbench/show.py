@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sinkscope._plain import visible
 from sinkscope.bench.loopbench.methods import METHODS, method
 from sinkscope.bench.loopbench.metrics import run_metrics
 from sinkscope.bench.loopbench.store import Ended, Record, RunFolder, read_run
@@ -113,11 +114,6 @@ class Shown(Result):
             f"{super().to_html()}<details><summary>prompt</summary><pre>{html.escape(visible(self.prompt_text))}</pre>"
             f'</details><div class="figure"><table><tr>{columns}</tr></table></div>'
         )
-
-
-def visible(text: str) -> str:
-    """`text` with control characters written out: what a model writes must not steer a terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _ending(o: Output) -> str:

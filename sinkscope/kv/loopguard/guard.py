@@ -153,6 +153,7 @@ class _Followed:
         seen: tokens in the cache after the last call.
         several: the last call had several tokens and was not the first one.
         calls: number of the call of each generated token.
+        ids: the latest columns of ids, prompt and generated.
     """
 
     monitors: RowMonitors
@@ -161,6 +162,13 @@ class _Followed:
     seen: int
     several: bool
     calls: list[int] = field(default_factory=list)
+    ids: list[Int[Tensor, "batch pos"]] = field(default_factory=list)
+
+    def note(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
+        """Keep at least the last `most` columns."""
+        self.ids.append(ids.detach()[:, -most:])
+        if len(self.ids) > 2 * most:
+            self.ids = self.ids[-most:]
 
 
 class _Guarding:
@@ -168,6 +176,8 @@ class _Guarding:
 
     def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int) -> None:
         self._guard, self._settings, self._run, self._key = guard, settings, run, key
+        whole = guard.clean == "repeats"  # looks for copies in all of the row, the paper's in the recent window
+        self._recent = 1 << 40 if whole else guard.window if guard.recent is None else guard.recent
         self._ends = _ends(run.target.hf) if guard.ends is None else frozenset(guard.ends)
         self._local = threading.local()
 
@@ -188,11 +198,15 @@ class _Guarding:
         if followed is not None:
             self._check(moment, followed)
         if new > 1 or past == 0:
-            memory["followed"] = self._new(moment, past + new, several=past > 0)
+            before = followed.ids if followed is not None and past > 0 else []
+            memory["followed"] = followed = self._new(moment, past + new, several=past > 0)
+            followed.ids = before if not before or len(before[0]) == len(ids) else []
+            followed.note(ids, self._recent)
             return
         if followed is None or past != followed.seen or len(followed.monitors) != len(ids):
             # Read before the run was entered, or taken back by the caller: what follows is watched from here on.
             memory["followed"] = followed = self._new(moment, past, several=False)
+        followed.note(ids, self._recent)
         followed.seen, followed.several = past + 1, False
         followed.calls.append(moment.call.step)
         found = followed.monitors.push(ids[:, -1], largest_probability(_logits(output)[:, -1]))
@@ -227,29 +241,32 @@ class _Guarding:
             )
 
     def _bad(
-        self, tokens: list[int], prompt: int, length: int, retention: Retention
+        self, followed: _Followed, row: int, columns: list[int], retention: Retention
     ) -> tuple[list[tuple[int, int]], int | None]:
-        """Positions in bad blocks, and the period of the repetition at the end."""
-        begin = max(0, len(tokens) - retention.recent) if retention.clean == "tail" else 0
-        tail = tail_period(tokens[begin:], repeats=self._guard.copies)
+        """Positions in bad blocks, and the period of the repetition at the end.
+
+        The recent window is one of the whole row, so a loop that the prompt began is bad there too.
+        """
+        ids = torch.cat(followed.ids, 1)[row].tolist()
+        known = [(at, i) for at, i in zip(columns[-len(ids) :], ids, strict=True) if at >= 0]
+        recent = known[-retention.recent :]
+        tail = tail_period([i for _, i in recent], repeats=self._guard.copies)
+        bad = set() if tail is None else {at for at, _ in recent[tail.start :]}
         if retention.clean == "repeats":
-            bad = [prompt + i for i in repeated(tokens, self._settings.novelty_n)]
-        else:
-            bad = [] if tail is None else list(range(prompt + begin + tail.start, prompt + len(tokens)))
-        # Tokens that are not decided yet (poll) go on with what the last decided one was part of.
-        more = range(prompt + len(tokens), length) if bad and bad[-1] == prompt + len(tokens) - 1 else ()
-        return spans([*bad, *more]), None if tail is None else tail.period
+            bad |= {known[i][0] for i in repeated([i for _, i in known], self._settings.novelty_n)}
+        return spans(sorted(bad)), None if tail is None else tail.period
 
     def _cut(self, moment: Moment, followed: _Followed, found: dict[int, Found]) -> None:
         columns = moment.call.columns
-        lengths: list[int] = (columns.amax(1) + 1).tolist()
+        rows: list[list[int]] = columns.tolist()
+        lengths = [max(row) + 1 for row in rows]
         prompts: list[int] = followed.prompt.tolist()
         allowed = torch.ones(len(lengths), max(lengths), dtype=torch.bool, device=columns.device)
         events: list[Event] = []
         for row, one in found.items():
             held = _held(moment.layers, row, lengths[row])
             retention = self._guard.retention(prompts[row])
-            bad, period = self._bad(followed.monitors.tokens[row], prompts[row], lengths[row], retention)
+            bad, period = self._bad(followed, row, rows[row], retention)
             level = min(one.step.level, retention.max_level)
             kept = plan(held, lengths[row], bad, retention, level)
             allowed[row] = False

@@ -29,9 +29,9 @@ class Retention:
         recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads
             the choice over the recent window.
         clean: what is bad. "tail", the paper's: blocks that repeat at the end, taken out of the recent window; what
-            the loop wrote before the window stays in the history. "repeats", ours: every generated token that ends an
-            n-gram which the row had generated before, taken out of recent window and history; it also finds loops
-            whose copies differ a little.
+            the loop wrote before the window stays in the history. "repeats", ours: these, and every token of prompt
+            and output that ends an n-gram which the row had before, taken out of recent window and history; it also
+            finds copies further back, in the prompt too, and those that differ a little.
         max_level: cap of the aggressiveness level. Every level halves the recent budget, so the default ends at an
             eighth.
     """

@@ -1,0 +1,352 @@
+"""What cache policies, observers, the loop monitor and barcodes cost, next to the model as it comes.
+
+    python -m experiments.bench_kv --out figures/bench_kv.json [--peer KVPRESS/bin/python] [--only NAME ...]
+
+Sections, each in a process of its own, on one thread:
+- `overhead`: `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`, over plain
+  `generate`; also plain over plain, which shows the noise. On a random-weight Llama of 20 ms a token and more, and, in
+  microseconds per token, on the bundled model.
+- `monitor`: the monitor alone on recorded ids, microseconds per token after 1k, 8k and 32k tokens.
+- `h2o`: H2O that sees every query and evicts nothing, at 4,096 tokens of context, over plain eager attention: reading
+  the prompt, and decoding. With eager or sdpa attention underneath.
+- `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
+  (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`), both
+  compare with the plain model of their own environment, and only these ratios are compared.
+- `barcode`: memory of a barcode of 2,500 steps, all heads of the bundled model, 512 bins.
+
+Arms are interleaved, in rotating order; a ratio is the median over rounds of arm over plain in the same round, with a
+95 % bootstrap interval. Time is the processor time of the thread that does all the work, which other programs on the
+machine disturb less than a clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+SHAPE = {
+    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "max_position_embeddings": 8192,
+}  # fmt: skip
+# prompt tokens, budget, tokens decoded, interval, policies by their name here
+DECODING = [
+    (1024, 512, 48, 1, ("streaming", "tova")),
+    (1024, 512, 129, 128, ("snapkv", "tova")),
+    (4096, 2048, 24, 1, ("streaming", "tova")),
+]
+SECTIONS = ("overhead", "monitor", "h2o", "decoding", "barcode")
+Arm = Callable[[int], dict[str, float]]  # round -> seconds by what was done
+
+
+def llama(layers: int, attention: str = "sdpa") -> Any:
+    """Random weights; the same architecture in both environments."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM._from_config(LlamaConfig(num_hidden_layers=layers, **SHAPE), attn_implementation=attention)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def tokens(count: int, seed: int = 0) -> Any:
+    import torch
+
+    return torch.randint(5, SHAPE["vocab_size"], (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def interleaved(arms: dict[str, Arm], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds per arm and part, round by round; a round before them warms up."""
+    names = list(arms)
+    out: dict[str, dict[str, list[float]]] = {name: {} for name in names}
+    for i in range(-1, rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            for part, seconds in arms[name](max(i, 0)).items():
+                if i >= 0:
+                    out[name].setdefault(part, []).append(seconds)
+            print(f"round {i} {name}", file=sys.stderr, flush=True)
+    return out
+
+
+def ratio(arm: list[float], base: list[float]) -> dict[str, Any]:
+    """Median over pairs of arm / base, and its 95 % bootstrap interval."""
+    pairs = [a / b for a, b in zip(arm, base, strict=True)]
+    return {"median": statistics.median(pairs), "interval": interval(pairs), "pairs": pairs}
+
+
+def interval(values: list[float], over: list[float] | None = None) -> list[float]:
+    """95 % of bootstrap medians of `values`, or of quotients of medians of `values` and `over`."""
+    draw = random.Random(0)
+
+    def median(sample: list[float]) -> float:
+        return statistics.median(draw.choices(sample, k=len(sample)))
+
+    medians = sorted(median(values) / (1 if over is None else median(over)) for _ in range(4000))
+    return [medians[100], medians[-101]]
+
+
+def ratios(seconds: dict[str, dict[str, list[float]]], base: str) -> dict[str, Any]:
+    return {
+        name: {part: ratio(values, seconds[base][part]) for part, values in parts.items()}
+        for name, parts in seconds.items()
+        if name != base
+    }
+
+
+# --- sections -----------------------------------------------------------------------------------------------------
+
+
+def overhead(rounds: int) -> dict[str, Any]:
+    from transformers.utils import logging
+
+    import sinkscope as ss
+    from sinkscope.kv import Full
+    from sinkscope.kv.loopguard import LoopGuard
+
+    logging.set_verbosity_error()
+    events = []
+
+    def arms(model: Any, new: int) -> dict[str, Arm]:
+        import torch
+
+        def arm(policy: Any) -> Arm:
+            def run(i: int) -> dict[str, float]:
+                torch.manual_seed(i)
+                with nullcontext() if policy is None else policy.on(model) as entered:
+                    start = time.thread_time()
+                    out = model.generate(tokens(128) % 4000, max_new_tokens=new, do_sample=True, pad_token_id=0)
+                    seconds = time.thread_time() - start
+                if entered is not None:
+                    events.extend(entered.events)
+                return {"token": seconds / (out.shape[1] - 128)}
+
+            return run
+
+        return {"plain": arm(None), "plain_again": arm(None), "full": arm(Full()), "guard": arm(LoopGuard())}
+
+    big = interleaved(arms(llama(12), 96), rounds)
+    bundled: Any = ss.load(None, backend="hf")
+    bundled.generation_config.eos_token_id = None
+    small = interleaved(arms(bundled, 384), rounds)
+    milliseconds = statistics.median(big["plain"]["token"]) * 1e3
+    return {
+        "milliseconds_per_token": milliseconds, "ratio": ratios(big, "plain"), "guard_events": len(events),
+        "bundled_microseconds_per_token": {n: statistics.median(p["token"]) * 1e6 for n, p in small.items()},
+        "bundled_ratio": ratios(small, "plain"),
+    }  # fmt: skip
+
+
+def monitor(rounds: int) -> dict[str, Any]:
+    import sinkscope as ss
+    from sinkscope.loops.monitor import Monitor
+    from sinkscope.text import typical_text
+
+    model: Any = ss.load(None, backend="hf")
+    text = model.tokenizer(typical_text())["input_ids"]
+    marks, block = (1024, 8192, 32768), 512
+    streams = {
+        "text": [text[i % len(text)] for i in range(marks[-1])],
+        "loop": [text[i] if i < 600 else text[i % 24] for i in range(marks[-1])],
+    }
+    draw = random.Random(0)
+    confidence = [draw.random() for _ in range(marks[-1])]
+    out: dict[str, Any] = {}
+    for name, ids in streams.items():
+        seconds: dict[int, list[float]] = {mark: [] for mark in marks}
+        for _ in range(rounds):
+            watching, start = Monitor(), 0.0
+            for i, (token, p_max) in enumerate(zip(ids, confidence, strict=True)):
+                if i + block in seconds:
+                    start = time.thread_time()
+                watching.update(token, p_max)
+                if i + 1 in seconds:
+                    seconds[i + 1].append((time.thread_time() - start) / block)
+        out[name] = {
+            "microseconds_per_token": {mark: statistics.median(s) * 1e6 for mark, s in seconds.items()},
+            "over_1k": {mark: ratio(seconds[mark], seconds[marks[0]]) for mark in marks[1:]},
+        }
+    return out
+
+
+def decoded(model: Any, ids: Any, prompt: int) -> dict[str, float]:
+    """Seconds for the prompt with the first token after it, and for each further one."""
+    import torch
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with torch.no_grad():
+        start = time.thread_time()
+        model(ids[:, :prompt], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, prompt : prompt + 1], past_key_values=cache, position_ids=torch.tensor([[prompt]]))
+        middle = time.thread_time()
+        for i in range(prompt + 1, ids.shape[1]):
+            model(ids[:, i : i + 1], past_key_values=cache, position_ids=torch.tensor([[i]]))
+        end = time.thread_time()
+    return {"prompt": middle - start, "token": (end - middle) / (ids.shape[1] - prompt - 1)}
+
+
+def h2o(rounds: int) -> dict[str, Any]:
+    from sinkscope.kv import H2O
+
+    model, prompt = llama(4), 4096
+    ids = tokens(prompt + 33)
+
+    def arm(attention: str, policy: Any) -> Arm:
+        def run(_i: int) -> dict[str, float]:
+            model.set_attn_implementation(attention)
+            with nullcontext() if policy is None else policy.on(model):
+                return decoded(model, ids, prompt)
+
+        return run
+
+    arms = {
+        "eager": arm("eager", None), "sdpa": arm("sdpa", None), "h2o_on_eager": arm("eager", H2O(budget=8192)),
+        "h2o_on_sdpa": arm("sdpa", H2O(budget=8192)), "h2o_evicting_on_sdpa": arm("sdpa", H2O(budget=1024)),
+    }  # fmt: skip
+    seconds = interleaved(arms, rounds)
+    return {
+        "context": prompt, "milliseconds_per_token": statistics.median(seconds["eager"]["token"]) * 1e3,
+        "prompt_seconds": statistics.median(seconds["eager"]["prompt"]), "over_eager": ratios(seconds, "eager"),
+    }  # fmt: skip
+
+
+def decoding(rounds: int) -> dict[str, Any]:
+    """In either environment: the policies of the one that it has."""
+    try:
+        import kvpress
+    except ImportError:
+        kvpress = None
+    model, out = llama(12), {}
+    for prompt, budget, new, every, names in DECODING:
+        ids = tokens(prompt + new + 1)
+
+        def theirs(name: str, prompt: int = prompt, budget: int = budget, every: int = every) -> Any:
+            kinds = {"streaming": "StreamingLLMPress", "tova": "TOVAPress", "snapkv": "SnapKVPress"}
+            base = getattr(kvpress, kinds[name])(1 - budget / prompt)
+            after = kvpress.DecodingPress(base, compression_interval=every, target_size=budget)
+            return kvpress.PrefillDecodingPress(base, after)(model)
+
+        def ours(name: str, budget: int = budget, every: int = every) -> Any:
+            from sinkscope.kv import make_policy
+
+            return make_policy(name, budget=budget, every=every).on(model)
+
+        def arm(name: str | None, ids: Any = ids, prompt: int = prompt, enter: Any = ours) -> Arm:
+            def run(_i: int) -> dict[str, float]:
+                with nullcontext() if name is None else enter(name):
+                    return decoded(model, ids, prompt)
+
+            return run
+
+        enter = ours if kvpress is None else theirs
+        arms = {"plain": arm(None)} | {name: arm(name, enter=enter) for name in names}
+        seconds = interleaved(arms, rounds)
+        out[f"prompt {prompt}, budget {budget}, every {every}"] = {
+            "milliseconds_per_token": {name: statistics.median(s["token"]) * 1e3 for name, s in seconds.items()},
+            "over_plain": ratios(seconds, "plain"),
+        }
+    return {"environment": versions(*(["kvpress"] if kvpress else []), "torch", "transformers"), "cases": out}
+
+
+def barcode(_rounds: int) -> dict[str, Any]:
+    import sinkscope as ss
+
+    model: Any = ss.load(None, backend="hf")
+    ss.barcode(model, max_new_tokens=8, bins=512, control=False)  # imports and caches are not counted
+    out = {}
+    for name, options in (("all_heads_512_bins", {"bins": 512}), ("raw_4_heads", {"raw": True, "heads": FOUR})):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        before = status("VmRSS")
+        made = ss.barcode(model, max_new_tokens=2500, control=False, **options)
+        out[name] = {
+            "steps": made.steps, "heads": len(made.heads), "bytes_kept": made.nbytes,
+            "peak_growth_bytes": status("VmHWM") - before,
+        }  # fmt: skip
+    return out
+
+
+FOUR = [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
+def status(field: str) -> int:
+    """A memory field of this process, in bytes."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def versions(*names: str) -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in names}
+
+
+# --- running and merging --------------------------------------------------------------------------------------------
+
+
+def child(python: str, section: str, rounds: int) -> Any:
+    """A section in a process of its own; another python runs the file alone."""
+    how = ["-m", "experiments.bench_kv"] if python == sys.executable else [str(Path(__file__))]
+    done = subprocess.run(
+        ["env", "OMP_NUM_THREADS=1", python, *how, "--section", section, "--rounds", str(rounds)],
+        stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"section {section} failed in {Path(python).name}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def advantage(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """The ratio of kvpress over ours, case by case and policy by policy: above 1, it costs more there."""
+    out: dict[str, Any] = {}
+    for case, made in ours["cases"].items():
+        for name, parts in made["over_plain"].items():
+            other = theirs["cases"][case]["over_plain"][name]
+            out.setdefault(case, {})[name] = {
+                part: {
+                    "median": other[part]["median"] / parts[part]["median"],
+                    "interval": interval(other[part]["pairs"], parts[part]["pairs"]),
+                }
+                for part in parts
+            }
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write; sections that are not run stay as they are in it")
+    parser.add_argument("--peer", help="python of an environment with kvpress")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.section:
+        print(json.dumps(globals()[args.section](args.rounds)))
+        return
+    if args.out is None:
+        parser.error("--out is needed")
+    from experiments.record import record
+
+    started = time.perf_counter()
+    result: dict[str, Any] = json.loads(args.out.read_text())["result"] if args.out.is_file() else {}
+    for section in args.only:
+        result[section] = child(sys.executable, section, args.rounds)
+        if section == "decoding" and args.peer:
+            peer = child(args.peer, section, args.rounds)
+            over = advantage(result[section], peer)
+            result[section] = {"sinkscope": result[section], "kvpress": peer, "kvpress_over_sinkscope": over}
+        settings = {"shape": SHAPE, "rounds": args.rounds, "decoding": DECODING}
+        args.out.write_text(record("bench-kv", result, settings, started=started))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Figure 2 of the paper: how diversity collapses, and how long runs survive by model size.
+
+    python -m experiments.loopguard.figure2 FOLDER ... --work DIR [--base-run RUN] [--out figures]
+
+Each FOLDER is what `python -m experiments.train_bundled --size SIZE --out FOLDER` wrote; the model in the package is
+the largest member and always there. Every model continues LoopBench's small prompts greedily (`sinkscope loopbench
+run --methods full`; runs are kept in DIR, and a second call goes on where the first was; `--base-run` takes a run of
+the model in the package that exists).
+
+(a) Type-token ratio of the last W = 256 tokens at every step, with the collapse point (the first step from which it
+stays below 0.2 for good); the control is ordinary text of the same length, in the same tokens. (b) Share of runs that
+have not collapsed by a step, for W = 256 and for W = 64: only whole windows count, so no run can collapse before W.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope._console import Progress, note
+from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.loopbench.run import run_loopbench
+from sinkscope.bench.loopbench.store import Record, read_run
+from sinkscope.errors import SinkscopeError
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.loops import collapse_point, diversity, survival
+from sinkscope.loops.signals import THETA_TTR, WINDOW
+from sinkscope.models.load import load
+from sinkscope.text import typical_text
+
+WINDOWS = (WINDOW, 64)
+CURVES, EVERY = 6, 10  # runs shown in (a), and steps between the points of a curve
+COLOURS = (RED, ORANGE, BLUE, GREEN)
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """How a member of the family came about."""
+    about = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [row["valid_loss"] for row in log if "valid_loss" in row]
+    s = about["settings"]
+    return {
+        "layers": s["n_layers"], "width": s["d_model"], "steps": about["step"], "seed": s["seed"],
+        "validation_loss": losses[-1] if losses else None, "versions": about["versions"],
+    }  # fmt: skip
+
+
+def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progress) -> list[Record]:
+    """The model's continuations of the small set, from the folder where they are there already."""
+    run_loopbench(
+        model, load_prompts("small"), ["full"], out=folder, max_new_tokens=new, batch_size=batch_size,
+        progress=progress,
+    )  # fmt: skip
+    return full_runs(folder)
+
+
+def full_runs(folder: Path) -> list[Record]:
+    """Records of method "full"."""
+    found = [r for r in read_run(folder).records if r.method == "full"]
+    if not found:
+        raise SinkscopeError(f"{folder.name} has no runs of the method full")
+    return found
+
+
+def survived(runs: Sequence[Record], window: int, cap: int) -> dict[str, Any]:
+    """Collapse points and the share of runs without one by each step."""
+    points = [collapse_point(r.tokens, window) for r in runs]
+    steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
+    known = [p for p in points if p is not None]
+    return {
+        "window": window, "points": points, "collapsed": len(known) / len(points),
+        "median": statistics.median(known) if known else None, "steps": steps,
+        "survival": [round(s, 4) for s in survival(points, steps)],
+    }  # fmt: skip
+
+
+def curve(ids: Sequence[int]) -> dict[str, Any]:
+    """Diversity at every `EVERY`th step from the first whole window on."""
+    values = diversity(ids)
+    steps = list(range(WINDOW, len(values) + 1, EVERY))
+    return {"steps": steps, "ttr": [round(values[s - 1], 4) for s in steps], "collapse": collapse_point(ids)}
+
+
+def measure(members: dict[str, tuple[dict[str, Any], list[Record]]], base: str, ordinary: list[int]) -> dict[str, Any]:
+    """Everything that is drawn."""
+    runs = members[base][1]
+    cap = max(len(r.tokens) for _, rs in members.values() for r in rs)
+    shown = runs[:: max(1, len(runs) // CURVES)][:CURVES]
+    return {
+        "curves": [{"prompt": r.prompt, **curve(r.tokens)} for r in shown],
+        "control": curve(ordinary[:cap]),
+        "members": [
+            {"name": name, **about, "runs": len(rs), "survival": [survived(rs, window, cap) for window in WINDOWS]}
+            for name, (about, rs) in members.items()
+        ],
+    }  # fmt: skip
+
+
+def figure(result: dict[str, Any]) -> Any:
+    """Both panels."""
+    from plotly.subplots import make_subplots
+
+    fig = make_subplots(
+        rows=1, cols=2, horizontal_spacing=0.09,
+        subplot_titles=["(a) type-token ratio of the last 256 tokens", "(b) runs that have not collapsed"],
+    )  # fmt: skip
+    for i, one in enumerate(result["curves"]):
+        fig.add_scatter(
+            x=one["steps"], y=one["ttr"], mode="lines", line={"color": BLUE, "width": 1.2}, name="generated",
+            legendgroup="generated", showlegend=i == 0, hovertext=one["prompt"], row=1, col=1,
+        )  # fmt: skip
+        if one["collapse"] is not None:
+            at = min(range(len(one["steps"])), key=lambda k: abs(one["steps"][k] - one["collapse"]))
+            fig.add_scatter(
+                x=[one["collapse"]], y=[one["ttr"][at]], mode="markers", name="collapse point",
+                legendgroup="collapse", showlegend=i == 0,
+                marker={"color": RED, "size": 9, "symbol": "circle-open", "line": {"width": 2}}, row=1, col=1,
+            )  # fmt: skip
+    control = result["control"]
+    fig.add_scatter(x=control["steps"], y=control["ttr"], mode="lines", name="ordinary text (control)",
+                    line={"color": GREEN, "width": 2}, row=1, col=1)  # fmt: skip
+    fig.add_hline(THETA_TTR, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
+    for i, member in enumerate(result["members"]):
+        label = f"{member['name']}: {member['layers']} layers x {member['width']}"
+        for one, dash in zip(member["survival"], ("solid", "dot"), strict=True):
+            fig.add_scatter(
+                x=one["steps"], y=one["survival"], mode="lines", name=f"{label}, W = {one['window']}",
+                line={"color": COLOURS[i % len(COLOURS)], "dash": dash, "shape": "hv"}, row=1, col=2,
+            )  # fmt: skip
+    fig.update_xaxes(title_text="new tokens")
+    fig.update_xaxes(range=[0, 640], row=1, col=2)
+    fig.update_yaxes(range=[0, 0.85], row=1, col=1)
+    fig.update_yaxes(range=[-0.02, 1.03], tickformat=".0%", row=1, col=2)
+    return fig.update_layout(
+        title={"text": "Collapse of diversity, and survival by model size", "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1500, height=520, font={"size": 13}, margin={"l": 60, "r": 20, "t": 90, "b": 60},
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopguard.figure2", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("folders", type=Path, nargs="*", help="trained members of the family")
+    parser.add_argument("--work", type=Path, required=True, help="where runs are kept")
+    parser.add_argument("--base-run", type=Path, help="a run of the model in the package with method full")
+    parser.add_argument("--max-new-tokens", type=int, default=2500)
+    parser.add_argument("--batch-size", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    members: dict[str, tuple[dict[str, Any], list[Record]]] = {}
+    with Progress() as progress:
+        for folder in args.folders:
+            note(f"{folder.name}: {args.max_new_tokens} tokens after each prompt")
+            runs = runs_of(load(str(folder), backend="hf"), args.work / folder.name, args.max_new_tokens,
+                           args.batch_size, progress)  # fmt: skip
+            members[folder.name] = (trained(folder), runs)
+        base = load(None, backend="hf")
+        config, tokenizer = base.config, base.tokenizer
+        runs = (
+            runs_of(base, args.work / "bundled", args.max_new_tokens, args.batch_size, progress)
+            if args.base_run is None
+            else full_runs(args.base_run)
+        )
+    about = {"layers": config.num_hidden_layers, "width": config.hidden_size, "steps": None, "seed": None,
+             "validation_loss": None, "versions": None}  # fmt: skip
+    members["bundled"] = (about, runs)
+    members = dict(sorted(members.items(), key=lambda item: (item[1][0]["layers"], item[1][0]["width"])))
+    ordinary = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    result = measure(members, "bundled", ordinary)
+    settings = {
+        "family": [f.name for f in args.folders], "trained_by": "python -m experiments.train_bundled --size SIZE "
+        "--steps STEPS --seed SEED", "prompts": "small", "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size, "theta_ttr": THETA_TTR, "windows": WINDOWS, "sampling": "greedy",
+    }  # fmt: skip
+    save("loopguard_fig2", record("loopguard-fig2", result, settings, started=started), figure(result), args.out)
+    for member in result["members"]:
+        for one in member["survival"]:
+            print(f"{member['name']}, W = {one['window']}: {one['collapsed']:.0%} of {member['runs']} runs collapse, "
+                  f"median step {one['median']}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Figure 4 of the paper: how often LoopGuard intervenes in a run, and where.
+
+    python -m experiments.loopguard.figure4 RUN ... [--out figures]
+
+Each RUN is a folder of `sinkscope loopbench run` with the method `loopguard`; those of several runs are added up. The
+paper's ranges are drawn behind. Controls: the same monitor on texts that repeat honestly (method-free records of
+`--bench honest`) and on ordinary text, and pruning that asks no signal (`loopguard-always`), where it was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope.bench.loopbench.run import TEXT
+from sinkscope.bench.loopbench.store import Record, read_run
+from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.errors import SinkscopeError
+from sinkscope.figures.style import BLUE, GREY, ORANGE
+from sinkscope.loops import Monitor
+from sinkscope.models.load import load
+from sinkscope.text import typical_text
+
+PAPER = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
+BIN = 100
+NAMES = ("loopguard", "loopguard-always")
+
+
+def ordinary_alarms(length: int) -> dict[str, int]:
+    """Triggers of the monitor on pieces of ordinary text, as certain as it can be: a probability above 0.9 throughout.
+
+    A text that is read has no probabilities of its own choice, so this is the worst case for the vote.
+    """
+    tokenizer = load(None, backend="hf").tokenizer
+    ids: list[int] = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
+    pieces = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    alarmed = 0
+    for piece in pieces:
+        monitor = Monitor()
+        alarmed += any(monitor.update(token, 0.99).trigger for token in piece)
+    return {"texts": len(pieces), "tokens": length, "alarmed": alarmed}
+
+
+def gaps(record_: Record) -> list[int]:
+    """Tokens between one intervention and the next."""
+    steps = [e["step"] for e in record_.events if e["kind"] == "guard"]
+    return [b - a for a, b in zip(steps, steps[1:], strict=False)]
+
+
+def measure(folders: Sequence[Path]) -> dict[str, Any]:
+    """Counts and positions of each guard, and what the controls say."""
+    table = tabulate(folders)
+    rows: list[dict[str, Any]] = []
+    records = [r for folder in folders for r in read_run(folder).records]
+    for g in table.ablation:
+        if g.method not in NAMES:
+            continue
+        between = [gap for r in records if r.method == g.method for gap in gaps(r)]
+        rows.append(
+            {
+                "model": g.model, "method": g.method, "runs": g.runs, "counts": g.counts, "positions": g.positions,
+                "mean": g.interventions, "mode": Counter(g.counts).most_common(1)[0][0], "early": g.early,
+                "in_papers_range": sum(3 <= c <= 5 for c in g.counts) / len(g.counts),
+                "first": statistics.median([min(p) for p in _by_run(records, g.method) if p] or [0]),
+                "median_gap": statistics.median(between) if between else None,
+            }
+        )  # fmt: skip
+    if not rows:
+        raise SinkscopeError(f"there is no run of {' or '.join(NAMES)} in {', '.join(f.name for f in folders)}")
+    honest = [r for r in records if r.method == TEXT]
+    return {
+        "guards": rows, "paper": PAPER,
+        "control": {
+            "honest_repetition": {"texts": len(honest), "alarmed": [r.prompt for r in honest if r.detected.get("full")]},
+            "ordinary_text": ordinary_alarms(1500),
+        },
+    }  # fmt: skip
+
+
+def _by_run(records: Sequence[Record], method: str) -> list[list[int]]:
+    return [[e["step"] for e in r.events if e["kind"] == "guard"] for r in records if r.method == method]
+
+
+def figure(result: dict[str, Any], cap: int) -> Any:
+    """Both distributions, the paper's ranges behind them."""
+    from plotly.subplots import make_subplots
+
+    fig = make_subplots(
+        rows=1, cols=2, horizontal_spacing=0.08,
+        subplot_titles=["(a) interventions per run", "(b) where they were"],
+    )  # fmt: skip
+    for row, colour in zip(result["guards"], (BLUE, ORANGE), strict=False):
+        counts, positions = Counter(row["counts"]), row["positions"]
+        xs = range(max(counts) + 1)
+        fig.add_bar(x=list(xs), y=[counts[i] / len(row["counts"]) for i in xs], name=row["method"], marker_color=colour,
+                    legendgroup=row["method"], row=1, col=1)  # fmt: skip
+        bins = Counter(step // BIN for step in positions)
+        xs = range(cap // BIN + 1)
+        fig.add_bar(
+            x=[BIN * (i + 0.5) for i in xs], y=[bins[i] / max(1, len(positions)) for i in xs], name=row["method"],
+            marker_color=colour, legendgroup=row["method"], showlegend=False, row=1, col=2,
+        )  # fmt: skip
+    shade = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
+    low, high = PAPER["counts"]
+    fig.add_vrect(low - 0.5, high + 0.5, annotation_text="the paper's", annotation_position="top left", **shade,
+                  row=1, col=1)  # fmt: skip
+    fig.add_vrect(*PAPER["positions"], annotation_text="the paper's", annotation_position="top left", **shade,
+                  row=1, col=2)  # fmt: skip
+    fig.update_xaxes(title_text="interventions", row=1, col=1)
+    fig.update_xaxes(title_text="new tokens", range=[0, cap], row=1, col=2)
+    fig.update_yaxes(title_text="share of runs", tickformat=".0%", row=1, col=1)
+    fig.update_yaxes(title_text="share of interventions", tickformat=".0%", row=1, col=2)
+    return fig.update_layout(
+        title={"text": "When LoopGuard intervenes on LoopBench's small set", "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1400, height=500, font={"size": 13}, barmode="group", bargap=0.1,
+        margin={"l": 70, "r": 20, "t": 90, "b": 60}, legend={"x": 0.99, "y": 0.98, "xanchor": "right"},
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopguard.figure4", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of `sinkscope loopbench run`")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    result = measure(args.runs)
+    made = [read_run(folder).settings for folder in args.runs]
+    settings = {"runs": [{**s, "folder": folder.name} for folder, s in zip(args.runs, made, strict=True)]}
+    text = record("loopguard-fig4", result, settings, started=started)
+    save("loopguard_fig4", text, figure(result, max(int(s["max_new_tokens"]) for s in made)), args.out)
+    for row in result["guards"]:
+        early = "-" if row["early"] is None else f"{row['early']:.1%}"
+        print(f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), first at "
+              f"{row['first']:g}, early {early}, median gap {row['median_gap']}")  # fmt: skip
+    print(f"controls: {result['control']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""What comes after an intervention, and where a loop lives: in the cache, or in the weights.
+
+    python -m experiments.loopguard.why --guarded RUN --full RUN [--prompts 12] [--out figures]
+
+RUNs are folders of `sinkscope loopbench run` on the model in the package, with the methods `loopguard` and `full`.
+
+**After an intervention**: of every intervention of `--guarded`, whether the same cycle is there again at the next one
+(within W = 256 tokens), another one is, or none; and how sure the model was of its tokens in the loop.
+
+**Where the loop lives**: outputs of `--full` are cut at the first alarm and at three quarters of the way. The text so
+far is read whole; then parts of the cache are taken out, and decoding goes on greedily for 64 tokens:
+`nothing`; `LoopGuard's cut` (level 0); `all generated` (the prompt stays); `all but BOS`. "cycle goes on" is the share
+of runs whose next tokens, two periods or at least eight, are those of the cycle; "some loop" the share whose 64 tokens
+end in a repetition (three copies, 24 tokens). Controls: an ordinary text read and continued under the same cuts, and
+the loop organism of the tests, whose loops are held by copies in the cache by construction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope._console import Progress
+from sinkscope.bench.loopbench.store import Record, read_run
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.kv.loopguard import LoopGuard, Retention, plan
+from sinkscope.loops import tail_period
+from sinkscope.loops.signals import WINDOW
+from sinkscope.models.load import load
+from sinkscope.text import typical_text
+from tests.organisms import loop_organism
+
+CUTS = ("nothing", "LoopGuard's cut", "all generated", "all but BOS")
+NEW, BUDGET = 64, 256
+
+
+def same_cycle(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether one is the other, begun elsewhere."""
+    twice = [*b, *b]
+    return len(a) == len(b) and any(list(a) == twice[i : i + len(a)] for i in range(len(a)))
+
+
+def aftermath(records: Sequence[Record]) -> dict[str, Any]:
+    """What followed each intervention that had found a cycle."""
+    counts = {"same": 0, "another": 0, "none": 0}
+    gaps: list[int] = []
+    sure: list[float] = []
+    periods: list[int] = []
+    for one in records:
+        cuts = [e for e in one.events if e["kind"] == "guard"]
+        for i, event in enumerate(cuts):
+            step, period = event["data"]["generated"], event["data"]["period"]
+            if period is None:
+                continue
+            cycle = one.tokens[step - period : step]
+            sure += one.top1[step - period : step]
+            periods.append(period)
+            following = cuts[i + 1]["data"] if i + 1 < len(cuts) else None
+            if following is None or following["generated"] - step > WINDOW:
+                if following is not None or len(one.tokens) - step > WINDOW:
+                    counts["none"] += 1
+                continue
+            gaps.append(following["generated"] - step)
+            found = following["period"]
+            later = one.tokens[following["generated"] - found : following["generated"]] if found else ()
+            counts["same" if same_cycle(cycle, later) else "another"] += 1
+    total = max(1, sum(counts.values()))
+    return {
+        "interventions": total, "shares": {name: n / total for name, n in counts.items()}, "counts": counts,
+        "median_gap": statistics.median(gaps) if gaps else None,
+        "median_period": statistics.median(periods) if periods else None,
+        "probability_in_loop": {
+            "mean": statistics.fmean(sure), "above_0.9": sum(p > 0.9 for p in sure) / len(sure),
+        },
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def go_on(model: Any, ids: list[int], keep: Sequence[int] | None, new: int) -> list[int]:
+    """Read `ids`, leave only the positions `keep` of the cache (None: all), and decode greedily.
+
+    The last token is read after the cut, at its own position.
+    """
+    cache = DynamicCache(config=model.config)
+    model(input_ids=torch.tensor([ids[:-1]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if keep is not None:
+        at = torch.tensor(keep)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, at], layer.values[:, :, at]
+    token, made = ids[-1], []
+    for position in range(len(ids) - 1, len(ids) - 1 + new):
+        out = model(
+            input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True,
+            position_ids=torch.tensor([[position]]),
+        )  # fmt: skip
+        token = int(out.logits[0, -1].argmax())
+        made.append(token)
+    return made
+
+
+def kept(cut: str, ids: list[int], prompt: int, retention: Retention) -> list[int] | None:
+    """Positions that are left of all but the last token."""
+    last = len(ids) - 1
+    if cut == "nothing":
+        return None
+    if cut == "all generated":
+        return list(range(min(prompt, last)))
+    if cut == "all but BOS":
+        return [0]
+    generated = ids[prompt:]
+    begin = max(0, len(generated) - retention.recent)
+    tail = tail_period(generated[begin:], repeats=2)
+    bad = [] if tail is None else [(prompt + begin + tail.start, len(ids))]
+    return [p for p in plan(range(len(ids)), len(ids), bad, retention).keep if p < last]
+
+
+def counterfactual(
+    model: Any, cases: Sequence[tuple[list[int], int]], retention: Retention, tick: Any = None
+) -> list[dict[str, Any]]:
+    """For each cut, how many of the cases go on in their cycle.
+
+    Args:
+        model: a plain Hugging Face model.
+        cases: whole sequence, and how many of its tokens are the prompt.
+        retention: of LoopGuard's cut.
+        tick: called after each case.
+    """
+    going: dict[str, list[bool]] = {cut: [] for cut in CUTS}
+    looping: dict[str, list[bool]] = {cut: [] for cut in CUTS}
+    for ids, prompt in cases:
+        tail = tail_period(ids[prompt:], repeats=2)
+        for cut in CUTS:
+            made = go_on(model, ids, kept(cut, ids, prompt, retention), NEW)
+            if tail is not None:
+                cycle = ids[-tail.period :]
+                want = max(8, 2 * tail.period)
+                expected = (cycle * (want // tail.period + 1))[:want]
+                going[cut].append(made[:want] == expected[: len(made)])
+            looping[cut].append(tail_period(made, shortest=24) is not None)
+        if tick is not None:
+            tick()
+    return [
+        {
+            "cut": cut, "cases": len(cases), "with_cycle": len(going[cut]),
+            "cycle_goes_on": sum(going[cut]) / len(going[cut]) if going[cut] else None,
+            "some_loop": sum(looping[cut]) / len(cases),
+        }
+        for cut in CUTS
+    ]  # fmt: skip
+
+
+def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
+    """The loop organism in mid-loop, and what LoopGuard does to it while it generates."""
+    made = loop_organism(0, reach=64)
+    cases: list[tuple[list[int], int]] = []
+    broken = 0
+    starts = [(period, start) for start in (0, 900, 1800) for period in (3, 4, 8, 12, 16, 24)]
+    for period, start in starts:
+        prompt = made.looping_prompt(period, start=start)
+        ids = prompt.ids[0].tolist()
+        cases.append(([*ids, *made.expected(prompt, 256)], len(ids)))
+        with LoopGuard().on(made.model) as run:
+            out = made.model.generate(
+                input_ids=prompt.ids, attention_mask=torch.ones_like(prompt.ids), max_new_tokens=400, do_sample=False
+            )[0, len(ids) :].tolist()
+        steps = [e.data["generated"] for e in run.events]
+        last = steps[-1] if steps else None
+        broken += last is not None and out[last + 1 :] == made.walk(out[last], len(out) - last - 1)
+    return made.model, cases, {"prompts": len(starts), "broken_for_good": broken}
+
+
+def text_cases(tokenizer: Any, count: int, length: int) -> list[tuple[list[int], int]]:
+    """Ordinary text, its first half taken for the prompt."""
+    ids = [tokenizer.bos_token_id, *tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]]
+    return [([ids[0], *ids[1 + i * length : (i + 1) * length]], length // 2) for i in range(count)]
+
+
+def figure(result: dict[str, Any]) -> Any:
+    """What followed, and which cuts end a cycle."""
+    from plotly.subplots import make_subplots
+
+    fig = make_subplots(
+        rows=1, cols=3, column_widths=[0.22, 0.39, 0.39], horizontal_spacing=0.07,
+        subplot_titles=["at the next intervention", "the same cycle goes on after the cut",
+                        "64 tokens later there is some loop"],
+    )  # fmt: skip
+    shares = result["aftermath"]["shares"]
+    labels = {"same": "same cycle", "another": "another cycle", "none": f"none in {WINDOW}"}
+    fig.add_bar(x=[labels[k] for k in shares], y=list(shares.values()), marker_color=[RED, ORANGE, GREEN],
+                showlegend=False, row=1, col=1)  # fmt: skip
+    for (name, rows), colour in zip(result["where"].items(), (BLUE, ORANGE, GREEN, GREY), strict=False):
+        for col, key in ((2, "cycle_goes_on"), (3, "some_loop")):
+            if all(row[key] is None for row in rows):
+                continue
+            fig.add_bar(x=[row["cut"] for row in rows], y=[row[key] for row in rows], name=name, marker_color=colour,
+                        legendgroup=name, showlegend=col == 3, row=1, col=col)  # fmt: skip
+    fig.update_yaxes(range=[0, 1.03], tickformat=".0%")
+    fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=2)
+    fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=3)
+    return fig.update_layout(
+        title={"text": "After an intervention, and where a loop lives", "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1500, height=500, font={"size": 13}, barmode="group",
+        margin={"l": 60, "r": 20, "t": 90, "b": 80}, legend={"orientation": "h", "y": -0.22, "x": 0.3},
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopguard.why", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--guarded", type=Path, required=True, help="a run with the method loopguard")
+    parser.add_argument("--full", type=Path, required=True, help="a run with the method full")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    guarded = [r for r in read_run(args.guarded).records if r.method == "loopguard"]
+    folder = read_run(args.full)
+    full = [r for r in folder.records if r.method == "full"]
+    full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
+    model = load(None, backend="hf")
+    retention = Retention(budget=BUDGET)
+    cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
+    for one in full:
+        prompt = model.tokenizer(folder.prompts[one.prompt]["prompt"], verbose=False)["input_ids"]
+        alarm = one.detected.get("full")
+        if alarm is not None:
+            cases["at the first alarm"].append(([*prompt, *one.tokens[:alarm]], len(prompt)))
+        cases["at three quarters"].append(([*prompt, *one.tokens[: 3 * len(one.tokens) // 4]], len(prompt)))
+    organism, planted, broken = organism_cases()
+    texts = text_cases(model.tokenizer, args.prompts, 1200)
+    done, total = 0, sum(map(len, cases.values())) + len(planted) + len(texts)
+    with Progress() as progress:
+
+        def tick() -> None:
+            nonlocal done
+            done += 1
+            progress("continuations", done, total)
+
+        where = {f"model in the package, {name}": counterfactual(model, part, retention, tick)
+                 for name, part in cases.items()}  # fmt: skip
+        where["loop organism (control)"] = counterfactual(organism, planted, retention, tick)
+        where["ordinary text (control)"] = counterfactual(model, texts, retention, tick)
+    result = {"aftermath": aftermath(guarded), "where": where, "organism": broken}
+    settings = {
+        "guarded": args.guarded.name, "full": args.full.name, "prompts": args.prompts, "new": NEW, "budget": BUDGET,
+        "organism": "loop_organism(0, reach=64), periods 3 to 24", "sampling": "greedy",
+    }  # fmt: skip
+    save("loopguard_why", record("loopguard-why", result, settings, started=started), figure(result), args.out)
+    print(result["aftermath"], result["organism"])
+    for name, rows in where.items():
+        print(name, [(r["cut"], r["cycle_goes_on"], r["some_loop"]) for r in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Which files of a folder are results, in which order they are shown, and the file that is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkscope._plain import visible
+from sinkscope.errors import SinkscopeError
+from sinkscope.output import check_writable, write_atomic
+from sinkscope.report.page import Section, document, section
+from sinkscope.report.record import Record
+from sinkscope.results import Result, known_kinds, read_json
+
+_BESIDE = {".html", ".png"}  # what commands write next to their JSON
+_SHOWN = 5  # skipped files that an error names
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that is not in the report.
+
+    Attributes:
+        file: its path below the folder.
+        reason: why not, in one line.
+    """
+
+    file: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `report` wrote.
+
+    Attributes:
+        path: the HTML file.
+        files: paths below the folder of what is in it, a name per result, in the order of the report.
+        skipped: the other files.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+
+
+def report(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Report:
+    """Write all results found in a folder, and in the folders below it, as one HTML file that needs nothing else.
+
+    Results are what `--json` and `.save()` write. Envelopes of a kind without a class, those of `experiments/` or of a
+    kind of your own, are shown as tables of their data. Other files are left out and named; hidden ones, and the HTML
+    and PNG that commands write beside their JSON, are left out silently.
+
+    Args:
+        folder: where the results are.
+        out: the file to write; by default `report.html` in the folder. An old one is replaced.
+        progress: called with a stage, what is done, and how much there is.
+
+    Returns:
+        Which file was written, what is in it, and what is not and why.
+
+    Raises:
+        SinkscopeError: the folder is none, holds no result, or the file cannot be written or is one of those read.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        there = "is no folder" if root.exists() else "does not exist"
+        raise SinkscopeError(f"{folder} {there}: give the folder that holds the JSON files of your results")
+    target = check_writable(root / "report.html" if out is None else out)
+    files, skipped = _listed(root)
+    if target in {path.resolve() for path in files}:
+        raise SinkscopeError(f"{out} is one of the files to be read: give the report another name")
+    sections: list[Section] = []
+    for i, path in enumerate(files):
+        if progress is not None:
+            progress("reading", i, len(files))
+        name = visible(path.relative_to(root).as_posix())
+        try:
+            _read(path, name, sections, skipped)
+        except SinkscopeError as error:
+            skipped.append(Skipped(name, _line(error, path)))
+    skipped.sort(key=lambda s: s.file)
+    if not sections:
+        raise SinkscopeError(f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote")
+    order = {kind: i for i, kind in enumerate(known_kinds())}
+    sections.sort(key=lambda s: (order.get(s.kind, len(order)), s.file))
+    name = visible(root.resolve().name)
+    whole = document(name, sections, [(s.file, s.reason) for s in skipped])
+    # a lone surrogate, which a token may hold, has no UTF-8
+    written = write_atomic(target, whole.encode(errors="backslashreplace"))
+    return Report(written, tuple(s.file for s in sections), tuple(skipped))
+
+
+def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
+    """The JSON files below `root`, sorted, and what is there beside them."""
+    files: list[Path] = []
+    skipped: list[Skipped] = []
+
+    def below(path: Path) -> str:
+        return visible(path.relative_to(root).as_posix())
+
+    def unreadable(error: OSError) -> None:
+        skipped.append(Skipped(below(Path(error.filename)), f"cannot be read: {(error.strerror or '').lower()}"))
+
+    for folder, folders, names in os.walk(root, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            suffix = path.suffix.lower()
+            if suffix in _BESIDE:
+                continue
+            if suffix != ".json":
+                skipped.append(Skipped(below(path), "is no .json file"))
+            elif not path.is_file():  # a pipe would never end
+                skipped.append(Skipped(below(path), "is no file, or a link to none"))
+            else:
+                files.append(path)
+    return sorted(files), skipped
+
+
+def _read(path: Path, name: str, sections: list[Section], skipped: list[Skipped]) -> None:
+    """The results of a file: its own, and those put beside it under a key each."""
+    data = read_json(path)
+    parts: list[tuple[str, Any]] = [(name, data)]
+    if isinstance(data, dict):
+        parts += [(f"{name}, {visible(key)}", v) for key, v in data.items()
+                  if isinstance(v, dict) and "schema" in v and "kind" in v]  # fmt: skip
+    for part, content in parts:
+        try:
+            sections.append(section(_result(content, path.name), part, path))
+        except SinkscopeError as error:
+            skipped.append(Skipped(part, _line(error, path)))
+        except Exception as error:  # right types do not make a whole result: a damaged one can fail anywhere
+            skipped.append(Skipped(part, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
+
+
+def _result(data: Any, name: str) -> Result | Record:
+    if isinstance(data, dict) and isinstance(data.get("kind"), str) and data["kind"] not in known_kinds():
+        record = Record.of(data)
+        if record is not None:
+            return record
+    return Result.from_dict(data, name)
+
+
+def _line(error: Exception, path: Path) -> str:
+    """The message without the name that it begins with: that stands before it already."""
+    return visible(" ".join(str(error).removeprefix(path.name).lstrip(": ").split()))
+
+
+def _named(skipped: list[Skipped]) -> str:
+    if not skipped:
+        return ""
+    more = f" and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
+    return f" ({'; '.join(map(str, skipped[:_SHOWN]))}{more})"

@@ -1,0 +1,122 @@
+"""Measurements that have no class of their own: their data as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sinkscope.results import SCHEMA, cell
+
+_ROWS = 2000  # of a table; the file holds them all
+_WIDTH = 160  # characters of a list in a cell
+
+
+class Table(NamedTuple):
+    """Part of a record.
+
+    Attributes:
+        title: the keys that lead to it.
+        head: names of the columns.
+        rows: cells as they are shown.
+        total: rows there are; `rows` may hold fewer.
+    """
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    total: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """An envelope whose kind no class belongs to.
+
+    Attributes:
+        kind: what it calls itself.
+        result: its data.
+        lists: model, settings and provenance, those that are there.
+    """
+
+    kind: str
+    result: dict[str, Any] | list[Any]
+    lists: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Record | None:
+        """The record in what a JSON file holds; None if that is no envelope with result, settings and provenance."""
+        lists = {name: data[name] for name in ("model", "settings", "provenance") if isinstance(data.get(name), dict)}
+        result = data.get("result")
+        if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or not {*lists} >= {"provenance"}:
+            return None
+        return cls(str(data["kind"]), result, lists)
+
+    def tables(self) -> list[Table]:
+        """All of the data: single values first, then a table per list of records."""
+        return list(_tables(self.result, ""))
+
+
+def _tables(value: Any, title: str) -> Iterator[Table]:
+    if isinstance(value, list):
+        if _records(value):
+            yield _table(title, [flat for row in value for flat in _flat(row)])
+        elif value:
+            yield _table(title, [{"value": item} for item in value])
+        return
+    inside = {key: v for key, v in value.items() if isinstance(v, dict) or _records(v)}
+    single = [{"name": key, "value": v} for key, v in value.items() if key not in inside]
+    if single:
+        yield _table(title, single)
+    if len(inside) > 1 and all(isinstance(v, dict) and not _nested(v) for v in inside.values()):
+        yield _table(title, [{"name": key, **v} for key, v in inside.items()])
+        return
+    for key, v in inside.items():
+        yield from _tables(v, f"{title}, {key}" if title else key)
+
+
+def _nested(value: dict[str, Any]) -> bool:
+    return any(isinstance(v, dict) or _records(v) for v in value.values())
+
+
+def _records(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One row, or one per record in a list that it holds; objects in it become columns."""
+    base: dict[str, Any] = {}
+    lists: dict[str, list[dict[str, Any]]] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            base |= {f"{key} {name}": v for name, v in value.items()}
+        elif _records(value):
+            lists[key] = value
+        else:
+            base[key] = value
+    if not lists:
+        yield base
+    for key, rows in lists.items():
+        named = {"list": key} if len(lists) > 1 else {}
+        for inner in rows:
+            for flat in _flat(inner):
+                yield {**base, **named, **{f"{key} {n}" if n in base else n: v for n, v in flat.items()}}
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_shown(row.get(name)) for name in head] for row in rows[:_ROWS]]
+    return Table(title, [name.replace("_", " ") for name in head], cells, len(rows))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        parts = [f"[{_shown(v)}]" if isinstance(v, list) else _shown(v) for v in value]
+        return _short(", ".join(parts), f" ({len(value)} values)")
+    if isinstance(value, dict):
+        return _short(json.dumps(value, ensure_ascii=False), "")
+    return cell(value)
+
+
+def _short(text: str, count: str) -> str:
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]} …{count}"

@@ -1,0 +1,128 @@
+"""Headless Chromium over its own protocol: nothing to install but the browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_OPTIONS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio",
+    "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
+)  # fmt: skip
+
+
+def found() -> str | None:
+    """The path of a browser, None where there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Browser:
+    """One page. `errors` gathers what the console said of warnings and errors, and exceptions; `asked` addresses."""
+
+    def __init__(self, seconds: float = 120.0) -> None:
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        self._until = time.monotonic() + seconds
+        self._number = 0
+        self._buffer = b""
+        self._loaded = False
+
+    def __enter__(self) -> Browser:
+        program = found()
+        assert program is not None
+        self._folder = tempfile.TemporaryDirectory(prefix="sinkscope-browser-", ignore_cleanup_errors=True)
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        words = [program, *_OPTIONS, f"--user-data-dir={self._folder.name}", "about:blank"]
+        self._process = subprocess.Popen(
+            ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", *words],
+            pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, env={**os.environ, "HOME": self._folder.name},
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        os.set_blocking(self._in, False)
+        page = next(t for t in self.send("Target.getTargets")["targetInfos"] if t["type"] == "page")
+        self._session = self.send("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.send(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        os.close(self._out)  # a closed pipe ends it
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._in)
+        self._folder.cleanup()
+
+    def send(self, method: str, **params: Any) -> Any:
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        if hasattr(self, "_session"):
+            message["sessionId"] = self._session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, (method, answer["error"])
+                return answer["result"]
+
+    def open(self, path: Path, width: int, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
+        """Load a file in a window of this size, and wait until it is loaded."""
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, mobile=phone,
+            deviceScaleFactor=2 if phone else 1,
+        )  # fmt: skip
+        self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+        self._loaded = False
+        self.send("Page.navigate", url=path.resolve().as_uri())
+        while not self._loaded:
+            self._receive()
+
+    def run(self, script: str) -> Any:
+        """The value of an expression, awaited."""
+        done = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in done, done["exceptionDetails"]
+        return done["result"].get("value")
+
+    def shoot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot")["data"]))
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            assert time.monotonic() < self._until, "the browser does not answer"
+            assert self._process.poll() is None, "the browser has ended"
+            try:
+                self._buffer += os.read(self._in, 1 << 20)
+            except BlockingIOError:
+                time.sleep(0.005)
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        message: dict[str, Any] = json.loads(line)
+        self._note(message.get("method", ""), message.get("params", {}))
+        return message
+
+    def _note(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Page.loadEventFired":
+            self._loaded = True
+        elif method == "Network.requestWillBeSent":
+            self.asked.append(params["request"]["url"])
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(params["exceptionDetails"].get("exception", {}).get("description", params)))
+        elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.errors.append(str(params["args"]))
+        elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
+            self.errors.append(str(params["entry"]))

@@ -1,0 +1,77 @@
+"""The GPU script on a CPU: cost and bytes against what is known of the cache, and the whole of it unattended."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from organisms.tiny import tiny_model
+
+from experiments.gpu import loopguard as script
+from sinkscope.models.target import Target
+
+PROMPT, NEW, BUDGET = 80, 90, 64
+
+
+def _target() -> tuple[Target, torch.Tensor]:
+    model, tokenizer = tiny_model("llama")
+    vocab = model.config.vocab_size
+    return Target.of(model, tokenizer), torch.arange(PROMPT + NEW)[None] % (vocab - 4) + 4
+
+
+def test_the_guard_changes_nothing_and_every_pair_is_timed() -> None:
+    target, ids = _target()
+    found = script.cost(target, ids, PROMPT, pairs=2)
+    assert found["same_logits"] and found["interventions"] == 0
+    assert found["ratio"]["pairs"] == 2 and found["ratio"]["low"] <= found["ratio"]["median"] <= found["ratio"]["high"]
+    assert found["stock_ms_per_token"] > 0
+
+
+def test_the_ratio_is_the_median_of_the_pairs() -> None:
+    found = script.median_ratio([(1.0, 2.0), (2.0, 2.0), (1.0, 3.0)])
+    assert found["median"] == 2.0 and (found["low"], found["high"]) == (1.0, 3.0)
+
+
+def test_bytes_are_those_of_keys_and_values() -> None:
+    target, ids = _target()
+    rows = script.held(target, ids, PROMPT, BUDGET)
+    config = target.hf.config
+    size = (
+        2 * config.num_hidden_layers * config.num_key_value_heads * (config.hidden_size // config.num_attention_heads)
+    )
+    per_token = size * 4
+    assert rows["full"]["logical_bytes"] == rows["full"]["physical_bytes"] == per_token * (PROMPT + NEW)
+    assert rows["loopguard, untriggered"]["logical_bytes"] == rows["full"]["logical_bytes"]
+    assert rows["loopguard, cut twice"]["interventions"] == 2
+    for name in ("streaming", "h2o", "loopguard, cut twice"):
+        assert rows[name]["mean_tokens"] < rows["full"]["mean_tokens"] < rows["full"]["peak_tokens"] == PROMPT + NEW
+
+
+@pytest.mark.slow
+def test_script_runs_unattended_without_bridge_and_nnsight(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("transformer_lens", "nnsight"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
+    out = tmp_path / "r.json"
+    words = "--shape tiny --device cpu --dtype float32 --pairs 1 --prompt-tokens 96 --new-tokens 80 --budget 64"
+    bench = "--prompts 2 --max-new-tokens 256 --batch-size 2 --methods full,loopguard"
+    script.main([*words.split(), *bench.split(), "--out", str(out)])
+    result = json.loads(out.read_text())["result"]
+    assert result["cost"]["same_logits"] and result["loopbench"]["model"] == "bundled"
+    rows = {(row["bench"], row["method"]): row for row in result["loopbench"]["rows"]}
+    assert set(rows) == {(bench, method) for bench in ("dc", "ri") for method in ("full", "loopguard")}
+    assert all(row["runs"] == 1 and row["length"] == 256 for row in rows.values())
+    guarded = [row for row in rows.values() if row["method"] == "loopguard"]
+    assert all(row["interventions"] >= 1 for row in guarded), "the model in the package loops"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.slow
+def test_script_on_a_gpu(tmp_path: Path) -> None:
+    words = "--shape tiny --pairs 3 --prompt-tokens 96 --new-tokens 80 --budget 64 --prompts 2 --max-new-tokens 256"
+    script.main([*words.split(), "--methods", "full,loopguard", "--out", str(tmp_path / "r.json")])
+    result = json.loads((tmp_path / "r.json").read_text())["result"]
+    assert result["cost"]["same_logits"] and result["caches"]["full"]["peak_device_bytes"] > 0

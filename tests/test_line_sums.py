@@ -1,0 +1,144 @@
+"""Streamed sums of lines against the matrix written out, and against models' own attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from organisms import MODEL_TYPES, tiny_model
+from torch import Tensor
+
+from sinkscope.attention._line_sums import Scores, crossings, line_sums
+from sinkscope.attention._line_tap import scores_of
+from sinkscope.errors import UnsupportedError
+from sinkscope.kv import Full
+from sinkscope.models.target import Target
+
+
+def _dense(scores: Scores) -> Tensor:
+    """[head, query, key], written out."""
+    heads, queries, _ = scores.query.shape
+    keys = scores.key.shape[1]
+    key = scores.key.repeat_interleave(heads // len(scores.key), 0).double()
+    made = scores.query.double() @ key.mT * scores.scaling
+    if scores.softcap is not None:
+        made = scores.softcap * torch.tanh(made / scores.softcap)
+    back = _back(queries, keys)
+    made = made.masked_fill((back < 0) | (back >= (scores.window or keys)), -math.inf)
+    if scores.sinks is None:
+        return made.softmax(-1)
+    extra = scores.sinks.double()[:, None, None].expand(heads, queries, 1)
+    return torch.cat([made, extra], -1).softmax(-1)[..., :-1]
+
+
+def _back(queries: int, keys: int) -> Tensor:
+    """How far each key lies behind each query."""
+    return torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+
+
+def _summed(dense: Tensor, since: int = 0) -> tuple[Tensor, Tensor]:
+    _, queries, keys = dense.shape
+    kept = dense * (torch.arange(keys) >= since)
+    slash = [(kept * (_back(queries, keys) == offset)).sum((1, 2)) for offset in range(keys)]
+    return kept.sum(1), torch.stack(slash, 1)
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[Scores, int]:
+    kv, groups = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    keys = draw(st.integers(1, 40))
+    queries = draw(st.integers(1, keys))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
+    sinks = torch.randn(kv * groups, generator=g) if draw(st.booleans()) else None
+    scores = Scores(
+        3 * torch.randn(kv * groups, queries, 8, generator=g), torch.randn(kv, keys, 8, generator=g), 0.4,
+        draw(st.none() | st.integers(1, keys)), draw(st.none() | st.just(2.0)), sinks,
+    )  # fmt: skip
+    return scores, draw(st.integers(1, 45))
+
+
+@given(_cases(), st.integers(0, 42))
+@settings(max_examples=40)
+def test_sums_equal_the_matrix_whatever_the_chunk(case: tuple[Scores, int], since: int) -> None:
+    scores, chunk = case
+    vertical, slash = line_sums(scores, since=since, chunk=chunk)
+    plain_vertical, plain_slash = _summed(_dense(scores), since)
+    torch.testing.assert_close(vertical.double(), plain_vertical, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(slash.double(), plain_slash, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(vertical.sum(1), slash.sum(1), atol=1e-4, rtol=1e-4)
+    if scores.sinks is None and since == 0:
+        torch.testing.assert_close(
+            vertical.sum(1), torch.full((len(vertical),), float(scores.query.shape[1])), atol=1e-3, rtol=0
+        )
+
+
+@given(_cases(), st.floats(0, 1), st.integers(0, 1 << 30))
+@settings(max_examples=40)
+def test_crossings_are_counted_cell_by_cell(case: tuple[Scores, int], share: float, seed: int) -> None:
+    scores, chunk = case
+    heads, keys = scores.query.shape[0], scores.key.shape[1]
+    g = torch.Generator().manual_seed(seed)
+    vertical, slash = (torch.rand(2, heads, keys, generator=g) < share for _ in range(2))
+    back = _back(scores.query.shape[1], keys)
+    cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
+    expected = (_dense(scores) * cells).sum((2, 3))
+    torch.testing.assert_close(
+        crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4
+    )
+
+
+def test_a_part_is_those_rows_of_the_whole() -> None:
+    g = torch.Generator().manual_seed(0)
+    scores = Scores(torch.randn(4, 30, 8, generator=g), torch.randn(2, 30, 8, generator=g), 0.4)
+    dense = _dense(scores)
+    vertical, slash = line_sums(scores.part(12, 25))
+    plain = _summed(dense[:, 12:25, :25])
+    torch.testing.assert_close(vertical.double(), plain[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(slash.double(), plain[1], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", [m for m in MODEL_TYPES if m != "falcon"])
+@torch.no_grad()
+def test_sums_are_those_of_the_models_own_attention(model_type: str) -> None:
+    """GQA, windows, soft cap, learned sinks, norms on queries and keys, other scalings: whatever the family does."""
+    model, tokenizer = tiny_model(model_type)
+    target = Target.of(model, tokenizer)
+    ids = torch.randint(4, 90, (1, 40), generator=torch.Generator().manual_seed(1))
+    model.set_attn_implementation("eager")
+    dense = model(ids, output_attentions=True).attentions
+    whole = target.forward(ids).last_hidden_state
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    if model_type not in ("gemma2", "gpt_oss"):
+        model.set_attn_implementation("sdpa")
+
+    def keep(layer: int, scores: Scores) -> None:
+        found[layer] = line_sums(scores, chunk=7)
+
+    before = model.config._attn_implementation
+    with scores_of(target, keep, [0, 2]):
+        inside = target.forward(ids).last_hidden_state
+    assert model.config._attn_implementation == before and set(found) == {0, 2}
+    torch.testing.assert_close(inside, whole, atol=1e-4, rtol=1e-4)  # the pass itself is not changed
+    for layer, (vertical, slash) in found.items():
+        plain = _summed(dense[layer][0].double())
+        torch.testing.assert_close(vertical.double(), plain[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(slash.double(), plain[1], atol=1e-4, rtol=1e-4)
+
+
+def test_refused_where_lines_cannot_be_had() -> None:
+    falcon, tokenizer = tiny_model("falcon")
+    with pytest.raises(UnsupportedError, match="falcon"), scores_of(Target.of(falcon, tokenizer), print, [0]):
+        pass
+    model, tokenizer = tiny_model("llama")
+    target = Target.of(model, tokenizer)
+    with Full().on(model), pytest.raises(UnsupportedError, match="cache policy"), scores_of(target, print, [0]):
+        pass
+    ids = torch.randint(4, 90, (1, 12))
+    mask = torch.ones(1, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    with scores_of(target, lambda *_: None, [0]), pytest.raises(UnsupportedError, match="neither"):
+        target.forward(ids, mask)
+    assert model.config._attn_implementation == "sdpa"
