@@ -258,9 +258,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SinkscopeError(
-            f"{name} is not a JSON file ({error}): expected what --json or .save() wrote"
-        ) from None
+        raise SinkscopeError(f"{name} is not a JSON file ({error}): expected what --json or .save() wrote") from None
 
 
 def cell(value: Any, *, percent: bool = False) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +19,14 @@ _OPTIONS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio",
     "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
 )  # fmt: skip
+# A browser reads file 3 and writes file 4.
+_AS_3_AND_4 = """
+import fcntl, os, sys
+read, write = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+os.dup2(read, 3)
+os.dup2(write, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def found() -> str | None:
@@ -44,7 +53,7 @@ class Browser:
         self._in, theirs_out = os.pipe()
         words = [program, *_OPTIONS, f"--user-data-dir={self._folder.name}", "about:blank"]
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh", *words],
+            [sys.executable, "-S", "-c", _AS_3_AND_4, str(theirs_in), str(theirs_out), *words],
             pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, env={**os.environ, "HOME": self._folder.name},
         )  # fmt: skip

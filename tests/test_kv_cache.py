@@ -165,6 +165,16 @@ def test_crop_takes_minus_a_number() -> None:
         layer.crop(2)
 
 
+def test_crop_where_heads_keep_other_tokens() -> None:
+    """As many in every head before, not so after: there are holes now, and masks are needed again."""
+    layer = CacheLayer()
+    layer.update(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3))
+    layer.evict(torch.tensor([[[True, False, False, True], [True, True, False, False]]]))
+    assert not layer.ragged
+    layer.crop(-2)
+    assert layer.ragged and layer.pos.tolist() == [[[0, -1], [0, 1]]]
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_oss"])
 def test_crop_and_go_on(family: str) -> None:
     """Nothing comes back; heads that kept other tokens lose other numbers."""
@@ -246,10 +256,13 @@ def test_one_cache_over_two_turns_of_generate() -> None:
     assert torch.equal(two, model.generate(torch.cat([one, more], 1), max_new_tokens=5, do_sample=False))
     assert len(run.usage) == 1 and cache.get_seq_length() == 12 + 5 + 4 + 4
     # Emptied, it is a new cache; nothing is left of the first sequence.
-    with Drawn(budget=6).on(model):
+    with Drawn(budget=6).on(model) as run:
+        cache.reset()
+        model.generate(ids[:, :9], past_key_values=cache, max_new_tokens=3, do_sample=False)
         cache.reset()
         three = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
         assert torch.equal(three, model.generate(ids, max_new_tokens=5, do_sample=False))
+    assert [usage.calls for usage in run.usage] == [3, 5, 5]
 
 
 def test_another_policy_goes_on_with_a_cache() -> None:

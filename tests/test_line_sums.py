@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from organisms import MODEL_TYPES, tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sinkscope.attention._line_sums import Scores, crossings, line_sums
 from sinkscope.attention._line_tap import scores_of
@@ -85,9 +88,7 @@ def test_crossings_are_counted_cell_by_cell(case: tuple[Scores, int], share: flo
     back = _back(scores.query.shape[1], keys)
     cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
     expected = (_dense(scores) * cells).sum((2, 3))
-    torch.testing.assert_close(
-        crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4
-    )
+    torch.testing.assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_a_part_is_those_rows_of_the_whole() -> None:
@@ -98,6 +99,25 @@ def test_a_part_is_those_rows_of_the_whole() -> None:
     plain = _summed(dense[:, 12:25, :25])
     torch.testing.assert_close(vertical.double(), plain[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(slash.double(), plain[1], atol=1e-5, rtol=1e-4)
+
+
+def test_nothing_of_query_times_key_is_kept() -> None:
+    n, heads, chunk = 1024, 2, 16
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
+            return out
+
+    scores = Scores(torch.randn(heads, n, 8), torch.randn(1, n, 8), 0.4)
+    chosen = torch.rand(2, heads, n) < 0.1
+    with Sizes():
+        line_sums(scores, chunk=chunk)
+        crossings(scores, chosen, chosen, chunk=chunk)
+    assert chunk * heads * n <= largest <= chunk * heads * (n + chunk) < n * n / 20
 
 
 @pytest.mark.parametrize("model_type", [m for m in MODEL_TYPES if m != "falcon"])

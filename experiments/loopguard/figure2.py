@@ -7,9 +7,10 @@ the largest member and always there. Every model continues LoopBench's small pro
 run --methods full`; runs are kept in DIR, and a second call goes on where the first was; `--base-run` takes a run of
 the model in the package that exists).
 
-(a) Type-token ratio of the last W = 256 tokens at every step, with the collapse point (the first step from which it
-stays below 0.2 for good); the control is ordinary text of the same length, in the same tokens. (b) Share of runs that
-have not collapsed by a step, for W = 256 and for W = 64: only whole windows count, so no run can collapse before W.
+(a) Type-token ratio of the last W = 256 tokens (of all there are before step 256) over the first 1,000 steps, with the
+collapse point (the first step from which it stays below 0.2 for good); the control is ordinary text in the same
+tokens. (b) Share of runs that have not collapsed by a step, for W = 256 and for W = 64: only whole windows count, so
+no run can collapse before W.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sinkscope.models.load import load
 from sinkscope.text import typical_text
 
 WINDOWS = (WINDOW, 64)
-CURVES, EVERY = 6, 10  # runs shown in (a), and steps between the points of a curve
+CURVES, FIRST, SHOWN = 8, 16, 1000  # (a): runs, first and last step that are drawn
 COLOURS = (RED, ORANGE, BLUE, GREEN)
 
 
@@ -82,9 +83,9 @@ def survived(runs: Sequence[Record], window: int, cap: int) -> dict[str, Any]:
 
 
 def curve(ids: Sequence[int]) -> dict[str, Any]:
-    """Diversity at every `EVERY`th step from the first whole window on."""
+    """Diversity at every fourth step; windows are shorter before step W."""
     values = diversity(ids)
-    steps = list(range(WINDOW, len(values) + 1, EVERY))
+    steps = list(range(FIRST, min(len(values), SHOWN) + 1, 4))
     return {"steps": steps, "ttr": [round(values[s - 1], 4) for s in steps], "collapse": collapse_point(ids)}
 
 
@@ -107,7 +108,7 @@ def figure(result: dict[str, Any]) -> Any:
     """Both panels."""
     from plotly.subplots import make_subplots
 
-    fig = make_subplots(
+    fig: Any = make_subplots(
         rows=1, cols=2, horizontal_spacing=0.09,
         subplot_titles=["(a) type-token ratio of the last 256 tokens", "(b) runs that have not collapsed"],
     )  # fmt: skip
@@ -135,8 +136,9 @@ def figure(result: dict[str, Any]) -> Any:
                 line={"color": COLOURS[i % len(COLOURS)], "dash": dash, "shape": "hv"}, row=1, col=2,
             )  # fmt: skip
     fig.update_xaxes(title_text="new tokens")
+    fig.update_xaxes(range=[0, SHOWN], row=1, col=1)
     fig.update_xaxes(range=[0, 640], row=1, col=2)
-    fig.update_yaxes(range=[0, 0.85], row=1, col=1)
+    fig.update_yaxes(range=[0, 1.03], row=1, col=1)
     fig.update_yaxes(range=[-0.02, 1.03], tickformat=".0%", row=1, col=2)
     return fig.update_layout(
         title={"text": "Collapse of diversity, and survival by model size", "x": 0.01, "xanchor": "left"},

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from sinkscope.loops import Monitor
 from sinkscope.models.load import load
 from sinkscope.text import typical_text
 
-PAPER = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
+PAPER: dict[str, Any] = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
 BIN = 100
 NAMES = ("loopguard", "loopguard-always")
 
@@ -51,7 +52,7 @@ def ordinary_alarms(length: int) -> dict[str, int]:
 def gaps(record_: Record) -> list[int]:
     """Tokens between one intervention and the next."""
     steps = [e["step"] for e in record_.events if e["kind"] == "guard"]
-    return [b - a for a, b in zip(steps, steps[1:], strict=False)]
+    return [b - a for a, b in pairwise(steps)]
 
 
 def measure(folders: Sequence[Path]) -> dict[str, Any]:
@@ -78,7 +79,9 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
     return {
         "guards": rows, "paper": PAPER,
         "control": {
-            "honest_repetition": {"texts": len(honest), "alarmed": [r.prompt for r in honest if r.detected.get("full")]},
+            "honest_repetition": {
+                "texts": len(honest), "alarmed": [r.prompt for r in honest if r.detected.get("full")],
+            },
             "ordinary_text": ordinary_alarms(1500),
         },
     }  # fmt: skip
@@ -92,7 +95,7 @@ def figure(result: dict[str, Any], cap: int) -> Any:
     """Both distributions, the paper's ranges behind them."""
     from plotly.subplots import make_subplots
 
-    fig = make_subplots(
+    fig: Any = make_subplots(
         rows=1, cols=2, horizontal_spacing=0.08,
         subplot_titles=["(a) interventions per run", "(b) where they were"],
     )  # fmt: skip
@@ -107,7 +110,7 @@ def figure(result: dict[str, Any], cap: int) -> Any:
             x=[BIN * (i + 0.5) for i in xs], y=[bins[i] / max(1, len(positions)) for i in xs], name=row["method"],
             marker_color=colour, legendgroup=row["method"], showlegend=False, row=1, col=2,
         )  # fmt: skip
-    shade = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
+    shade: dict[str, Any] = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
     low, high = PAPER["counts"]
     fig.add_vrect(low - 0.5, high + 0.5, annotation_text="the paper's", annotation_position="top left", **shade,
                   row=1, col=1)  # fmt: skip

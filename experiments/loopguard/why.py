@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.loopguard.drawn import save
@@ -85,17 +86,22 @@ def aftermath(records: Sequence[Record]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def go_on(model: Any, ids: list[int], keep: Sequence[int] | None, new: int) -> list[int]:
-    """Read `ids`, leave only the positions `keep` of the cache (None: all), and decode greedily.
-
-    The last token is read after the cut, at its own position.
-    """
-    cache = DynamicCache(config=model.config)
+def read(model: Any, ids: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of all tokens but the last, per layer."""
+    cache: Any = DynamicCache(config=model.config)
     model(input_ids=torch.tensor([ids[:-1]]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    if keep is not None:
-        at = torch.tensor(keep)
-        for layer in cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, at], layer.values[:, :, at]
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@torch.no_grad()
+def go_on(
+    model: Any, ids: list[int], layers: list[tuple[Tensor, Tensor]], keep: Sequence[int] | None, new: int
+) -> list[int]:
+    """Decode greedily with the positions `keep` of the cache (None: all); the last token is read where it stands."""
+    cache: Any = DynamicCache(config=model.config)
+    at = torch.arange(len(ids) - 1) if keep is None else torch.tensor(keep)
+    for i, (keys, values) in enumerate(layers):
+        cache.update(keys[:, :, at], values[:, :, at], i)
     token, made = ids[-1], []
     for position in range(len(ids) - 1, len(ids) - 1 + new):
         out = model(
@@ -137,9 +143,10 @@ def counterfactual(
     going: dict[str, list[bool]] = {cut: [] for cut in CUTS}
     looping: dict[str, list[bool]] = {cut: [] for cut in CUTS}
     for ids, prompt in cases:
+        layers = read(model, ids)
         tail = tail_period(ids[prompt:], repeats=2)
         for cut in CUTS:
-            made = go_on(model, ids, kept(cut, ids, prompt, retention), NEW)
+            made = go_on(model, ids, layers, kept(cut, ids, prompt, retention), NEW)
             if tail is not None:
                 cycle = ids[-tail.period :]
                 want = max(8, 2 * tail.period)
@@ -161,21 +168,22 @@ def counterfactual(
 def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
     """The loop organism in mid-loop, and what LoopGuard does to it while it generates."""
     made = loop_organism(0, reach=64)
+    model: Any = made.model
     cases: list[tuple[list[int], int]] = []
     broken = 0
-    starts = [(period, start) for start in (0, 900, 1800) for period in (3, 4, 8, 12, 16, 24)]
+    starts = [(period, start) for start in (0, 1800) for period in (3, 4, 8, 12, 16, 24)]
     for period, start in starts:
         prompt = made.looping_prompt(period, start=start)
         ids = prompt.ids[0].tolist()
         cases.append(([*ids, *made.expected(prompt, 256)], len(ids)))
-        with LoopGuard().on(made.model) as run:
-            out = made.model.generate(
+        with LoopGuard().on(model) as run:
+            out = model.generate(
                 input_ids=prompt.ids, attention_mask=torch.ones_like(prompt.ids), max_new_tokens=400, do_sample=False
             )[0, len(ids) :].tolist()
         steps = [e.data["generated"] for e in run.events]
         last = steps[-1] if steps else None
         broken += last is not None and out[last + 1 :] == made.walk(out[last], len(out) - last - 1)
-    return made.model, cases, {"prompts": len(starts), "broken_for_good": broken}
+    return model, cases, {"prompts": len(starts), "broken_for_good": broken}
 
 
 def text_cases(tokenizer: Any, count: int, length: int) -> list[tuple[list[int], int]]:
@@ -188,7 +196,7 @@ def figure(result: dict[str, Any]) -> Any:
     """What followed, and which cuts end a cycle."""
     from plotly.subplots import make_subplots
 
-    fig = make_subplots(
+    fig: Any = make_subplots(
         rows=1, cols=3, column_widths=[0.22, 0.39, 0.39], horizontal_spacing=0.07,
         subplot_titles=["at the next intervention", "the same cycle goes on after the cut",
                         "64 tokens later there is some loop"],

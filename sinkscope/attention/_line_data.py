@@ -94,7 +94,9 @@ def inputs(
     for name, text in named:
         ids = _ids(made, text, length or limit)
         if len(ids) < SHORTEST:
-            raise SinkscopeError(f"text {name} has {len(ids)} tokens, at least {SHORTEST} are needed: give a longer one")
+            raise SinkscopeError(
+                f"text {name} has {len(ids)} tokens, at least {SHORTEST} are needed: give a longer one"
+            )
         found.append((Input(name, len(ids)), torch.tensor(ids)))
     return found
 

@@ -94,9 +94,7 @@ def covered(a: Lines, b: Lines) -> Float[Tensor, "choice head"]:
 
 def _shared(a: Lines, b: Lines) -> Int[Tensor, "choice head"]:
     keys = min(a.vertical.shape[2], b.vertical.shape[2])  # what only one of them can have is not shared
-    return sum(
-        (x[:, :, :keys] & y[:, :, :keys]).sum(2) for x, y in ((a.vertical, b.vertical), (a.slash, b.slash))
-    )  # pyright: ignore[reportReturnType]
+    return sum((x[:, :, :keys] & y[:, :, :keys]).sum(2) for x, y in ((a.vertical, b.vertical), (a.slash, b.slash)))  # pyright: ignore[reportReturnType]
 
 
 def _drawn(chosen: Bool[Tensor, "choice head key"], generator: torch.Generator, cells: bool) -> Tensor:

@@ -66,9 +66,7 @@ def _shown(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         window = _window(attention_mask, key.shape[2])
         watching[0](layer, Scores(query[0], key[0], float(scale), window, softcap, s_aux))
-    return attend(
-        module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs
-    )
+    return attend(module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs)
 
 
 def _window(mask: Tensor | None, keys: int) -> int | None:

@@ -255,11 +255,14 @@ def _head(layer: int, head: int, found: list[_Found]) -> HeadLines:
     def mean(name: str) -> tuple[float, ...]:
         return _mean([getattr(one, name)[:, head].tolist() for one in found])
 
-    tops = [
-        tuple(Line(int(at), share) for share, at in zip(*top[:, head].tolist(), strict=True)) for top in found[0].tops
-    ]
-    names = ("mass", "line_sums", "random_mass", "cells", "vertical")
-    return HeadLines(layer, head, *map(mean, names), *tops)
+    def top(kind: int) -> tuple[Line, ...]:
+        shares, places = found[0].tops[kind][:, head].tolist()
+        return tuple(Line(int(at), share) for share, at in zip(shares, places, strict=True))
+
+    return HeadLines(
+        layer, head, mean("mass"), mean("line_sums"), mean("random_mass"), mean("cells"), mean("vertical"), top(0),
+        top(1),
+    )  # fmt: skip
 
 
 def _mean(series: Sequence[Sequence[float]]) -> tuple[float, ...]:

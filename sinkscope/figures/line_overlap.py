@@ -27,8 +27,8 @@ def draw(result: Any) -> go.Figure:
     if t is not None:
         titles += ["Question's place: found by the last window", "Found by a block of queries", "Blocks of an answer"]
     rows = 1 if t is None else 2
-    fig = make_subplots(
-        rows=rows, cols=3, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.22,
+    fig: Any = make_subplots(
+        rows=rows, cols=3, subplot_titles=titles, horizontal_spacing=0.09, vertical_spacing=0.16,
         column_widths=[0.36, 0.32, 0.32],
     )  # fmt: skip
     for name, field, color, dash in _SERIES:
@@ -74,9 +74,8 @@ def _positions(fig: Any, t: Any) -> None:
             x=[p.position for p in t.positions], y=values, name=f"{budget:.0%} of the tokens", marker_color=color,
             hovertemplate="%{x}: %{y:.1%}<extra>" + f"{budget:.0%} of the tokens</extra>", row=2, col=1,
         )  # fmt: skip
-    for budget, color, values in _by_budget(t, [t.random]):
+    for _, color, values in _by_budget(t, [t.random]):
         fig.add_hline(values[0], line={"color": color, "dash": "dot", "width": 1}, row=2, col=1)
-        del budget
     fig.update_yaxes(title_text="important tokens found", tickformat=".0%", range=[0, 1], row=2, col=1)
     fig.update_xaxes(title_text="place of the question (dotted: random tokens)", row=2, col=1)
 

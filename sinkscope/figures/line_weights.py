@@ -82,8 +82,8 @@ def _map(fig: Any, p: Any) -> None:
             x += [start[0], stop[0], None]
             y += [start[1], stop[1], None]
         fig.add_scatter(
-            x=x, y=y, mode="lines", name=name, line={"color": color, "width": 3}, opacity=0.45, hoverinfo="skip",
+            x=x, y=y, mode="lines", name=name, line={"color": color, "width": 2}, opacity=0.5, hoverinfo="skip",
             row=1, col=3,
         )  # fmt: skip
-    fig.update_xaxes(title_text="key position", row=1, col=3)
-    fig.update_yaxes(title_text="query position", autorange="reversed", row=1, col=3)
+    fig.update_xaxes(title_text="key position", range=[-0.5, n - 0.5], row=1, col=3)
+    fig.update_yaxes(title_text="query position", range=[n - 0.5, -0.5], row=1, col=3)

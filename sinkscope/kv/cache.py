@@ -33,6 +33,7 @@ class CacheLayer(DynamicLayer):
         ragged: rows or heads hold different numbers of tokens, so that there may be holes.
         reorders: how often rows changed places (beam search).
         rebased: keys were rotated to positions without gaps, and new tokens have to follow them.
+        whole: known to have no holes; if not, `holes` counts them.
     """
 
     def __init__(self) -> None:
@@ -42,6 +43,7 @@ class CacheLayer(DynamicLayer):
         self.ragged = False
         self.reorders = 0
         self.rebased = False
+        self.whole = False
         self._holes: Tensor | None = None  # [batch]
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
         self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there at the last edit
@@ -70,10 +72,12 @@ class CacheLayer(DynamicLayer):
     @property
     def recount(self) -> bool:
         """`holes` would have to count again."""
-        return self._holes is None
+        return self._holes is None and not self.whole
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Slots of a row that hold no token, mean over kv heads."""
+        if self.whole:
+            return torch.zeros(len(self.pos), device=self.pos.device)
         if self._holes is None:
             # New slots of single-token calls are never holes, so this stands until the next edit.
             self._holes = (self.pos < 0).sum(-1).float().mean(1)
@@ -134,7 +138,7 @@ class CacheLayer(DynamicLayer):
             pos, keep = taken(pos), taken(keep)
         self._pos = torch.where(keep, pos, -1)
         self._holes = None
-        self.edited, self.ragged = True, most != least
+        self.edited, self.ragged, self.whole = True, most != least, most == least
 
     def select(self, show: Bool[Tensor, "batch kv_head slot"] | None) -> None:
         """Attend only to what is shown, until told otherwise; nothing is freed. New slots are shown. None: to all."""
@@ -157,7 +161,7 @@ class CacheLayer(DynamicLayer):
         self.seen += new
         held = super().update(key_states, value_states, *args, **kwargs)
         if new > 1:  # padding may have come in
-            self._holes = None
+            self._holes, self.whole = None, False
             self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
         return held
 
@@ -207,14 +211,14 @@ class CacheLayer(DynamicLayer):
         self.keys, self.values = self.keys[..., :keep, :], self.values[..., :keep, :]
         self._extra = {name: kept[..., :keep] for name, kept in self._extra.items()}
         self._hidden = None if self._hidden is None else self._hidden[..., :keep]
-        self.seen, self._columns, self._holes = left, self._columns[:, :left], None
+        self.seen, self._columns, self._holes, self.whole = left, self._columns[:, :left], None, False
 
     def reset(self) -> None:
         """Empty, as new."""
         super().reset()
         self.keys = self.values = None  # some versions of transformers only set them to zero
         self.is_initialized = False
-        self.seen, self.edited, self.ragged, self.rebased = 0, False, False, False
+        self.seen, self.edited, self.ragged, self.rebased, self.whole = 0, False, False, False, False
         self._columns = self._pos = self._hidden = self._holes = None
         self._extra = {}
 

@@ -188,20 +188,20 @@ class Session:
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The attention of one layer in one call: the stock one, or one that knows what is missing."""
-        call, layer = self.call, int(module.layer_idx)
-        assert call is not None
-        index = call.on(query.device)
-        kv = self.layer(layer)
+        layer = int(module.layer_idx)
         self.attended.add(layer)
         if key.dtype != query.dtype:  # rebased keys are float32
             key = key.to(query.dtype)
         if (scaling := kwargs.get("scaling")) is not None:
             self._scaling[layer] = float(scaling)
-        self.remember(layer, query)
-        watches = self.watched(layer)
-        window = self._windows[layer]
+        if self.keep_queries:
+            self.remember(layer, query)
+        watches = self.watched(layer) if self._watches else []
         if not watches and not self.own_masks:
             return attention.stock(module, query, key, value, mask, **kwargs)
+        call, kv, window = self.call, self.layer(layer), self._windows[layer]
+        assert call is not None
+        index = call.on(query.device)
         pos = self.positions(layer, key)
         hidden = kv.hidden if kv is not None else None
         if watches and query.shape[2] == 1:  # the rows are built anyway: the output comes from them

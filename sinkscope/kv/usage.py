@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -31,16 +32,24 @@ class Usage:
 
 @dataclass(eq=False)
 class Meter:
-    """Adds up; nothing waits for the device before `usage` is asked for."""
+    """Adds up; nothing waits for the device before `usage` is asked for.
+
+    While the number of holes stands, as in most calls, calls are summed as plain numbers: a tensor operation per call
+    and row would cost more than the counting is worth.
+    """
 
     calls: int = 0
     physical: int = 0
-    _bytes_per_token: int = 0  # of all layers and kv heads
+    _widths: list[int] = field(default_factory=list)  # bytes per slot of each layer, all kv heads
+    _lost: Tensor | None = None  # slots without a token, per row, all layers together
+    _whole: bool = False  # there are none
+    _pending: int = 0  # calls since that number changed; their slots in all layers, and the most in one call
+    _slots: int = 0
+    _most: int = 0
     _counted: int = 0  # calls in the sum
     _sum: Tensor | None = None
     _peak: Tensor | None = None
     _logical: Tensor | None = None
-    _lost: Tensor | None = None  # slots without a token, per row, all layers together
 
     def note(self, layers: list[CacheLayer]) -> None:
         """After a call."""
@@ -48,13 +57,30 @@ class Meter:
         if first.keys is None or not first.slots:
             return
         batch = first.keys.shape[0]
-        slots = sum(layer.slots for layer in layers)
+        if not self._widths:
+            self._widths = [_bytes(layer) for layer in layers]
+        slots = [layer.slots for layer in layers]
         self.calls += 1
-        self.physical = max(self.physical, batch * sum(layer.slots * _bytes(layer) for layer in layers))
-        self._bytes_per_token = sum(_bytes(layer) for layer in layers)
-        if self._lost is None or any(layer.recount for layer in layers):
-            self._lost = torch.stack([layer.holes().to(first.keys.device) for layer in layers]).sum(0)
-        held: Tensor = (slots - self._lost) / len(layers)
+        self.physical = max(self.physical, batch * sum(map(mul, slots, self._widths)))
+        whole = all(layer.whole for layer in layers)
+        known = self._lost is not None and len(self._lost) == batch and whole == self._whole
+        if not known or not (whole or not any(layer.recount for layer in layers)):
+            self._settle()
+            device, self._whole = first.keys.device, whole
+            holes = [torch.zeros(batch, device=device)] if whole else [layer.holes().to(device) for layer in layers]
+            self._lost = torch.stack(holes).sum(0)
+        self._pending, self._slots, self._most = (
+            self._pending + 1,
+            self._slots + sum(slots),
+            max(self._most, sum(slots)),
+        )
+
+    def _settle(self) -> None:
+        """Bring the sums up to date before the number of holes changes."""
+        if self._lost is None or not self._pending:
+            return
+        held = (self._slots - self._pending * self._lost) / len(self._widths)
+        peak = (self._most - self._lost) / len(self._widths)
         if self._sum is not None and self._peak is not None and len(held) != len(self._sum):
             if len(held) % len(self._sum) == 0:  # each row became several
                 times = len(held) // len(self._sum)
@@ -62,19 +88,21 @@ class Meter:
             else:  # nothing says which rows are left: from here on
                 self._sum = self._peak = None
         if self._sum is None or self._peak is None:
-            self._sum, self._peak, self._counted = held, held, 1
+            self._sum, self._peak, self._counted = held, peak, self._pending
         else:
-            self._sum, self._peak = self._sum + held, torch.maximum(self._peak, held)
-            self._counted += 1
-        logical = held.sum()
+            self._sum, self._peak = self._sum + held, torch.maximum(self._peak, peak)
+            self._counted += self._pending
+        logical = peak.sum()
         self._logical = logical if self._logical is None else torch.maximum(self._logical, logical)
+        self._pending = self._slots = self._most = 0
 
     def usage(self) -> Usage:
         """The totals so far."""
+        self._settle()
         if self._sum is None or self._peak is None or self._logical is None:
             return Usage(0, [], [], 0, 0)
         mean = (self._sum / self._counted).tolist()
-        logical = round(float(self._logical) * self._bytes_per_token)
+        logical = round(float(self._logical) * sum(self._widths))
         return Usage(self.calls, mean, self._peak.tolist(), logical, self.physical)
 
 

@@ -85,7 +85,7 @@ def report(
     for i, path in enumerate(files):
         if progress is not None:
             progress("reading", i, len(files))
-        name = visible(path.relative_to(root).as_posix())
+        name = _name(path, root)
         try:
             _read(path, name, sections, skipped)
         except SinkscopeError as error:
@@ -107,11 +107,8 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
     files: list[Path] = []
     skipped: list[Skipped] = []
 
-    def below(path: Path) -> str:
-        return visible(path.relative_to(root).as_posix())
-
     def unreadable(error: OSError) -> None:
-        skipped.append(Skipped(below(Path(error.filename)), f"cannot be read: {(error.strerror or '').lower()}"))
+        skipped.append(Skipped(_name(Path(error.filename), root), f"cannot be read: {(error.strerror or '').lower()}"))
 
     for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -120,9 +117,9 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
             if suffix in _BESIDE:
                 continue
             if suffix != ".json":
-                skipped.append(Skipped(below(path), "is no .json file"))
+                skipped.append(Skipped(_name(path, root), "is no .json file"))
             elif not path.is_file():  # a pipe would never end
-                skipped.append(Skipped(below(path), "is no file, or a link to none"))
+                skipped.append(Skipped(_name(path, root), "is no file, or a link to none"))
             else:
                 files.append(path)
     return sorted(files), skipped
@@ -154,7 +151,12 @@ def _result(data: Any, name: str) -> Result | Record:
 
 def _line(error: Exception, path: Path) -> str:
     """The message without the name that it begins with: that stands before it already."""
-    return visible(" ".join(str(error).removeprefix(path.name).lstrip(": ").split()))
+    name, message = (" ".join(text.split()) for text in (path.name, str(error)))
+    return visible(message.removeprefix(name).lstrip(": "))
+
+
+def _name(path: Path, root: Path) -> str:
+    return visible(path.relative_to(root).as_posix()).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _named(skipped: list[Skipped]) -> str:

@@ -22,6 +22,8 @@ from sinkscope.report.record import Record
 from sinkscope.results import Result
 
 _PICTURE = 4 << 20  # bytes of a PNG beside a record: a larger one is left out
+# plotly renders a few tags; any other came from a file, and shall be read
+_TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.I)
 _SCRIPTS = re.compile(r"<script>(.*?)</script>", re.S)  # those that run; blocks of data have a type
 
 
@@ -92,13 +94,16 @@ def document(name: str, sections: Sequence[Section], skipped: Sequence[tuple[str
         f"<header><h1>{escape(name)}</h1><p>{about} · sinkscope {escape(__version__)}</p>"
         "<noscript><p>Figures need JavaScript; tables are whole without.</p></noscript></header>\n"
         f"{_contents(sections, skipped)}\n<main>\n{body}{_skipped(skipped)}</main>\n"
-        f'<script type="application/json" id="themes">{script_json(themes)}</script>\n{ours}</body>\n</html>\n'
+        f'<script type="application/json" id="themes">{_inert(_compact(themes))}</script>\n{ours}</body>\n</html>\n'
     )
 
 
-def script_json(value: Any) -> str:
+def _compact(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _inert(text: str) -> str:
     """JSON that may stand in a `<script>`: nothing in it can end the block or begin a comment."""
-    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -146,14 +151,14 @@ def _figure(result: Result) -> str:
     except SinkscopeError:  # not every kind has a drawing
         return ""
     # Six digits are more than a screen has pixels, and a third of the file.
-    drawn = json.loads(figure.to_json(), parse_float=lambda number: float(f"{float(number):.6g}"))
+    drawn = json.loads(str(figure.to_json()), parse_float=lambda number: float(f"{float(number):.6g}"))
     layout = drawn["layout"]
     layout.pop("template", None)
     height = int(layout.setdefault("height", 480))
     layout.setdefault("width", 1000)
+    text = _TAG.sub("&lt;", _compact({"data": drawn["data"], "layout": layout}))
     return (
-        f'<div class="plot" style="min-height:{height}px"><script type="application/json">'
-        f"{script_json({'data': drawn['data'], 'layout': layout})}</script></div>"
+        f'<div class="plot" style="min-height:{height}px"><script type="application/json">{_inert(text)}</script></div>'
     )
 
 

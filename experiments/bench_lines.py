@@ -1,0 +1,200 @@
+"""Weights of all vertical and slash lines against attention matrices written out, and against the forward pass alone.
+
+    python -m experiments.bench_lines --out figures/bench_lines.json [--shape lines-512] [--length 8192] [--rounds 3]
+
+The model has random weights and planted lines (in each layer half of the heads attend to one offset, the other half to
+marked tokens), so that attention is as sparse as it is in trained models. Arms, with the same threads:
+
+- `eager`: a forward pass with `output_attentions=True`; what it then takes to add up lines is not counted;
+- `lines`: a forward pass during which the lines are weighed: what `line_weights` does before it chooses any;
+- `mass`: `lines`, and what is on the heaviest lines at six etas, for random ones too: all of `line_weights`;
+- `sdpa`: the forward pass alone.
+
+Time: medians of ratios over interleaved rounds (machines are noisy, absolute times are only there to be divided).
+Memory: how far the peak of a fresh process rises during the arm. `same` says that `lines` and `eager` agree at a short
+length. `--long N` adds a row at a length where `eager` is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from experiments.record import record
+from sinkscope.attention._line_sums import Scores, line_sums
+from sinkscope.attention._line_tap import scores_of
+from sinkscope.attention.lines import ETAS, _weighed
+from sinkscope.models.target import Target
+from sinkscope.output import write_atomic
+
+SHAPES = {  # hidden size, MLP, layers, query heads, kv heads
+    "lines-512": (512, 1408, 2, 8, 4),
+    "lines-1024": (1024, 2816, 2, 16, 8),
+    "lines-4096": (4096, 11008, 2, 32, 8),
+}
+VOCAB, MARKED, THETA, WIDTH, FAST = 512, 8, 1e8, 64, 12
+ARMS = ("eager", "lines", "mass", "sdpa")
+
+
+def made(shape: str, seed: int) -> Target:
+    """The model; residual dimension 0 is a constant, 1 marks tokens below `MARKED`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    d, mlp, layers, heads, kv = SHAPES[shape]
+    width = d // heads
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=d, intermediate_size=mlp, num_hidden_layers=layers, head_dim=width,
+            num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=1 << 17,
+            rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        )
+    ).eval()  # fmt: skip
+    half, body = width // 2, model.model
+    angles = THETA ** (-torch.arange(FAST) / half)
+    with torch.no_grad():
+        body.embed_tokens.weight[:, :2] = 0.0
+        body.embed_tokens.weight[:, 0] = 1.0  # RMSNorm makes it about sqrt(d), the rest is noise
+        body.embed_tokens.weight[:MARKED, 1] = 0.5
+        for layer in body.layers:
+            for proj in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                proj.weight[:2] = 0.0  # what is planted stays as it is
+            key = layer.self_attn.k_proj.weight.view(kv, width, d)
+            query = layer.self_attn.q_proj.weight.view(heads, width, d)
+            key[:, :FAST, 0] = 1.0
+            key[:, half - 1, 1] = 4.0
+            force = 40.0 * math.sqrt(width) / (FAST * d)
+            for head in range(heads):
+                if head % 2:
+                    query[head, half - 1, 0] = 6.0 * math.sqrt(width) / d
+                else:
+                    query[head, :FAST, 0] = force * torch.cos(angles * (head + 1))
+                    query[head, half : half + FAST, 0] = -force * torch.sin(angles * (head + 1))
+    return Target.of(model, name=shape)
+
+
+def ids_of(length: int, seed: int) -> Tensor:
+    """One token in fifty is marked."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(MARKED, VOCAB, (1, length), generator=generator)
+    ids[:, torch.rand(length, generator=generator) < 0.02] = 3
+    return ids
+
+
+@torch.no_grad()
+def run(arm: str, target: Target, ids: Tensor, *, dense: bool = False) -> dict[int, tuple[Tensor, Tensor]]:
+    """One pass; the sums that the arm found by layer, those of `eager` only with `dense`."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    layers = list(range(target.n_layers))
+    if arm == "sdpa":
+        target.forward(ids)
+    elif arm == "eager":
+        target.hf.set_attn_implementation("eager")
+        matrices = target.base(input_ids=ids, output_attentions=True, use_cache=False).attentions
+        target.hf.set_attn_implementation("sdpa")
+        for layer, probs in enumerate(matrices if dense else ()):
+            slash = torch.stack([probs[0].diagonal(-o, 1, 2).sum(-1) for o in range(ids.shape[1])], 1)
+            found[layer] = probs[0].sum(1), slash
+    else:
+        generator = torch.Generator().manual_seed(0)
+
+        def see(layer: int, scores: Scores) -> None:
+            if arm == "mass":
+                _weighed(scores, ETAS, generator)
+            else:
+                found[layer] = line_sums(scores)
+
+        with scores_of(target, see, layers):
+            target.forward(ids)
+    return found
+
+
+def peak_of(arm: str, shape: str, length: int, seed: int, threads: int) -> int:
+    """Bytes that the peak of a fresh process rises by during one arm."""
+    argv = [sys.executable, "-m", "experiments.bench_lines", "--arm", arm, "--shape", shape, "--length", str(length),
+            "--seed", str(seed), "--threads", str(threads)]  # fmt: skip
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    return int(json.loads(done.stdout)["peak"])
+
+
+def _status(name: str) -> int:
+    """A line of this process's memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Interleaved rounds of some arms at one length."""
+    ids = ids_of(length, args.seed)
+    run("sdpa", target, ids)
+    rounds = [{arm: timed(lambda arm=arm: run(arm, target, ids)) for arm in arms} for _ in range(args.rounds)]
+    memory = {arm: peak_of(arm, args.shape, length, args.seed, args.threads) for arm in arms}
+
+    def ratio(over: str, under: str) -> float | None:
+        return statistics.median(r[over] / r[under] for r in rounds) if {over, under} <= set(arms) else None
+
+    return {
+        "length": length, "eager_over_lines": ratio("eager", "lines"), "lines_over_sdpa": ratio("lines", "sdpa"),
+        "eager_over_mass": ratio("eager", "mass"), "mass_over_sdpa": ratio("mass", "sdpa"), "seconds": rounds,
+        "peak_bytes": memory,
+        "eager_over_lines_memory": memory["eager"] / memory["lines"] if "eager" in arms else None,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--shape", default="lines-512", choices=sorted(SHAPES))
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--long", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--arm", choices=ARMS, help="run one arm once and print how far the peak rose")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    torch.set_num_threads(args.threads)
+    target = made(args.shape, args.seed)
+    if args.arm:
+        run(args.arm, target, ids_of(64, args.seed))  # libraries are loaded
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now (Linux)
+        before = _status("VmRSS")
+        run(args.arm, target, ids_of(args.length, args.seed))
+        print(json.dumps({"peak": max(1, _status("VmHWM") - before)}))
+        return
+    short = ids_of(512, args.seed)
+    pairs = [
+        (run("eager", target, short, dense=True)[i], run("lines", target, short)[i]) for i in range(target.n_layers)
+    ]
+    same = all(torch.allclose(a, b, atol=1e-3, rtol=1e-3) for one in pairs for a, b in zip(*one, strict=True))
+    heaviest = [float(sums.max() / 512) for sums in pairs[0][1]]
+    rows = [row(ARMS, target, args.length, args)]
+    if args.long:
+        rows.append(row(("lines", "sdpa"), target, args.long, args))
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "arm")}
+    result = {"same": same, "heaviest_line": {"vertical": heaviest[0], "slash": heaviest[1]}, "rows": rows}
+    text = record("bench-lines", result, settings, started=started, seed=args.seed)
+    if args.out:
+        write_atomic(args.out, text)
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

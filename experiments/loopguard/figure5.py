@@ -1,0 +1,131 @@
+"""Figure 5 of the paper: barcodes of a loop, beside ordinary text, and before and after interventions.
+
+    python -m experiments.loopguard.figure5 [--model NAME|FOLDER] [--head LAYER.HEAD ...] [--out figures]
+
+The model continues a prompt of LoopBench's small set greedily, without a guard and with LoopGuard. Shown are heads of
+four layers, by default those that the loop changes most (the paper shows layers 16 and 20 to 22 of a model it does not
+name); the control reads ordinary text of the same length, token by token. Darkness is the share of a head's attention:
+steps downwards, positions to the right, averaged over bins. Other pictures: `sinkscope barcode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope._console import Progress
+from sinkscope.attention.barcode import Barcode, HeadBarcode, barcode
+from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.figures.style import ORANGE
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.models.load import load
+
+PANELS = {"whole": "a loop", "late": "the loop, last steps", "healthy_late": "ordinary text, last steps",
+          "guarded": "with LoopGuard"}  # fmt: skip
+
+
+def figure(loop: Barcode, guarded: Barcode) -> Any:
+    """A row per head: the loop, its last steps, ordinary text, and the run with LoopGuard."""
+    from plotly.subplots import make_subplots
+
+    shown = [h for h in loop.heads if h.whole is not None]
+    other = {(h.layer, h.head): h for h in guarded.heads}
+    titles = [f"{h.layer}.{h.head}: {name}" for h in shown for name in PANELS.values()]
+    fig: Any = make_subplots(rows=len(shown), cols=len(PANELS), subplot_titles=titles, horizontal_spacing=0.04,
+                        vertical_spacing=0.07)  # fmt: skip
+    for row, h in enumerate(shown, 1):
+        pictures = [picture(h, other.get((h.layer, h.head)), name) for name in PANELS]
+        top = max([0.05, *(_high(p) for p in pictures if p is not None)])
+        for col, one in enumerate(pictures, 1):
+            if one is None:
+                continue
+            values = one.values()
+            fig.add_heatmap(
+                x=[one.first_position + (i + 0.5) * one.positions - 0.5 for i in range(len(values[0]))],
+                y=[one.first_step + (i + 0.5) * one.steps - 0.5 for i in range(len(values))],
+                z=[[math.sqrt(min(v, top)) for v in line] for line in values], zmin=0, zmax=math.sqrt(top),
+                colorscale=[[0, "#ffffff"], [1, "#000000"]], showscale=False, row=row, col=col,
+            )  # fmt: skip
+            fig.update_yaxes(autorange="reversed", row=row, col=col)
+        for mark in [m for m in guarded.marks if m.kind == "guard"][:40]:
+            fig.add_hline(mark.step, line={"color": ORANGE, "width": 1}, row=row, col=len(PANELS))
+        if loop.onset is not None:
+            fig.add_vline(loop.onset, line={"color": ORANGE, "width": 1, "dash": "dot"}, row=row, col=1)
+    fig.update_xaxes(title_text="position", row=len(shown))
+    fig.update_yaxes(title_text="step", col=1)
+    ends = "no loop" if loop.period is None else f"loop of period {loop.period}"
+    return fig.update_layout(
+        title={
+            "text": f"Attention over {loop.steps} new tokens, {ends}. Dotted: where it begins; lines: interventions",
+            "x": 0.01, "xanchor": "left",
+        },
+        template="plotly_white", width=1560, height=110 + 260 * len(shown), font={"size": 12},
+        margin={"l": 60, "r": 20, "t": 90, "b": 60},
+    )  # fmt: skip
+
+
+def picture(plain: HeadBarcode, guarded: HeadBarcode | None, name: str) -> Any:
+    """One panel of a head."""
+    if name == "guarded":
+        return None if guarded is None else guarded.whole
+    return getattr(plain, name)
+
+
+def _high(one: Any) -> float:
+    """A share that one cell in fifty exceeds."""
+    cells = sorted(v for line in one.values() for v in line)
+    return cells[-1 - len(cells) // 50]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopguard.figure5", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--model", help="short name, hub id or folder; default: the model in the package")
+    parser.add_argument("--head", action="append", metavar="LAYER.HEAD", help="may be given again")
+    parser.add_argument("--prompt", default="dc-0003", help="id in LoopBench's small set")
+    parser.add_argument("--max-new-tokens", type=int, default=400)
+    parser.add_argument("--budget", type=int, default=256, help="of LoopGuard")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    prompt = next(p for p in load_prompts("small") if p.id == args.prompt).prompt
+    model = load(args.model, backend="hf")
+    heads = None if not args.head else [(int(a), int(b)) for a, b in (name.split(".") for name in args.head)]
+    with Progress() as progress:
+        loop = barcode(model, prompt, heads=heads, max_new_tokens=args.max_new_tokens, progress=progress)
+        named = [(h.layer, h.head) for h in loop.heads if h.whole is not None]
+        guarded = barcode(
+            model, prompt, heads=named, max_new_tokens=args.max_new_tokens, control=False,
+            interventions=LoopGuard(budget=args.budget), progress=progress,
+        )  # fmt: skip
+    near = {f"{h.layer}.{h.head}": {"near": h.near, "overlap": h.overlap, "healthy_overlap": h.healthy_overlap}
+            for h in loop.heads}  # fmt: skip
+    result = {
+        "loop": {"period": loop.period, "onset": loop.onset, "prompt_tokens": loop.prompt_tokens, "steps": loop.steps},
+        "guarded": {"period": guarded.period, "onset": guarded.onset, "interventions": [m.step for m in guarded.marks]},
+        "heads": near,
+        "shown": {
+            f"{h.layer}.{h.head}": {
+                name: None if (one := picture(h, g, name)) is None else asdict(one) for name in PANELS
+            }
+            for h in loop.heads if h.whole is not None
+            for g in guarded.heads if (g.layer, g.head) == (h.layer, h.head)
+        },
+    }  # fmt: skip
+    settings = {"model": loop.model.name, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
+                "budget": args.budget, "heads": named, "sampling": "greedy"}  # fmt: skip
+    save("loopguard_fig5", record("loopguard-fig5", result, settings, started=started), figure(loop, guarded), args.out)
+    print(loop.summary())
+    print(guarded.summary())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""The recall model: weights written by hand, no training, that answer questions about facts of earlier turns.
+
+    python -m experiments.make_recall [--out sinkscope/models/recall] [--measure 256,1024,4096] [--seed 0]
+
+`docs/recall_model.md` explains the circuit. The residual stream is divided into named groups of dimensions; each head
+of the circuit reads some and writes others. All other heads, the MLPs and the logits of filler words carry ordinary
+attention: falling with distance, a share on the first token, and a random part by content. All matrices have noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.bench.dialogues import words
+from sinkscope.bench.dialogues.words import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, PAD, SPECIAL, TURNS, UNKNOWN, VALUES
+
+VOCABULARY = (*SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
+ID = {word: i for i, word in enumerate(VOCABULARY)}
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, D, D_MLP = 3, 8, 2, 128, 384, 128
+HALF, GROUP = HEAD_DIM // 2, HEADS // KV_HEADS
+THETA, CONTEXT = 1e8, 32768
+CONST_SIZE = 8.0  # the constant dominates the norm, so that RMSNorm with weight 8 / sqrt(d) is nearly the identity
+SQ = math.sqrt(HEAD_DIM)  # undoes the scale of the scores
+FAST = 38  # rotary pairs that ordinary heads use; the circuit's match uses the slower ones
+# Scores of the circuit, in nats.
+OFFSET, TURN_FIRST, TURN_STEP = 12.0, 14.0, 10.0
+QUESTION, SAME_TURN, SINK, KEY_MATCH, SLOT_MATCH = 28.0, 14.0, 30.0, 20.0, 20.0
+# Logits.
+ANSWER_LOGIT, UNKNOWN_LOGIT, FILLER_LOGIT, FILLER_SPREAD = 30.0, 14.0, 4.0, 1.5
+
+_GROUPS = {
+    "key": 32, "value": 32, "prev_key": 32, "third_key": 32, "asked": 32, "out_key": 32, "out_value": 32,
+    "out_end": 1, "turn": 16, "content": 16, "scratch": 64, "is_bos": 1, "is_fact": 1, "is_ask": 1, "is_answer": 1,
+    "is_end": 1, "is_turn": 1, "starts": 1, "want_1": 1, "want_2": 1, "want_3": 1, "slot_1": 1, "slot_2": 1,
+    "slot_3": 1, "asked_here": 1, "answers": 1, "const": 1,
+}  # fmt: skip
+
+
+def layout() -> dict[str, list[int]]:
+    """The residual dimensions of each group."""
+    found: dict[str, list[int]] = {}
+    for name, size in _GROUPS.items():
+        start = sum(map(len, found.values()))
+        found[name] = list(range(start, start + size))
+    return found
+
+
+DIM = layout()
+
+
+def _one(name: str) -> int:
+    (dim,) = DIM[name]
+    return dim
+
+
+CONST = _one("const")
+PLANTED = {
+    "offset heads": [(0, head) for head in range(4)],
+    "turn head": [(0, 4)],
+    "question head": [(1, 0)],
+    "recall head": [(2, 0)],
+}
+
+
+def recency(theta: Tensor, pairs: int, longest: int = CONTEXT, flat: int = 16, ridge: float = 1e-4) -> Tensor:
+    """Query weights for a constant key whose score falls like -log2(distance + flat): a ridge fit over rotary pairs.
+
+    A sum of cosines written down by guess is not monotonic; this one is, nearly.
+    """
+    near, far = torch.arange(2000), torch.logspace(3, math.log10(longest), 3000).long()
+    distance = torch.unique(torch.cat([near, far])).double()
+    waves = distance[:, None] * theta[:pairs].double()
+    x = torch.cat([waves.cos(), waves.sin()], 1)
+    y, weight = torch.log2((longest + flat) / (distance + flat)) + 2, 1 / (distance + flat)
+    eye = torch.eye(2 * pairs, dtype=torch.float64)
+    b = torch.linalg.solve((x.T * weight) @ x + ridge * weight.sum() * eye, (x.T * weight) @ y)
+    found = torch.zeros(HEAD_DIM, dtype=torch.float64)
+    found[:pairs], found[HALF : HALF + pairs] = b[:pairs], -b[pairs:]
+    return found.float()
+
+
+@torch.no_grad()
+def build(seed: int = 0, noise: float = 0.02, ordinary: float = 0.5) -> Any:
+    """The model in float32, each weight a float16 number.
+
+    Args:
+        seed: of codes, ordinary attention and noise.
+        noise: standard deviation of what is added to all matrices, times sqrt(fan in).
+        ordinary: strength of ordinary attention; 0: the free heads attend evenly but for noise.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY), hidden_size=D, intermediate_size=D_MLP, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA}, rms_norm_eps=1e-6, tie_word_embeddings=False,
+        bos_token_id=ID[BOS], eos_token_id=ID[END], pad_token_id=ID[PAD],
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu").float().eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its frequencies are no weights
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        weight.fill_(CONST_SIZE / math.sqrt(D) if "norm" in name else 0.0)
+    _embed(model.model.embed_tokens.weight, generator)
+    theta = THETA ** (-torch.arange(HALF, dtype=torch.float64) / HALF)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    _offset_heads(attentions[0], theta)
+    _turn_head(attentions[0])
+    _question_head(attentions[1])
+    _recall_head(attentions[2])
+    _ordinary_heads(attentions, theta, generator, ordinary)
+    for layer in model.model.layers:
+        _ordinary_mlp(layer.mlp, generator)
+    _logits(model.lm_head.weight, generator)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            z = torch.randn(weight.shape, generator=generator) * noise / math.sqrt(weight.shape[1])
+            weight += z * SQ / 2 if "q_proj" in name else z
+        weight.copy_(weight.half().float())
+    return model
+
+
+def _pair(number: int) -> tuple[int, float]:
+    """Two words share a code dimension, with opposite signs."""
+    return number // 2, 1.0 - 2.0 * (number % 2)
+
+
+def _embed(e: Tensor, generator: torch.Generator) -> None:
+    e[:, CONST] = CONST_SIZE
+    for names, group in ((KEYS, "key"), (VALUES, "value")):
+        for number, word in enumerate(names):
+            at, sign = _pair(number)
+            e[ID[word], DIM[group][at]] = sign
+    for word in KEYS:
+        e[ID[word], [_one("starts"), _one("want_1")]] = 1.0
+    for number, word in enumerate(TURNS):
+        e[ID[word], [DIM["turn"][number], _one("is_turn")]] = 1.0
+    for word in (*FILLER, words.UNK):
+        code = torch.randn(len(DIM["content"]), generator=generator)
+        e[ID[word], DIM["content"]] = code / code.norm()
+    flags = {BOS: ("is_bos",), FACT: ("is_fact",), ASK: ("is_ask",), END: ("is_end",),
+             ANSWER: ("is_answer", "starts", "want_1", "answers"), UNKNOWN: ("out_end",)}  # fmt: skip
+    for word, names in flags.items():
+        e[ID[word], [_one(name) for name in names]] = 1.0
+
+
+def _write(attention: Any, head: int, row: int, dim: int, value: float = 1.0) -> None:
+    attention.o_proj.weight[dim, head * HEAD_DIM + row] = value
+
+
+def _offset_heads(a: Any, theta: Tensor) -> None:
+    """Layer 0, heads 0 to 3: the token 1, 2, 3, 4 places back, by rotation alone."""
+    amplitude = torch.where(torch.arange(HALF) < 14, OFFSET, OFFSET / 4).double()
+    amplitude[44:] = 0
+    a.k_proj.weight[:HALF, CONST] = 1 / CONST_SIZE
+    for head in range(4):
+        first, angle = head * HEAD_DIM, theta * (head + 1)
+        a.q_proj.weight[first : first + HALF, CONST] = (SQ / CONST_SIZE * amplitude * angle.cos()).float()
+        a.q_proj.weight[first + HALF : first + HEAD_DIM, CONST] = (-SQ / CONST_SIZE * amplitude * angle.sin()).float()
+    n = len(DIM["key"])
+    starts, fact, ask, answer = range(n, n + 4)
+    for row, dim in enumerate([*DIM["key"], *map(_one, ("starts", "is_fact", "is_ask", "is_answer"))]):
+        a.v_proj.weight[row, dim] = 1.0
+    for head, group in enumerate(("prev_key", "prev_key", "third_key")):
+        for row in range(n):
+            _write(a, head, row, DIM[group][row])
+    flags = [(0, starts, "want_2"), (1, starts, "want_3"), (1, fact, "slot_1"), (2, fact, "slot_2"),
+             (3, fact, "slot_3"), (0, ask, "asked_here"), (0, answer, "answers"), (1, answer, "answers")]  # fmt: skip
+    for head, row, name in flags:
+        _write(a, head, row, _one(name))
+
+
+def _turn_head(a: Any) -> None:
+    """Layer 0, head 4: the turn marker with the highest number, wherever it stands."""
+    slow = HALF - 1  # turns by less than 0.01 over the whole context
+    a.q_proj.weight[GROUP * HEAD_DIM + slow, CONST] = SQ / CONST_SIZE
+    for number, dim in enumerate(DIM["turn"]):
+        a.k_proj.weight[HEAD_DIM + slow, dim] = TURN_FIRST + TURN_STEP * number
+        a.v_proj.weight[HEAD_DIM + number, dim] = 1.0
+        _write(a, GROUP, number, dim)
+
+
+_SLOW = [d for pair in range(HALF - 1, 0, -1) for d in (pair, pair + HALF)]  # slowest rotary dimensions first
+
+
+def _match(a: Any, terms: Sequence[tuple[Sequence[int], Sequence[int], float]]) -> None:
+    """Head 0: the score is the sum over terms of strength * (what the query has) * (what the key has)."""
+    if len(terms) > 2 * (HALF - FAST):
+        raise ValueError("more terms than slow rotary dimensions")
+    for dim, (queries, keys, strength) in zip(_SLOW, terms, strict=False):
+        for x in queries:
+            a.q_proj.weight[dim, x] = SQ * strength / (CONST_SIZE if x == CONST else 1.0)
+        a.k_proj.weight[dim, list(keys)] = 1.0
+
+
+def _question_head(a: Any) -> None:
+    """Layer 1, head 0: from the answer marker and the two tokens after it to the key asked about in this turn."""
+    turns = [([t], [t], SAME_TURN) for t in DIM["turn"]]
+    _match(a, [([CONST], DIM["is_bos"], SINK), (DIM["answers"], DIM["asked_here"], QUESTION), *turns])
+    for row, (key, asked) in enumerate(zip(DIM["key"], DIM["asked"], strict=True)):
+        a.v_proj.weight[row, key] = 1.0
+        _write(a, 0, row, asked)
+
+
+def _recall_head(a: Any) -> None:
+    """Layer 2, head 0: from (key, wanted slot) to the token of that fact that stands there."""
+    slots = [(DIM[f"want_{i}"], DIM[f"slot_{i}"], SLOT_MATCH) for i in (1, 2, 3)]
+    rows = zip(DIM["key"], DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
+    keys = [([key, previous, asked], [previous, third], KEY_MATCH) for key, previous, third, asked in rows]
+    _match(a, [([CONST], DIM["is_bos"], SINK), *slots, *keys])
+    sources = [*DIM["key"], *DIM["value"], *DIM["is_end"]]
+    targets = [*DIM["out_key"], *DIM["out_value"], *DIM["out_end"]]
+    for row, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        a.v_proj.weight[row, source] = 1.0
+        _write(a, 0, row, target)
+
+
+def _ordinary_heads(
+    attentions: Sequence[Any], theta: Tensor, generator: torch.Generator, strength: float
+) -> None:
+    """All other heads: recency, a share for the first token, content; what they read goes to the scratch dimensions."""
+    planted = {place for places in PLANTED.values() for place in places}
+    fast = [*range(FAST), *range(HALF, HALF + FAST)]
+    content = [*DIM["content"], *DIM["scratch"], *DIM["value"]]
+    free_rows = range(len(DIM["key"]) + len(DIM["value"]) + 1, HEAD_DIM)  # values that the circuit leaves alone
+    falling = recency(theta, FAST)
+    for layer, a in enumerate(attentions):
+        for kv in range(KV_HEADS):
+            if all((layer, kv * GROUP + i) in planted for i in range(GROUP)):
+                continue
+            first = kv * HEAD_DIM
+            sink = HALF - 1 if layer else HALF - 2  # where the circuit has it, or beside the turn head's
+            for dim in fast:
+                a.k_proj.weight[first + dim, content] += torch.randn(len(content), generator=generator) / 8
+                a.k_proj.weight[first + dim, CONST] += dim < HALF and 1 / CONST_SIZE
+            a.k_proj.weight[first + sink, _one("is_bos")] = 1.0
+            z = torch.randn(len(free_rows), len(content), generator=generator) / math.sqrt(len(content))
+            a.v_proj.weight[first + free_rows[0] : first + HEAD_DIM, content] = z
+        for head in range(HEADS):
+            if (layer, head) in planted:
+                continue
+            first = head * HEAD_DIM
+            q = a.q_proj.weight[first : first + HEAD_DIM]
+            for dim in fast:
+                q[dim, content] = torch.randn(len(content), generator=generator) * 4 * strength
+            recent, sinking = torch.rand(2, generator=generator).tolist()
+            recent = strength * (0.5 + recent)
+            q[:, CONST] += recent * SQ / CONST_SIZE * falling
+            q[HALF - 1 if layer else HALF - 2, CONST] += strength * SQ * (18 + 10 * sinking) / CONST_SIZE
+            z = torch.randn(len(DIM["scratch"]), len(free_rows), generator=generator) / math.sqrt(len(free_rows))
+            columns = slice(first + free_rows[0], first + HEAD_DIM)
+            a.o_proj.weight[DIM["scratch"][0] : DIM["scratch"][-1] + 1, columns] = z / 4
+
+
+def _ordinary_mlp(mlp: Any, generator: torch.Generator) -> None:
+    """A random SwiGLU from content and scratch to scratch."""
+    read = [*DIM["content"], *DIM["scratch"]]
+    for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):
+        weight[:, read] = torch.randn(D_MLP, len(read), generator=generator)
+    mlp.down_proj.weight[DIM["scratch"], :] = (
+        torch.randn(len(DIM["scratch"]), D_MLP, generator=generator) / 2 / math.sqrt(D_MLP)
+    )
+
+
+def _logits(head: Tensor, generator: torch.Generator) -> None:
+    for names, group in ((KEYS, "out_key"), (VALUES, "out_value")):
+        for number, word in enumerate(names):
+            at, sign = _pair(number)
+            head[ID[word], DIM[group][at]] = ANSWER_LOGIT * sign
+    head[ID[END], DIM["out_end"]] = ANSWER_LOGIT
+    for i in (1, 2, 3):
+        head[ID[UNKNOWN], DIM[f"want_{i}"]] = UNKNOWN_LOGIT
+    for word in FILLER:
+        head[ID[word], CONST] = FILLER_LOGIT / CONST_SIZE
+        head[ID[word], DIM["scratch"]] = (
+            torch.randn(len(DIM["scratch"]), generator=generator) * FILLER_SPREAD / math.sqrt(8)
+        )
+
+
+def tokenizer() -> Any:
+    """Words between spaces; `<s>` is put in front."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(WordLevel({word: i for word, i in ID.items()}, unk_token=words.UNK))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, ID[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=BOS, eos_token=END, unk_token=words.UNK, pad_token=PAD,
+        padding_side="left", model_max_length=CONTEXT, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def save(model: Any, folder: Path) -> None:
+    """Weights in float16, a config that asks for float32, tokenizer, and the circuit for programs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.half().save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = "float32"  # what it is loaded in; every float16 number is one of float32
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    model.float()
+    tokenizer().save_pretrained(folder)
+    circuit = {"planted": {name: [list(p) for p in places] for name, places in PLANTED.items()}, "dims": DIM}
+    (folder / "circuit.json").write_text(json.dumps(circuit) + "\n", encoding="utf-8")

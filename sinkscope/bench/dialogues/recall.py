@@ -1,0 +1,167 @@
+"""Dialogues for the recall model: facts stated in some turn, a question in each, gold answers by construction.
+
+A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn is
+`turnN`, filler words with facts among them and a question `ask KEY` at its begin, middle or end, and `answer`. The
+right answer is what follows the key along its chain, `VALUE VALUE LINK` a hop, up to and with the `.`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from sinkscope.bench.dialogues.form import Dialogue, Position, Turn
+from sinkscope.bench.dialogues.words import ANSWER, ASK, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
+from sinkscope.errors import SinkscopeError
+
+TASK = "recall"
+_FRAME = 4  # tokens of a turn that are neither context nor answer: marker, `ask`, key, `answer`
+_FACT = 5  # tokens of a fact
+_GAP = 3  # filler words that stand at least between facts, and at both ends
+
+
+def recall_dialogue(
+    seed: int = 0,
+    *,
+    turns: int = 3,
+    tokens: int | Sequence[int] = 256,
+    hops: int = 2,
+    distractors: int | None = None,
+    stated: bool = True,
+) -> Dialogue:
+    """A dialogue, the same for the same arguments; its three variants differ in the places of the questions alone.
+
+    Args:
+        seed: of all that is drawn.
+        turns: number of turns, 1 to 16.
+        tokens: tokens of a turn's prompt (words, for this tokenizer; answers and BOS not counted), or one number for
+            each turn.
+        hops: facts that an answer runs through; its tokens are 3 * hops.
+        distractors: facts that nobody asks about; None: as many as there are keys and places for.
+        stated: False: the last question is about a key of which nothing was said, and its answer is `unknown .`.
+
+    Raises:
+        SinkscopeError: the facts do not fit, or a number is out of range.
+    """
+    lengths = _lengths(turns, tokens)
+    rng = random.Random(f"recall {seed}")
+    keys = list(KEYS)
+    rng.shuffle(keys)
+    chains = _chains(keys, turns, hops, stated)
+    unsaid = {keys.pop()} if not stated else set[str]()
+
+    facts = {
+        key: [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
+        for chain in chains
+        for key, link in zip(chain, [*chain[1:], END], strict=True)
+    }
+    told: list[list[str]] = [[] for _ in range(turns)]
+    depends: list[set[int]] = []
+    room = [(length - _FRAME - _GAP) // (_FACT + _GAP) for length in lengths]
+    for turn, chain in enumerate(chains):
+        places: set[int] = set()
+        for key in chain:
+            free = [t for t in range(turn + 1) if len(told[t]) < room[t]]
+            if not free:
+                raise SinkscopeError(
+                    f"tokens={tokens!r}: turn {turn + 1} and those before it have no place left for the facts of "
+                    f"{hops} hops a question; give more tokens, or fewer hops"
+                )
+            place = rng.choice(free)
+            told[place].append(key)
+            places.add(place)
+        depends.append(places)
+    _distract(rng, keys, facts, told, room, distractors)
+
+    spoken: list[Turn] = []
+    for turn, length in enumerate(lengths):
+        last_unsaid = not stated and turn == turns - 1
+        asked = min(unsaid) if last_unsaid else chains[turn][0]
+        answer = [UNKNOWN, END] if last_unsaid else [word for key in chains[turn] for word in facts[key][2:]]
+        pieces = _pieces(rng, [facts[key] for key in told[turn]], length - _FRAME)
+        prompts = {position: _say(turn, pieces, asked, position) for position in ("begin", "middle", "end")}
+        spoken.append(Turn(prompts, (" ".join(answer),), tuple(sorted(depends[turn])) if not last_unsaid else (),
+                           not last_unsaid))  # fmt: skip
+    return Dialogue(f"recall-{seed}", TASK, tuple(spoken))
+
+
+def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:
+    """Lengths of turns drawn at random that add up to `total`, none below `least`.
+
+    Raises:
+        SinkscopeError: `total` is less than `turns` times `least`.
+    """
+    if total < turns * least:
+        raise SinkscopeError(
+            f"total={total} tokens for {turns} turns of at least {least}: give {turns * least} or more, or fewer turns"
+        )
+    rng = random.Random(f"uneven {seed}")
+    cuts = sorted(rng.randint(0, total - turns * least) for _ in range(turns - 1))
+    edges = [0, *cuts, total - turns * least]
+    return tuple(least + b - a for a, b in zip(edges, edges[1:], strict=False))
+
+
+def _lengths(turns: int, tokens: int | Sequence[int]) -> list[int]:
+    if not 1 <= turns <= len(TURNS):
+        raise SinkscopeError(f"turns={turns!r}: expected 1 to {len(TURNS)}, the turn markers of the recall model")
+    lengths = [tokens] * turns if isinstance(tokens, int) else list(tokens)
+    if len(lengths) != turns:
+        raise SinkscopeError(f"tokens has {len(lengths)} numbers for {turns} turns: give one for each, or a single one")
+    if min(lengths) < _FRAME + _GAP:
+        raise SinkscopeError(f"tokens={min(lengths)}: a turn has at least {_FRAME + _GAP} tokens")
+    return lengths
+
+
+def _chains(keys: list[str], turns: int, hops: int, stated: bool) -> list[list[str]]:
+    """The keys of each question's chain, taken from `keys`; the last question has none if nothing is stated for it."""
+    asked = turns if stated else turns - 1
+    if hops < 1 or asked * hops + (not stated) > len(keys):
+        raise SinkscopeError(
+            f"hops={hops!r} in {turns} turns: expected at least 1 and, since a key is used once, at most "
+            f"{(len(keys) - (not stated)) // max(asked, 1)}"
+        )
+    return [[keys.pop() for _ in range(hops)] for _ in range(asked)]
+
+
+def _distract(
+    rng: random.Random,
+    keys: list[str],
+    facts: dict[str, list[str]],
+    told: list[list[str]],
+    room: list[int],
+    wanted: int | None,
+) -> None:
+    """Facts of no chain, each turn filled to about the same share; their links lead to any stated key."""
+    places = sum(room) - sum(map(len, told))
+    most = min(len(keys), places)
+    if wanted is not None and not 0 <= wanted <= most:
+        raise SinkscopeError(f"distractors={wanted!r}: expected 0 to {most}, the keys and places that are left")
+    for _ in range(most if wanted is None else wanted):
+        turn = min((t for t in range(len(told)) if len(told[t]) < room[t]), key=lambda t: len(told[t]) / room[t])
+        key = keys.pop()
+        link = rng.choice([*facts, END])
+        facts[key] = [FACT, key, rng.choice(VALUES), rng.choice(VALUES), link]
+        told[turn].append(key)
+
+
+def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[list[str]]:
+    """A context of `size` words in pieces that a question may stand between: filler words one by one, facts whole."""
+    spare = size - _GAP - len(facts) * (_FACT + _GAP)
+    shuffled = rng.sample(facts, len(facts))
+    cuts = sorted(rng.randint(0, spare) for _ in shuffled)
+    pieces: list[list[str]] = []
+    before = 0
+    for cut, fact in zip([*cuts, spare], [*shuffled, None], strict=True):
+        pieces += [[rng.choice(FILLER)] for _ in range(_GAP + cut - before)]
+        pieces += [fact] if fact else []
+        before = cut
+    return pieces
+
+
+def _say(turn: int, pieces: Sequence[list[str]], asked: str, position: Position) -> str:
+    words = sum(map(len, pieces))
+    starts = [sum(map(len, pieces[:i])) for i in range(len(pieces) + 1)]
+    middle = min(range(len(starts)), key=lambda i: abs(starts[i] - words // 2))
+    at = {"begin": 0, "middle": middle, "end": len(pieces)}[position]
+    parts = [*pieces[:at], [ASK, asked], *pieces[at:]]
+    return " ".join([TURNS[turn], *(word for part in parts for word in part), ANSWER])

@@ -1,0 +1,210 @@
+"""Attention that computes chosen lines only, on any device, without a compiler (after MInference, Jiang et al. 2024).
+
+A block of queries needs two kinds of keys: the columns of the vertical lines, gathered once per head, and for every
+group of neighbouring offsets a band, which for these queries is a range of keys. Columns inside of a band's range are
+computed with the band and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
+A lone slash line costs a range as long as the block, so where lines lie apart most of what is computed is thrown away.
+What that costs is known before, and a head for which it is more than `dense_above` of all cells gets plain attention.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.kv.loopserve.lines import HeadLines
+
+BLOCKS = (64, 128, 256)
+"""Queries at a time; the cheapest is taken, head by head."""
+_PART = 16  # columns whose product takes as long as the overhead of one more matrix product
+DENSE_ABOVE = 0.6
+"""Share of computed cells above which plain attention is as fast (measured on a CPU, float32, 4,096 positions)."""
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """What sparse attention did in every head of a layer.
+
+    Attributes:
+        cells: share of the causal cells that lie on the lines.
+        computed: share that was computed, in whole blocks; 1.0 where attention was dense.
+        dense: the head was computed by plain attention, because that is faster.
+    """
+
+    cells: tuple[float, ...]
+    computed: tuple[float, ...]
+    dense: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """How one head is computed.
+
+    Attributes:
+        block: queries at a time.
+        bands: (lowest, highest) offset of each, highest offsets first; the last begins at 0.
+        columns: vertical lines, in rising order.
+        cost: cells that are computed.
+    """
+
+    block: int
+    bands: list[tuple[int, int]]
+    columns: list[int]
+    cost: float
+
+    def parts(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """For queries at positions `start` to `stop`: (first column, end column, first key, end of keys), in turns."""
+        found, seen, taken = [], 0, 0
+        for low, high in self.bands:
+            begin, end = max(0, start - high), stop - low
+            if end <= 0:
+                continue
+            until = bisect_left(self.columns, begin, lo=taken)
+            found.append((taken, until, max(begin, seen), end))
+            seen, taken = end, bisect_left(self.columns, end, lo=until)
+        return found
+
+
+def sparse_attention(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    value: Float[Tensor, "kv_head key d_value"],
+    lines: HeadLines,
+    *,
+    scaling: float | None = None,
+    dense_above: float = DENSE_ABOVE,
+) -> tuple[Float[Tensor, "head query d_value"], Sparsity]:
+    """Causal attention on the lines of every head; the queries are the last of the positions.
+
+    Args:
+        query: of the new tokens, after rotary.
+        key: of all positions, after rotary; query heads share them in groups.
+        value: of all positions.
+        lines: for every query head. The main diagonal must be among them.
+        scaling: factor on the scores; None: one over the root of `d_head`.
+        dense_above: share of computed cells above which a head is computed densely, with all its cells.
+
+    Returns:
+        The output, in the type of `value`, computed in float32; and what was computed.
+
+    Raises:
+        SinkscopeError: lines of another shape, or a head without the main diagonal.
+    """
+    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    if lines.vertical.shape != (heads, keys) or lines.queries != queries or not bool(lines.slash[:, 0].all()):
+        raise SinkscopeError(
+            f"lines of {tuple(lines.vertical.shape)} with {lines.queries} queries for {heads} heads, {queries} queries "
+            f"and {keys} keys: expected lines of this shape, the main diagonal among them"
+        )
+    scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    groups, every = heads // key.shape[0], int(lines.lengths().sum())
+    plans = [plan_of(lines, head) for head in range(heads)]
+    dense = tuple(plan.cost > dense_above * every for plan in plans)
+    out = torch.empty(heads, queries, value.shape[-1], device=query.device, dtype=value.dtype)
+    for head, plan in enumerate(plans):
+        q, k, v = query[head].float(), key[head // groups].float(), value[head // groups].float()
+        out[head] = _dense(q, k, v, scaling) if dense[head] else _head(q * scaling, k, v, lines.slash[head], plan)
+    computed = tuple(1.0 if full else plan.cost / every for full, plan in zip(dense, plans, strict=True))
+    return out, Sparsity(tuple(lines.density().tolist()), computed, dense)
+
+
+def plan_of(lines: HeadLines, head: int) -> _Plan:
+    """The cheapest way to compute a head."""
+    columns = lines.vertical[head].nonzero().flatten().tolist()
+    offsets = lines.slash[head].nonzero().flatten().tolist()
+    keys, past = lines.vertical.shape[1], lines.past
+    plans: list[_Plan] = []
+    for block in BLOCKS:
+        bands = [[offsets[0], offsets[0]]]
+        for offset in offsets[1:]:
+            # Ranges of two bands that touch are one.
+            if offset - bands[-1][1] <= block:
+                bands[-1][1] = offset
+            else:
+                bands.append([offset, offset])
+        plan = _Plan(block, [(low, high) for low, high in reversed(bands)], columns, 0.0)
+        cost = 0.0
+        for start in range(past, keys, block):
+            stop = min(keys, start + block)
+            for first, until, begin, end in plan.parts(start, stop):
+                cost += (stop - start) * (until - first + end - begin + _PART)
+        plans.append(_Plan(block, plan.bands, columns, cost))
+        if lines.queries <= block:
+            break
+    return min(plans, key=lambda plan: plan.cost)
+
+
+def _head(query: Tensor, key: Tensor, value: Tensor, slash: Tensor, plan: _Plan) -> Tensor:
+    """One head, block by block; `query` is scaled."""
+    queries, keys = len(query), len(key)
+    past, device = keys - queries, key.device
+    at = torch.tensor(plan.columns, device=device, dtype=torch.long)
+    some_keys, some_values = key.index_select(0, at), value.index_select(0, at)
+    other = torch.ones(keys, dtype=torch.bool, device=device)
+    other[at] = False  # no vertical line
+    out = torch.empty(queries, value.shape[-1], device=device)
+    masks = [_band(slash, low, high, plan.block) for low, high in plan.bands]
+    for start in range(past, keys, plan.block):
+        stop = min(keys, start + plan.block)
+        rows = stop - start
+        parts = plan.parts(start, stop)
+        scores = torch.empty(
+            rows, sum(until - first + end - begin for first, until, begin, end in parts), device=device
+        )
+        q, held = query[start - past : stop - past], 0
+        pieces: list[tuple[Tensor, Tensor]] = []
+        for number, (first, until, begin, end) in enumerate(parts, len(plan.bands) - len(parts)):
+            if until > first:
+                piece = scores[:, held : held + until - first]
+                torch.mm(q, some_keys[first:until].T, out=piece)
+                pieces.append((piece, some_values[first:until]))
+                held += until - first
+            piece = scores[:, held : held + end - begin]
+            torch.mm(q, key[begin:end].T, out=piece)
+            low, high = plan.bands[number]
+            off, shift = masks[number], begin - (start - high)
+            blocked = off[:rows, shift : shift + end - begin] & other[begin:end]
+            if low == 0:
+                blocked = blocked | _future(rows, end - begin, device)
+            piece.masked_fill_(blocked, -torch.inf)
+            pieces.append((piece, value[begin:end]))
+            held += end - begin
+        torch.softmax(scores, -1, out=scores)
+        block = out[start - past : stop - past].zero_()
+        for piece, values in pieces:
+            block.addmm_(piece, values)
+    return out
+
+
+def _band(slash: Tensor, low: int, high: int, block: int) -> Tensor:
+    """Cells of a band that are on no slash line: `[row column]`, for a range that begins `high` before the block."""
+    index = torch.arange(block, device=slash.device)[:, None] + high
+    index = index - torch.arange(high - low + block, device=slash.device)
+    inside = (index >= 0) & (index < len(slash))
+    return ~(slash[index.clamp(0, len(slash) - 1)] & inside)
+
+
+def _future(rows: int, columns: int, device: torch.device) -> Tensor:
+    """The last columns are the queries themselves."""
+    return torch.ones(rows, columns, dtype=torch.bool, device=device).triu(columns - rows + 1)
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+    """Plain causal attention."""
+    queries, keys = len(query), len(key)
+    if queries == keys:
+        return scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)[0]
+    outputs: list[Tensor] = []
+    for start in range(0, queries, 1024):
+        stop = min(queries, start + 1024)
+        end = keys - queries + stop
+        mask = ~_future(stop - start, end, query.device)
+        some = (query[None, start:stop], key[None, :end], value[None, :end])
+        outputs.append(scaled_dot_product_attention(*some, attn_mask=mask, scale=scaling)[0])
+    return torch.cat(outputs)

@@ -1,0 +1,203 @@
+"""Algorithm 5: mass on the sample, cells counted once, beside the exhaustive optimum and MInference's choice."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.kv.loopserve.lines import HeadLines, recovered
+from sinkscope.kv.loopserve.select import check_selection, minference_lines, sample_queries, select_lines, slash_lines
+
+VARIANTS: Any = ("exact", "faithful")
+
+
+def tensors(heads: int, queries: int, keys: int, seed: int, sharp: float = 3.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(heads, queries, 8, generator=generator) * sharp
+    return query, torch.randn(max(1, heads // 2), keys, 8, generator=generator)
+
+
+def probs_of(query: Tensor, key: Tensor) -> Tensor:
+    """The full matrix, the plain way."""
+    heads, queries, _ = query.shape
+    keys = key.shape[1]
+    scores = query @ key.repeat_interleave(heads // len(key), 0).mT / 8**0.5
+    future = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1)
+
+
+def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
+    """Row number and key of every cell, one by one."""
+    keys = lines.vertical.shape[1]
+    past = keys - lines.queries
+    found = set()
+    for row, key in product(range(lines.queries), range(keys)):
+        offset = past + row - key
+        if offset >= 0 and (lines.vertical[head, key] or lines.slash[head, offset]):
+            found.add((row, key))
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    queries=st.integers(1, 24), past=st.integers(0, 16), alpha=st.floats(0.05, 0.999),
+    variant=st.sampled_from(VARIANTS), sample=st.sampled_from([1, 5, 48]), sharp=st.sampled_from([0.0, 1.0, 4.0]),
+    seed=st.integers(0, 999),
+)  # fmt: skip
+def test_a_choice_holds_alpha_of_the_sample(
+    queries: int, past: int, alpha: float, variant: Any, sample: int, sharp: float, seed: int
+) -> None:
+    keys = queries + past
+    query, key = tensors(4, queries, keys, seed, sharp)
+    lines = select_lines(query, key, alpha, sample=sample, variant=variant, seed=seed)
+    rows = sample_queries(queries, sample, seed)
+    assert len(set(rows.tolist())) == min(sample, queries)
+    assert lines.vertical.shape == lines.slash.shape == (4, keys)
+    assert lines.vertical[:, 0].all() and lines.slash[:, 0].all()
+    probs, cells = probs_of(query, key), lines.cells()
+    for head in range(4):
+        found = cells_of(lines, head)
+        assert len(found) == cells[head]  # no cell twice
+        assert {(row, past + row) for row in range(queries)} <= found
+        held = sum(float(probs[head, row, column]) for row, column in found if row in rows)
+        assert held >= alpha * len(rows) - 1e-4
+        rows_too = lines.rows(past + torch.arange(queries))[head].nonzero().tolist()
+        assert {(row, column) for row, column in rows_too} == found
+    whole = torch.tensor([sum(float(probs[h, r, c]) for r, c in cells_of(lines, h)) for h in range(4)]) / queries
+    torch.testing.assert_close(recovered(query, key, lines), whole, atol=1e-5, rtol=0)
+    assert (lines.density() <= 1).all()
+
+
+def optimum(probs: Tensor, past: int, alpha: float) -> int:
+    """Fewest cells of any choice of lines with the first of both kinds, by trying them all."""
+    queries, keys = probs.shape
+    at = past + torch.arange(queries)
+    offset = at[:, None] - torch.arange(keys)
+    bits = torch.tensor(list(product([False, True], repeat=2 * keys - 2)))
+    ones = torch.ones(len(bits), 1, dtype=torch.bool)
+    vertical, slash = torch.cat([ones, bits[:, : keys - 1]], 1), torch.cat([ones, bits[:, keys - 1 :]], 1)
+    covered = (vertical[:, None] | slash[:, offset.clamp(min=0)]) & (offset >= 0)
+    enough = (covered * probs).sum((1, 2)) >= alpha * queries - 1e-6
+    return int(covered.sum((1, 2))[enough].min())
+
+
+@pytest.mark.parametrize(("queries", "past"), [(7, 0), (4, 3)])
+def test_against_the_exhaustive_optimum(queries: int, past: int) -> None:
+    over: dict[str, list[float]] = {"exact": [], "faithful": []}
+    for seed in range(12):
+        query, key = tensors(1, queries, queries + past, seed)
+        best = optimum(probs_of(query, key)[0], past, 0.9)
+        for variant in VARIANTS:
+            cells = int(select_lines(query, key, 0.9, variant=variant).cells()[0])
+            assert cells >= best
+            over[variant].append(cells / best)
+    means = {name: sum(values) / len(values) for name, values in over.items()}
+    assert means["exact"] < 1.12
+    assert means["exact"] < means["faithful"]  # it subtracts overlaps that are not there
+
+
+def test_lines_that_are_there_are_found() -> None:
+    """Two columns and one offset hold nearly all attention; both variants need little else."""
+    n, columns, offset = 300, (0, 120), 40
+    generator = torch.Generator().manual_seed(0)
+    phase = torch.randn(n, 32, generator=generator)
+    key = torch.cat([torch.zeros(n, 2), phase], 1)
+    key[list(columns), 0] = 1.0
+    query = torch.zeros(n, 34)
+    query[:, 0] = 12.0
+    query[offset:, 2:] = phase[:-offset] * (12.0 / phase[:-offset].square().sum(1, keepdim=True))
+    for variant in VARIANTS:
+        lines = select_lines(query[None], key[None], 0.9, variant=variant, scaling=1.0)
+        assert lines.vertical[0].nonzero().flatten().tolist() == list(columns)
+        assert lines.slash[0, offset]
+        assert lines.density()[0] < 0.05
+        assert recovered(query[None], key[None], lines, 1.0)[0] > 0.88
+
+
+def test_every_line_at_alpha_one_and_at_no_less_than_asked() -> None:
+    query, key = tensors(2, 30, 50, 3)
+    dense = select_lines(query, key, 1.0)
+    assert dense.density().tolist() == [1.0, 1.0]
+    torch.testing.assert_close(recovered(query, key, dense), torch.ones(2))
+    few, many = (select_lines(query, key, alpha).cells() for alpha in (0.5, 0.95))
+    assert (few < many).all()
+
+
+def test_batches_of_lines_lose_little() -> None:
+    """With hundreds of lines a round takes several; one by one, by brute force, needs nearly as many cells."""
+    query, key = tensors(1, 96, 96, 5, sharp=1.0)
+    probs = probs_of(query, key)[0]
+    offset = torch.arange(96)[:, None] - torch.arange(96)
+    covered = ((offset == 0) | (torch.arange(96) == 0)) & (offset >= 0)
+    while (probs * covered).sum() < 0.9 * 96:
+        best: tuple[float, Tensor] = (-1.0, covered)
+        for line in range(1, 96):
+            for cells in (torch.arange(96) == line, offset == line):
+                new = cells & (offset >= 0) & ~covered
+                if new.any() and (ratio := float((probs * new).sum() / new.sum())) > best[0]:
+                    best = (ratio, new)
+        covered = covered | best[1]
+    cells = int(select_lines(query, key, 0.9, sample=96).cells()[0])
+    assert cells <= 1.02 * int(covered.sum())
+
+
+def test_minference_by_the_last_queries() -> None:
+    query, key = tensors(2, 40, 60, 7)
+    lines = minference_lines(query, key, 12, 9, last=8, first=3, local=4)
+    probs = probs_of(query, key)[:, -8:]
+    for head in range(2):
+        columns = probs[head].sum(0)
+        columns[:3] = torch.inf
+        assert set(lines.vertical[head].nonzero().flatten().tolist()) == set(columns.topk(12).indices.tolist())
+        # Row r of these eight is position 52 + r; offset o is the diagonal 52 - o of them.
+        offsets = torch.stack([probs[head].diagonal(52 - o).sum() for o in range(60)])
+        offsets[:4] = torch.inf
+        assert set(lines.slash[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
+
+
+def test_slash_sums_are_sums_of_diagonals() -> None:
+    query, key = tensors(2, 20, 20, 9)
+    probs = probs_of(query, key)
+    total, largest = slash_lines(probs, torch.arange(20))
+    for offset in range(20):
+        torch.testing.assert_close(total[:, offset], probs.diagonal(-offset, 1, 2).sum(1))
+        torch.testing.assert_close(largest[:, offset], probs.diagonal(-offset, 1, 2).amax(1))
+
+
+def test_online_choice_beats_a_fixed_one_on_attention_that_moves() -> None:
+    """The last queries look elsewhere than the others: at the same number of cells a fixed choice recovers less."""
+    n = 400
+    generator = torch.Generator().manual_seed(1)
+    key = torch.randn(1, n, 16, generator=generator)
+    query = torch.randn(1, n, 16, generator=generator) * 0.3
+    query[:, :330] += key[:, 50:51] * 1.0
+    query[:, 330:] += key[:, 200:201] * 1.0
+    ours = select_lines(query, key, 0.8)
+    theirs = minference_lines(query, key, 10, 10, last=64, first=1, local=1)
+    size = 10
+    while theirs.cells()[0] < ours.cells()[0]:
+        size += 2
+        theirs = minference_lines(query, key, size, size, last=64, first=1, local=1)
+    assert recovered(query, key, ours)[0] > recovered(query, key, theirs)[0] + 0.02
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [((0.0, 48, "exact"), "alpha=0.0"), ((1.5, 48, "exact"), "alpha=1.5"), ((0.9, 0, "exact"), "sample=0"),
+     ((0.9, 48, "best"), "variant='best'")],
+)  # fmt: skip
+def test_settings_that_make_no_sense(values: Any, word: str) -> None:
+    with pytest.raises(SinkscopeError, match=word):
+        check_selection(*values)
+    query, key = tensors(2, 4, 4, 0)
+    with pytest.raises(SinkscopeError, match="alpha=0"):
+        select_lines(query, key, 0.0)
+    with pytest.raises(SinkscopeError, match="vertical=0"):
+        minference_lines(query, key, 0)
