@@ -78,7 +78,7 @@ def generate(
 
     Raises:
         SinkscopeError: empty prompt, prompt and new tokens longer than the context, no tokenizer, bad numbers, no such
-            policy.
+            policy, a budget that is too small for a prompt.
     """
     target = Target.of(model, tokenizer)
     tok: Any = target.tokenizer
@@ -97,6 +97,14 @@ def generate(
     cache = read_policy(policy) if isinstance(policy, str) else policy
     watch = (LoopGuard() if guard else None) if isinstance(guard, bool) else guard
     parts: list[Intervention] = [part for part in (loaded, interventions, cache, watch) if part is not None]
+    for part in parts:
+        if not isinstance(part, Intervention):
+            raise SinkscopeError(
+                f"{part!r} is no intervention: expected a SinkPatch, a policy, a LoopGuard or another intervention",
+                page="generate",
+            )
+        for ids in rows:
+            check_budget(part, len(ids))
     edit = reduce(or_, parts) if parts else None
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     results: list[Generated] = []
@@ -150,6 +158,18 @@ def read_policy(text: str) -> Policy:
             page="kv-budget",
         ) from None
     return make_policy(name, budget=value)
+
+
+def check_budget(part: Intervention, prompt_tokens: int) -> None:
+    """Refuse before the first token a budget that would be refused after it.
+
+    Raises:
+        SinkscopeError: a fraction of this prompt is less than a policy or a guard always keeps.
+    """
+    if isinstance(part, Policy):
+        part.tokens(torch.tensor([prompt_tokens]))
+    if isinstance(part, LoopGuard):
+        part.retention(prompt_tokens)
 
 
 class _Streamer(TextStreamer):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from intervention_kit import bridge_of, nnsight_of
 from organisms import tiny_model
 from organisms.lines import line_organism
 from torch import Tensor
@@ -195,6 +196,19 @@ def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.Captur
     assert main(["lines", *argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and said in shown.err and shown.err.count("\n") == 1
+
+
+def test_a_wrapped_model_and_half_precision_give_the_same() -> None:
+    model, tokenizer = tiny_model("llama")
+    ids = torch.randint(4, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    own = line_weights(model, [ids], tokenizer=tokenizer)
+    assert line_weights(nnsight_of(model, tokenizer), [ids], tokenizer=tokenizer).heads == own.heads
+    half = line_weights(model.to(torch.bfloat16), [ids], tokenizer=tokenizer)
+    for a, b in zip(own.heads, half.heads, strict=True):
+        assert a.mass == pytest.approx(b.mass, abs=0.05)
+    bridge = bridge_of(*tiny_model("llama"))
+    with pytest.raises(UnsupportedError, match="TransformerBridge are not offered"):
+        line_weights(bridge, [ids], tokenizer=tokenizer)
 
 
 def test_short_texts_and_other_models_are_refused() -> None:

@@ -110,9 +110,10 @@ def check_room(made: Setup, prompt: int, new: int) -> None:
         raise SinkscopeError(f"--max-new-tokens {new}: expected 1 or more")
     limit = made.target.max_positions
     if limit is not None and prompt + new > limit:
+        fewer = f" or ask for at most {limit - prompt} new tokens" if prompt < limit else ""
         raise SinkscopeError(
             f"prompt of {prompt} tokens and {new} new ones are {prompt + new}, but the context of "
-            f"{made.target.name} is {limit}: shorten the prompt or ask for at most {max(limit - prompt, 0)} new tokens"
+            f"{made.target.name} is {limit}: shorten the prompt{fewer}"
         )
 
 

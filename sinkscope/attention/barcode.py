@@ -128,8 +128,8 @@ class Barcode(Result):
         lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
         told = "no loop" if self.period is None else f"a loop of period {self.period} from position {self.onset}"
         lines.append(f"{self.steps} tokens after a prompt of {self.prompt_tokens}; they end in {told}.")
-        size = self.nbytes / 2**20
-        lines.append(f"{len(self.heads)} heads, {self.bins} columns, {size:.1f} MiB of attention.")
+        heads = "1 head" if len(self.heads) == 1 else f"{len(self.heads)} heads"
+        lines.append(f"{heads}, {self.bins} columns, {self.nbytes / 2**20:.1f} MiB of attention.")
         for kind in dict.fromkeys(mark.kind for mark in self.marks):
             steps = [mark.step for mark in self.marks if mark.kind == kind]
             shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")

@@ -117,7 +117,10 @@ class Locking(Result):
         if self.period is None:
             lines.append(f"No loop in {self.tokens} tokens: the scores are of steps one apart, and rank nothing.")
             return "\n".join(lines)
-        lines.append(f"Loop of period {self.period} from position {self.loop_onset} of {self.tokens}.")
+        if self.loop_onset is None:
+            lines.append(f"No loop in {self.tokens} tokens: steps {self.period} apart are compared, as was asked for.")
+        else:
+            lines.append(f"Loop of period {self.period} from position {self.loop_onset} of {self.tokens}.")
         locked = [h for h in self.heads if h.locked]
         control = any(h.healthy_score is not None for h in self.heads)
         than = "in ordinary text" if control else "nothing (no control)"
@@ -128,10 +131,11 @@ class Locking(Result):
         if locked:
             shown = ", ".join(f"{h.layer}.{h.head} ({h.score:.2f})" for h in locked[:8])
             lines.append(f"{shown}{', ...' if len(locked) > 8 else ''}.")
+            begins = "" if self.loop_onset is None else f"the loop begins at {self.loop_onset}, "
+            collapsed = "has not collapsed" if self.collapse is None else f"has collapsed at {self.collapse}"
             lines.append(
-                f"They lock at position {_or_dash(self.locking_onset)}; the loop begins at {self.loop_onset}, the last "
-                f"new 4-gram ends at {_or_dash(self.last_new)}, the type-token ratio of the last {self.window} tokens "
-                f"has collapsed at {_or_dash(self.collapse)}."
+                f"They lock at position {_or_dash(self.locking_onset)}; {begins}the last new 4-gram ends at "
+                f"{_or_dash(self.last_new)}, the type-token ratio of the last {self.window} tokens {collapsed}."
             )
         return "\n".join(lines)
 
@@ -214,11 +218,13 @@ def locking(
     if ids is None:
         start = prompt_ids(made, prompt)
         check_room(made, len(start), max_new_tokens)
+        _check_period(period, len(start) + max_new_tokens)
         new, events = decode(made.target, start, max_new_tokens, edit)
         whole = [*start, *new]
     else:
         whole = checked_ids(made, ids)
         start = whole[:1]
+    _check_period(period, len(whole))
     loop = loop_of(whole, len(start))
     shift = period or loop.period or 1
     reach = max(suffix, 3 * shift)
@@ -248,7 +254,7 @@ def locking(
             "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
         },
         provenance=made.provenance(),
-        tokens=len(whole), prompt_tokens=len(start), period=loop.period or period, loop_onset=loop.onset,
+        tokens=len(whole), prompt_tokens=len(start), period=period or loop.period, loop_onset=loop.onset,
         suffix=reach, heads=heads, window=window, positions=positions,
         locking_onset=None if mean is None else _onset(mean, 0.0 if calm is None else float(calm[first:].mean())),
         last_new=_last_new(whole, window), collapse=None if point is None else len(start) + point - 1,
@@ -268,6 +274,14 @@ def _tracks(
     else:
         decode(made.target, ids[:prompt], len(ids) - prompt, edit | watch.observe(), ids[prompt:])
     return watch.tracks()
+
+
+def _check_period(period: int | None, tokens: int) -> None:
+    if period is not None and 2 * period > tokens:
+        raise SinkscopeError(
+            f"period {period}: expected at most {tokens // 2}, half of the {tokens} tokens; give a smaller one, or "
+            "more tokens"
+        )
 
 
 def _control(made: Setup, control: bool | Sequence[int], length: int) -> list[int] | None:

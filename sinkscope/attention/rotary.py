@@ -90,7 +90,10 @@ class RotaryInvariance(Result):
         m = self.model
         lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
         if self.period is None:
-            return "\n".join([*lines, f"No loop in {self.tokens} tokens: nothing to measure (longer, or other ids)."])
+            lines.append(
+                f"No loop in {self.tokens} tokens: nothing to measure; more tokens or another prompt may end in one."
+            )
+            return "\n".join(lines)
         lines.append(
             f"Loop of period {self.period} from position {self.onset} of {self.tokens}: {self.repeated!r}; "
             f"tail of {self.tail} positions."
@@ -204,8 +207,11 @@ def rotary_invariance(
             "models with rotary positions (barcode and locking work on this one)"
         )
     if target.kind == "bridge" or not target.adapter.attention_interface:
-        what = "a TransformerBridge" if target.kind == "bridge" else target.config.model_type
-        raise UnsupportedError(f"queries and keys of {what} are not offered; use a plain model (backend='hf')")
+        if target.kind == "bridge":
+            raise UnsupportedError(
+                "queries and keys of a TransformerBridge are not offered: use a plain model (backend='hf')"
+            )
+        raise UnsupportedError(f"queries and keys of {target.config.model_type} are not offered: use another model")
     wanted = chosen_layers(made, layers)
     if progress is not None:
         progress("loop", 0, 4)

@@ -62,8 +62,7 @@ def barcode_command(
     png: Png = None,
 ) -> None:
     """Attention of heads over generation steps, step x position; a loop beside ordinary text."""
-    check_outputs(json, html, png)
-    check_outputs(npz)
+    check_outputs(json, html, png, npz=npz)
     prompt = None if prompt_file is None else read_prompt(prompt_file)
     heads = None if not head else [_head(name) for name in head]
     if patch is not None:

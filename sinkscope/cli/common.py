@@ -67,21 +67,20 @@ def open_model(model: str | None, backend: Backend | None, **options: Any) -> An
     return load(model, backend=backend.value, **{k: v for k, v in options.items() if v is not None})
 
 
-def check_outputs(*paths: str | None) -> None:
-    """Refuse before the work what could not be written after it."""
+def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
+    """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
+    paths = (json, html, png, *more.values())
     files = [path for path in paths if path not in (None, "-")]
     written = [str(check_writable(path)) for path in files if path is not None]
     for path in written:
         if written.count(path) > 1 and not path.startswith("/dev/"):
             raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
-    if len(paths) == 3:
-        for path in paths[1:]:
-            if path == "-":
-                raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
-        if paths[2] is not None:
-            from sinkscope.html import check_png
+    if "-" in paths[1:]:
+        raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
+    if png is not None:
+        from sinkscope.html import check_png
 
-            check_png()
+        check_png()
 
 
 def deliver(
@@ -116,17 +115,25 @@ def deliver(
 
 def read_prompt(name: str) -> str:
     """Text of a file, or of standard input for "-"; it may not be empty."""
-    text = sys.stdin.read() if name == "-" else read_text(Path(name))
-    if not text:
+    text = read_text(name)
+    if not text.strip():
         raise SinkscopeError("the prompt is empty: write at least one word into the file")
     return text
 
 
-def read_text(path: Path) -> str:
-    """Text of a file, or one line that says why not."""
+def read_text(name: str) -> str:
+    """Text of a file, or of standard input for "-"; or one line that says why not."""
+    path = Path(name)
     try:
-        return path.read_text(encoding="utf-8")
+        if name != "-":
+            return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        if sys.stdin is None:  # closed
+            return ""
+        raw = getattr(sys.stdin, "buffer", None)  # the terminal's encoding may be another
+        return sys.stdin.read() if raw is None else raw.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError:
+        if name == "-":
+            raise SinkscopeError("standard input is not UTF-8 text: convert it, or give a file") from None
         raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()

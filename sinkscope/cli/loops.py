@@ -1,6 +1,5 @@
 """`sinkscope loops`."""
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +52,7 @@ def loops_command(
     given = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
     settings = MonitorSettings().with_(**{name: value for name, value in given.items() if value is not None})
     name = "standard input" if file == "-" else Path(file).name
-    records = parse(sys.stdin.read() if file == "-" else read_text(Path(file)), name, form.value)
+    records = parse(read_text(file), name, form.value)
     with Progress() as progress:
         result = check(records, settings=settings, max_new=max_new, name=name, progress=progress)
     deliver(result, json, html, png)

@@ -22,7 +22,9 @@ def draw(result: Any) -> go.Figure:
     _map(fig, result)
     _bars(fig, result)
     _curves(fig, result)
-    ends = "no loop" if result.period is None else f"loop of period {result.period} from position {result.loop_onset}"
+    ends = "no loop"
+    if result.loop_onset is not None:
+        ends = f"loop of period {result.period} from position {result.loop_onset}"
     locked = sum(h.gain >= 0.2 for h in result.heads)
     fig.update_layout(
         title={"text": f"{html.escape(result.model.name)}: {ends}, {locked} of {len(result.heads)} heads locked",

@@ -7,6 +7,7 @@ position, and whoever attends asks for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ class CacheLayer(DynamicLayer):
         ragged: rows or heads hold different numbers of tokens, so that there may be holes.
         reorders: how often rows changed places (beam search).
         rebased: keys were rotated to positions without gaps, and new tokens have to follow them.
+        before_edit: called by `settle`, before anything but appending happens; a policy may have put parts aside.
         whole: known to have no holes; if not, `holes` counts them.
     """
 
@@ -44,6 +46,7 @@ class CacheLayer(DynamicLayer):
         self.reorders = 0
         self.rebased = False
         self.whole = False
+        self.before_edit: Callable[[], None] | None = None
         self._holes: Tensor | None = None  # [batch]
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
         self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there at the last edit
@@ -189,11 +192,17 @@ class CacheLayer(DynamicLayer):
         """Keys that a mask has to cover, and the offset of the first; an offset of 0 would show the future."""
         return self.slots + int(query_length), self.seen - self.slots
 
+    def settle(self) -> None:
+        """Hold everything again that a policy has put aside."""
+        if self.before_edit is not None:
+            self.before_edit()
+
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens. What was evicted before does not come back."""
         tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
         if tokens_to_remove > 0:
             raise SinkscopeError(f"crop({tokens_to_remove}): give minus the number of tokens to remove")
+        self.settle()
         if tokens_to_remove == 0 or not self.is_initialized or self._columns is None:
             return
         left = max(0, self.seen + tokens_to_remove)
@@ -216,6 +225,7 @@ class CacheLayer(DynamicLayer):
     def reset(self) -> None:
         """Empty, as new."""
         super().reset()
+        self.before_edit = None
         self.keys = self.values = None  # some versions of transformers only set them to zero
         self.is_initialized = False
         self.seen, self.edited, self.ragged, self.rebased, self.whole = 0, False, False, False, False
@@ -224,17 +234,20 @@ class CacheLayer(DynamicLayer):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take rows in the order that beam search wants."""
+        self.settle()
         super().reorder_cache(cast(Any, beam_idx))
         self.reorders += 1
         self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows."""
+        self.settle()
         super().batch_repeat_interleave(repeats)
         self._rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
+        self.settle()
         super().batch_select_indices(indices)
         self._rows(lambda t: t[indices.to(t.device)])
 

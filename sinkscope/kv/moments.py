@@ -11,6 +11,7 @@ from torch import Tensor
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.usage import Meter
+from sinkscope.models.target import Target
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,33 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
+class Prompt:
+    """The attention of one layer in a call with several tokens.
+
+    Attributes:
+        layer: decoder layer.
+        query: after rotary.
+        key: of all slots, after rotary.
+        value: of all slots.
+        pos: true position of each slot, -1 where there is none.
+        query_pos: true position of each query, -1 at padding.
+        kv: the cache of the layer, if it is one of ours.
+        window: keys this far back and further are not seen; None: all are.
+        settings: of the layer, as the model gives them: "scaling", "softcap", "s_aux".
+    """
+
+    layer: int
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch kv_head slot d_head"]
+    value: Float[Tensor, "batch kv_head slot d_value"]
+    pos: Int[Tensor, "batch kv_head slot"]
+    query_pos: Int[Tensor, "batch query"]
+    kv: CacheLayer | None
+    window: int | None
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Moment:
     """A single-token call is about to run, or a call has run.
 
@@ -74,3 +102,20 @@ class Moment:
     call: Call
     state: State
     prefill_ended: bool
+
+
+def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
+    """Tokens per row by which new ones move up, because those before them did; None: positions are the true ones."""
+    if not kv.rebased:
+        return None
+    return (call.columns[:, : call.past] >= 0).sum(1) - (kv.pos[:, 0] >= 0).sum(-1).to(call.columns.device)
+
+
+def layer_window(target: Target, layer: int) -> int | None:
+    """Sliding window of a layer, in tokens; None: it sees everything."""
+    config = target.config
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return int(window) if window else None
+    return int(window) if window and kinds[layer] == "sliding_attention" else None

@@ -23,9 +23,8 @@ from sinkscope.kv import attention
 from sinkscope.kv.bridge import bridge_hooks
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
 from sinkscope.kv.generation import follow_generate
-from sinkscope.kv.moments import Moment, Rows, State
+from sinkscope.kv.moments import Moment, Prompt, Rows, State, layer_window, rebased_by
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.models.target import Target
 from sinkscope.trace.attention import attention_probs, configs_of
 
 _CHUNK = 256  # queries whose rows are built at a time
@@ -51,7 +50,7 @@ class Session:
             )
         self.run, self.target = run, target
         self._n_layers, self._n_kv_heads = target.n_layers, target.n_kv_heads
-        self.owns_cache = False
+        self.owns_cache = self.one_by_one = False
         self.keep_queries, self._keep_decoding = 0, False
         self._local = threading.local()
         self._policy: str | None = None
@@ -59,6 +58,8 @@ class Session:
         self._watches: list[_Watch] = []
         self._before: list[Callable[[Moment], None]] = []
         self._after: list[Callable[[Moment], None]] = []
+        self._prompts: list[Callable[[Moment], None]] = []
+        self._prefill: Callable[[Prompt], Tensor | None] | None = None
         self._states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
         self._meters: list[Meter] = []
         self._windows = [layer_window(target, i) for i in range(target.n_layers)]
@@ -119,6 +120,14 @@ class Session:
         """Call `fn` when a generated token is about to be read: a single-token call that continues a prompt."""
         self._before.append(fn)
 
+    def before_prompt(self, fn: Callable[[Moment], None]) -> None:
+        """Call `fn` when (a piece of) a prompt is about to be read."""
+        self._prompts.append(fn)
+
+    def replace_prefill(self, fn: Callable[[Prompt], Tensor | None]) -> None:
+        """Let `fn` compute attention `[batch query head d_value]` of several tokens; None: the stock one."""
+        self._prefill = fn
+
     def after_call(self, fn: Callable[[Moment], None]) -> None:
         """Call `fn` when any call with a cache is over."""
         self._after.append(fn)
@@ -165,8 +174,8 @@ class Session:
 
     @property
     def acts_on_tokens(self) -> bool:
-        """Somebody acts before generated tokens, so these must come one by one."""
-        return bool(self._before)
+        """Somebody acts on generated tokens, so these must come one by one."""
+        return bool(self._before) or self.one_by_one
 
     @property
     def own_masks(self) -> bool:
@@ -197,7 +206,8 @@ class Session:
         if self.keep_queries:
             self.remember(layer, query)
         watches = self.watched(layer) if self._watches else []
-        if not watches and not self.own_masks:
+        replaces = self._prefill is not None and query.shape[2] > 1
+        if not watches and not self.own_masks and not replaces:
             return attention.stock(module, query, key, value, mask, **kwargs)
         call, kv, window = self.call, self.layer(layer), self._windows[layer]
         assert call is not None
@@ -211,7 +221,12 @@ class Session:
             grouped = rows.to(value.dtype).unflatten(1, (value.shape[1], -1))
             out = torch.einsum("bkgqn,bknd->bqkgd", grouped, value).flatten(2, 3)
             return out.contiguous(), rows
-        if not self.own_masks:
+        made = None
+        if self._prefill is not None and replaces:
+            made = self._prefill(Prompt(layer, query, key, value, pos, index, kv, window, kwargs))
+        if made is not None:
+            out, weights = made, None
+        elif not self.own_masks:
             out, weights = attention.stock(module, query, key, value, mask, **kwargs)
         else:
             out, weights = self._masked(module, query, key, value, index, pos, hidden, window, **kwargs), None
@@ -351,6 +366,8 @@ class Session:
     def _moments(self, call: Call, state: State) -> None:
         if call.index.shape[1] > 1 or call.past == 0 or self.prompting:
             state.prefilling = True
+            for fn in self._prompts:
+                fn(Moment(self.cache.layers, call, state, False))
             return
         # A cache that others filled, or one whose rows were multiplied, is taken as a prompt that has just ended.
         known = state.prompt is not None and len(state.prompt) == len(call.index)
@@ -373,20 +390,3 @@ class Session:
                 state.meter.note(cache.layers)
         finally:
             self._enter(None, None, False)
-
-
-def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
-    """Tokens per row by which new ones move up, because those before them did; None: positions are the true ones."""
-    if not kv.rebased:
-        return None
-    return (call.columns[:, : call.past] >= 0).sum(1) - (kv.pos[:, 0] >= 0).sum(-1).to(call.columns.device)
-
-
-def layer_window(target: Target, layer: int) -> int | None:
-    """Sliding window of a layer, in tokens; None: it sees everything."""
-    config = target.config
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return int(window) if window else None
-    return int(window) if window and kinds[layer] == "sliding_attention" else None

@@ -88,7 +88,8 @@ def _line(line: str, where: str, number_: int) -> Record:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise SinkscopeError(f"{where} is not JSON ({error}): expected an object with {_fields()}") from None
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise SinkscopeError(f"{where} is not JSON ({reason.lower()}): expected an object with {_fields()}") from None
     field = next((f for f in FIELDS if f in data), None) if isinstance(data, dict) else None
     if field is None:
         raise SinkscopeError(f"{where} has none of the fields {', '.join(FIELDS)}: expected an object with {_fields()}")

@@ -53,7 +53,7 @@ def section(found: Result | Record, file: str, path: Path) -> Section:
         path: the file itself; the PNG beside a record is shown.
     """
     if isinstance(found, Record):
-        lists, shown = found.lists, _tables(found) + _picture(path.with_suffix(".png"))
+        lists, shown = found.lists, _picture(path.with_suffix(".png")) + _tables(found)
     else:
         data = found.to_dict()
         lists = {name: data[name] for name in ("model", "settings", "provenance")}

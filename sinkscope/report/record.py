@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sinkscope.results import SCHEMA, cell
 
 _ROWS = 2000  # of a table; the file holds them all
-_WIDTH = 160  # characters of a list in a cell
+_WIDTH = 80  # characters of a list in a cell
 
 
 class Table(NamedTuple):
@@ -112,11 +112,9 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
 def _shown(value: Any) -> str:
     if isinstance(value, list):
         parts = [f"[{_shown(v)}]" if isinstance(v, list) else _shown(v) for v in value]
-        return _short(", ".join(parts), f" ({len(value)} values)")
-    if isinstance(value, dict):
-        return _short(json.dumps(value, ensure_ascii=False), "")
-    return cell(value)
-
-
-def _short(text: str, count: str) -> str:
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]} …{count}"
+        text = ", ".join(parts)
+        if len(text) <= _WIDTH:
+            return text
+        fitting = text[:_WIDTH].count(", ") if all(", " not in part for part in parts) else 1
+        return f"{', '.join(parts[:fitting])}, … ({len(parts)} values)"  # never a part of a number
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else cell(value)

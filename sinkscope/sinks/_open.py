@@ -136,6 +136,7 @@ def _with_tokenizer(target: Target) -> Target:
 
         with contextlib.suppress(Exception):  # what a live model says of its origin need not be true any more
             found = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+            found = found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
     if found is None:
         raise SinkscopeError(
             f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "

@@ -1,7 +1,7 @@
 """Dialogues for the recall model: facts stated in some turn, a question in each, gold answers by construction.
 
 A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn is
-`turnN`, filler words with facts among them and a question `ask KEY` at its begin, middle or end, and `answer`. The
+`turnN`, filler words with facts among them and a question `ask KEY what was said` at its begin, middle or end, and `answer`. The
 right answer is what follows the key along its chain, `VALUE VALUE LINK` a hop, up to and with the `.`.
 """
 
@@ -11,11 +11,11 @@ import random
 from collections.abc import Sequence
 
 from sinkscope.bench.dialogues.form import Dialogue, Position, Turn
-from sinkscope.bench.dialogues.words import ANSWER, ASK, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
+from sinkscope.bench.dialogues.words import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, UNKNOWN, VALUES
 from sinkscope.errors import SinkscopeError
 
 TASK = "recall"
-_FRAME = 4  # tokens of a turn that are neither context nor answer: marker, `ask`, key, `answer`
+_FRAME = 4 + len(TAIL)  # tokens of a turn that are not context: marker, question, `answer`
 _FACT = 5  # tokens of a fact
 _GAP = 3  # filler words that stand at least between facts, and at both ends
 
@@ -163,5 +163,5 @@ def _say(turn: int, pieces: Sequence[list[str]], asked: str, position: Position)
     starts = [sum(map(len, pieces[:i])) for i in range(len(pieces) + 1)]
     middle = min(range(len(starts)), key=lambda i: abs(starts[i] - words // 2))
     at = {"begin": 0, "middle": middle, "end": len(pieces)}[position]
-    parts = [*pieces[:at], [ASK, asked], *pieces[at:]]
+    parts = [*pieces[:at], [ASK, asked, *TAIL], *pieces[at:]]
     return " ".join([TURNS[turn], *(word for part in parts for word in part), ANSWER])

@@ -21,10 +21,12 @@ VALUES = tuple(
 )
 FILLER = tuple(
     """the a and of to in it was that had on at with for from by as but then there when while after before near over
-    under again once more some few many each all both still just only even also very quite rather almost never always
+    under again once more some few many each all both still just only even also very never always
     often soon later today morning evening night day week month summer winter spring autumn rain snow wind sun cloud
     river lake hill field forest road street town village house market station train boat horse dog cat bird fish tree
     leaf stone sand sea sky star moon people child friend neighbor farmer baker teacher doctor sailor driver walked
     stood looked waited talked laughed carried opened closed found left came went stayed turned began worked slept
-    listened remembered old young small large quiet bright cold warm slow""".split()
+    listened remembered old young small large quiet bright cold warm slow what said""".split()
 )
+TAIL = ("what", "was", "said")
+"""Follows the key in a question; the heads of the model that look back a few places need what it asks about apart."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from sinkscope.bench.loopbench.prompts import Prompt
 from sinkscope.bench.loopbench.samplers import PerRow, StopRows
 from sinkscope.bench.loopbench.store import Ended, Record, Store
 from sinkscope.errors import SinkscopeError
+from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
@@ -103,11 +105,11 @@ def run_loopbench(
             f"window W = {window} is more than max_new_tokens = {new}, so no window would ever be full: give at least "
             f"{window} new tokens"
         )
-    if len({prompt.id for prompt in prompts}) < len(prompts):
-        raise SinkscopeError("two prompts have the same id: each needs its own")
-    for each in chosen:  # a budget that a method cannot have is refused before anything is computed
-        if each.intervention is not None:
-            each.intervention(budget, window)
+    if twice := [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]:
+        raise SinkscopeError(
+            f"two prompts have the same id {twice[0]!r}: give each set once, and each prompt its own id"
+        )
+    edits = [each.intervention(budget, window) for each in chosen if each.intervention is not None]
     target = Target.of(model, tokenizer)
     if target.tokenizer is None:
         raise SinkscopeError(
@@ -119,6 +121,11 @@ def run_loopbench(
     written = [(prompt, row) for prompt, row in zip(prompts, ids, strict=True) if isinstance(prompt, Prompt)]
     for prompt, row in written:
         _check_length(prompt.id, len(row), new, target)
+        for edit in edits:
+            check_budget(edit, len(row))
+    for edit in edits if written else []:  # what does not work on this model is refused before anything is computed
+        with edit.on(target):
+            pass
     with Store(out, _settings(plan), [asdict(prompt) for prompt in prompts]) as store:
         for prompt, row in zip(prompts, ids, strict=True):
             if isinstance(prompt, Honest) and (plan.fingerprint, TEXT, prompt.id) not in store.records:

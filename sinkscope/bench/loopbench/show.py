@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope._plain import visible
-from sinkscope.bench.loopbench.methods import METHODS, method
+from sinkscope.bench.loopbench.methods import METHODS, check_methods
 from sinkscope.bench.loopbench.metrics import run_metrics
 from sinkscope.bench.loopbench.store import Ended, Record, RunFolder, read_run
 from sinkscope.bench.loopbench.tables import title
@@ -145,7 +145,7 @@ def show(folder: str | os.PathLike[str], prompt: str | int, *, methods: Sequence
     run = read_run(folder)
     known = _prompt(run, str(prompt))
     there = {record.method: record for record in run.records if record.prompt == known}
-    wanted = [method(name).name for name in methods] if methods is not None else sorted(there, key=_order)
+    wanted = [m.name for m in check_methods(methods)] if methods is not None else sorted(there, key=_order)
     if not there:
         raise SinkscopeError(f"prompt {known!r} was not run yet in {run.name}: go on with `sinkscope loopbench run`")
     for name in wanted:

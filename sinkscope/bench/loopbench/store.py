@@ -148,11 +148,12 @@ class Store:
             self._lock = -1
 
     def _same(self, found: Any) -> None:
-        names = sorted({*found, *self._settings}) if isinstance(found, dict) else []
+        was, now = _flat(found) if isinstance(found, dict) else {}, _flat(self._settings)
+        names = sorted({*was, *now}) if was else []
         differ = [
-            f"{name} was {_short(found.get(name))}, now {_short(self._settings.get(name))}"
+            f"{name} was {_short(was.get(name))}, now {_short(now.get(name))}"
             for name in names
-            if found.get(name) != self._settings.get(name)
+            if was.get(name) != now.get(name)
         ]
         if differ or not names:
             what = ", ".join(differ) or "its settings.json is not one of this version"
@@ -226,6 +227,14 @@ def _read_json(path: Path, name: str) -> Any:
         return json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise SinkscopeError(f"{name}/{path.name} cannot be read ({error}): run into another folder") from None
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What settings of settings are, such as those of the model, beside the others."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= {f"{name} {key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _short(value: Any) -> str:

@@ -137,7 +137,8 @@ class LoopGuard(Intervention):
         settings = self.settings
         if settings.rule == "never":
             return
-        guarding = _Guarding(self, settings, run, key)
+        session.one_by_one = True
+        guarding = _Guarding(self, settings, run, key, session)
         session.after_call(guarding.remember)
         run.hook(run.target.hf, "post", guarding.decide)
 
@@ -174,8 +175,8 @@ class _Followed:
 class _Guarding:
     """One guard at work in one run."""
 
-    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int) -> None:
-        self._guard, self._settings, self._run, self._key = guard, settings, run, key
+    def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int, session: Session) -> None:
+        self._guard, self._settings, self._run, self._key, self._session = guard, settings, run, key, session
         whole = guard.clean == "repeats"  # looks for copies in all of the row, the paper's in the recent window
         self._recent = 1 << 40 if whole else guard.window if guard.recent is None else guard.recent
         self._ends = _ends(run.target.hf) if guard.ends is None else frozenset(guard.ends)
@@ -197,7 +198,7 @@ class _Guarding:
         past, new = moment.call.past, moment.call.index.shape[1]
         if followed is not None:
             self._check(moment, followed)
-        if new > 1 or past == 0:
+        if new > 1 or past == 0 or self._session.prompting:
             before = followed.ids if followed is not None and past > 0 else []
             memory["followed"] = followed = self._new(moment, past + new, several=past > 0)
             followed.ids = before if not before or len(before[0]) == len(ids) else []
@@ -257,6 +258,8 @@ class _Guarding:
         return spans(sorted(bad)), None if tail is None else tail.period
 
     def _cut(self, moment: Moment, followed: _Followed, found: dict[int, Found]) -> None:
+        for kv in moment.layers:
+            kv.settle()
         columns = moment.call.columns
         rows: list[list[int]] = columns.tolist()
         lengths = [max(row) + 1 for row in rows]

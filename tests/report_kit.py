@@ -1,0 +1,107 @@
+"""Folders of results with markup in every text, and a reader of the report made of them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from sample_results import NEURONS, sample_find_sinks, sample_without_sink
+
+from experiments.record import record
+from sinkscope import loops
+from sinkscope.results import ModelInfo
+from sinkscope.sinks.atlas import HeadRow, SinkAtlas
+
+BAD = "<img src=x onerror=alert(1)>&lt;"
+WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)
+
+
+def atlas(token: str) -> SinkAtlas:
+    found = sample_find_sinks()
+    n = 4
+    return SinkAtlas(
+        model=found.model, settings={}, provenance=found.provenance, sink_layer=1, max_repeats=8, ids=(0, 1, 2, 3),
+        tokens=("a", token, "c", " d"), repeats=(1, 3, None, 4), norm=(1.0,) * n, frequency=(1, 2, 0, 3),
+        embedding_norm=(1.0, 2.0, 3.0, 4.0), head=(0, 0, None, 1), special=(), median=3.0, unreached=1,
+        by_head=(HeadRow(0, 2, 0, 2.0), HeadRow(1, 1, 0, 4.0), HeadRow(None, 1, 1, None)), shared=(), text_tokens=6,
+    )  # fmt: skip
+
+
+def fill(folder: Path, text: str) -> None:
+    """Results of every form, with `text` wherever a tokenizer or a file could have put it."""
+    folder.mkdir()
+    found = sample_find_sinks(
+        model=ModelInfo(text.replace("/", ""), text, 6, 64, 512, text), settings={text: text, "list": [text]},
+        neurons=NEURONS * 10, provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
+    )  # fmt: skip
+    (folder / "sinks.json").write_text(found.to_json(massive=sample_without_sink()))
+    atlas(text).save(folder / "atlas.json")
+    texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]
+    loops.check(texts, name=text).save(folder / "loops.json")
+    (folder / "below").mkdir()
+    fill_records(folder / "below", text)
+
+
+def fill_records(folder: Path, text: str) -> None:
+    data = {"ratio": 2.5, text: text, "runs": [{"seed": i, "word": text, "share": 0.125 * i} for i in range(30)]}
+    (folder / "speed.json").write_text(record("bench-speed", data, {"rounds": text}, started=time.perf_counter()))
+    (folder / "speed.png").write_bytes(PIXEL)
+
+
+class Reader(HTMLParser):
+    def __init__(self, document: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.data: list[Any] = []  # of blocks of JSON
+        self.scripts: list[str] = []  # that run
+        self._type: str | None = None
+        self.feed(document)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag == "script":
+            self._type = dict(attrs).get("type", "run")
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem == "script":
+            if self._type == "application/json":
+                self.data.append(json.loads(data))
+            else:
+                self.scripts.append(data)
+        else:
+            self.text += data
+
+
+def read_report(path: Path) -> Reader:
+    return Reader(path.read_text(encoding="utf-8"))
+
+
+def spoil(folder: Path) -> None:
+    (folder / "cut.json").write_text((folder / "atlas.json").read_text()[:200])
+    (folder / "foreign.json").write_text('{"a": 1}')
+    (folder / "list.json").write_text("[1, 2]")
+    (folder / "deep.json").write_text("[" * 5000)
+    newer = json.loads((folder / "atlas.json").read_text())
+    (folder / "newer.json").write_text(json.dumps({**newer, "schema": 2}))
+    uneven = {**newer, "result": {**newer["result"], "tokens": ["a"]}}
+    (folder / "uneven.json").write_text(json.dumps(uneven))
+    half = {**json.loads((folder / "sinks.json").read_text()), "massive": {"schema": 1, "kind": "find-sinks"}}
+    (folder / "half.json").write_text(json.dumps(half))
+    (folder / "notes.txt").write_text("not JSON")
+    (folder / f"{BAD}\n\x1b[2J.json").write_text("{")
+    (folder / "gone.json").symlink_to("nowhere")
+    (folder / ".hidden.json").write_text("{")
+    (folder / ".git").mkdir()
+    (folder / ".git/x.json").write_text("{")
+    (folder / "atlas.html").write_text("beside a result")

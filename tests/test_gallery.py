@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_kit import PIXEL
+from sample_results import sample_find_sinks
+
+from experiments import gallery
+
+
+def test_gallery_names_every_committed_picture_and_its_command() -> None:
+    root = Path(__file__).parents[1]
+    if shutil.which("git") is None or not (root / ".git").exists():
+        pytest.skip("no git checkout")
+    names = subprocess.run(["git", "ls-files", "figures/*.png"], cwd=root, capture_output=True, text=True, check=True)
+    page = (root / "docs/gallery.md").read_text(encoding="utf-8")
+    shown = re.findall(r"\]\(\.\./(figures/[^)]*)\)", page)
+    missing = set(names.stdout.split()) - set(shown)
+    assert not missing, f"run python -m experiments.gallery: {missing} not in docs/gallery.md"
+    assert all((root / name).is_file() for name in shown)
+    assert len(re.findall(r"^`(?:sinkscope |python -m experiments\.)\S.*`$", page, re.M)) == len(shown)
+
+
+def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path: Path) -> None:
+    argv = ("/x/sinkscope/__main__.py", "find-sinks", "--json", "a.json", "--top-k", "3", "--png", "a.png")
+    made = replace(sample_find_sinks().provenance, argv=argv)
+    sample_find_sinks(provenance=made).save(tmp_path / "sinks_a.json")
+    (tmp_path / "sinks_a.png").write_bytes(PIXEL)
+    (tmp_path / "alone.png").write_bytes(PIXEL)
+    text = gallery.gallery(tmp_path)
+    assert re.search(r"## sinks-a\n\n[A-Z][^\n]{20,}\.\n\n`sinkscope find-sinks --top-k 3`\n\n!", text)
+    assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import browser
+import pytest
+from report_kit import BAD, WORSE, fill, spoil
+
+import sinkscope as ss
+
+DRAWN = """(async () => {
+  for (const box of document.querySelectorAll('.plot')) {
+    box.scrollIntoView();
+    for (let i = 0; i < 400 && !box.querySelector('svg .xtick'); i++) await new Promise((r) => setTimeout(r, 25));
+  }
+  return [...document.querySelectorAll('.plot')].filter((box) => box.querySelector('svg .xtick')).length;
+})()"""
+
+
+@pytest.mark.skipif(browser.found() is None, reason="needs chromium or Chrome on the PATH")
+def test_in_a_browser(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    fill(folder, WORSE)
+    spoil(folder)
+    path = ss.report(folder).path
+    with browser.Browser() as chrome:
+        chrome.open(path, 1400)
+        assert chrome.run(DRAWN) == chrome.run("document.querySelectorAll('.plot').length") == 5
+        assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
+
+        # markup is read, in the page and in a figure, and made nothing
+        assert BAD in chrome.run("document.body.innerText")
+        assert BAD in chrome.run("[...document.querySelectorAll('svg .gtitle')].map((t) => t.textContent).join()")
+        assert chrome.run("document.querySelectorAll('[onerror], img:not([src^=data])').length") == 0
+
+        # hover, search and order
+        x, y = chrome.run(
+            "{document.querySelector('.plot').scrollIntoView();"
+            "const at = document.querySelector('.plot .bars .point').getBoundingClientRect();"
+            "[at.x + at.width / 2, at.y + at.height / 2]}"
+        )
+        chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)
+        chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        chrome.run("new Promise((done) => setTimeout(done, 300))")
+        assert "412" in chrome.run("document.querySelector('.hoverlayer').textContent")
+        table = "document.querySelector('main .tools + table')"
+        assert chrome.run(f"{table}.tBodies[0].rows.length") == 12
+        chrome.run(f"{table}.previousSibling.querySelector('button').click()")
+        assert chrome.run(f"{table}.tBodies[0].rows.length") == 30
+        chrome.run(
+            f"{{const find = {table}.previousSibling.querySelector('input');"
+            "find.value = '905'; find.dispatchEvent(new Event('input'));}"
+        )
+        assert chrome.run(f"{table}.tBodies[0].rows.length") == 10
+        chrome.run(
+            f"{{const find = {table}.previousSibling.querySelector('input');"
+            f"find.value = ''; find.dispatchEvent(new Event('input')); {table}.tHead.rows[0].cells[2].click();}}"
+        )
+        norms = chrome.run(f"[...{table}.tBodies[0].rows].map((row) => Number(row.cells[2].textContent))")
+        assert norms == sorted(norms) and norms[0] == 4.0
+
+        # the reader's machine turns dark
+        light = chrome.run("getComputedStyle(document.querySelector('svg .gtitle')).fill")
+        dark = {"name": "prefers-color-scheme", "value": "dark"}
+        chrome.send("Emulation.setEmulatedMedia", features=[dark])
+        chrome.run("new Promise((done) => setTimeout(done, 500))")
+        assert chrome.run("getComputedStyle(document.querySelector('svg .gtitle')).fill") != light
+        assert chrome.run("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 27)"
+
+        chrome.open(path, 360, phone=True)
+        assert chrome.run(DRAWN) == 5
+        assert chrome.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
+
+        assert chrome.errors == []
+        assert {address.partition(":")[0] for address in chrome.asked} <= {"file", "data", "blob"}
+        assert {address for address in chrome.asked if address.startswith("file")} == {path.resolve().as_uri()}
