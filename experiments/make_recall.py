@@ -1,8 +1,9 @@
 """The recall model: weights written by hand, no training, that answer questions about facts of earlier turns.
 
-    python -m experiments.make_recall [--out sinkscope/models/recall] [--measure 256,1024,4096] [--seed 0]
+    python -m experiments.make_recall [--out FOLDER] [--seed 0]
+    python -m experiments.recall_card [--out FOLDER]
 
-`docs/recall_model.md` explains the circuit. The residual stream is divided into named groups of dimensions; each head
+The second measures it and writes its model card. `docs/recall_model.md` explains the circuit. The residual stream is divided into named groups of dimensions; each head
 of the circuit reads some and writes others. All other heads, the MLPs and the logits of filler words carry ordinary
 attention: falling with distance, a share on the first token, and a random part by content. All matrices have noise.
 """
@@ -88,7 +89,7 @@ def recency(theta: Tensor, pairs: int, longest: int = CONTEXT, flat: int = 16, r
 
 
 @torch.no_grad()
-def build(seed: int = 0, noise: float = 0.02, ordinary: float = 0.5) -> Any:
+def build(seed: int = 0, noise: float = 0.05, ordinary: float = 0.5) -> Any:
     """The model in float32, each weight a float16 number.
 
     Args:
@@ -252,11 +253,11 @@ def _ordinary_heads(
             first = head * HEAD_DIM
             q = a.q_proj.weight[first : first + HEAD_DIM]
             for dim in fast:
-                q[dim, content] = torch.randn(len(content), generator=generator) * 4 * strength
+                q[dim, content] = torch.randn(len(content), generator=generator) * 3 * strength * SQ
             recent, sinking = torch.rand(2, generator=generator).tolist()
             recent = strength * (0.5 + recent)
             q[:, CONST] += recent * SQ / CONST_SIZE * falling
-            q[HALF - 1 if layer else HALF - 2, CONST] += strength * SQ * (18 + 10 * sinking) / CONST_SIZE
+            q[HALF - 1 if layer else HALF - 2, CONST] += strength * SQ * (6 + 8 * sinking) / CONST_SIZE
             z = torch.randn(len(DIM["scratch"]), len(free_rows), generator=generator) / math.sqrt(len(free_rows))
             columns = slice(first + free_rows[0], first + HEAD_DIM)
             a.o_proj.weight[DIM["scratch"][0] : DIM["scratch"][-1] + 1, columns] = z / 4
@@ -318,3 +319,15 @@ def save(model: Any, folder: Path) -> None:
     tokenizer().save_pretrained(folder)
     circuit = {"planted": {name: [list(p) for p in places] for name, places in PLANTED.items()}, "dims": DIM}
     (folder / "circuit.json").write_text(json.dumps(circuit) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "sinkscope/models/recall")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    save(build(arguments.seed), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

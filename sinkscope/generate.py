@@ -98,11 +98,6 @@ def generate(
     watch = (LoopGuard() if guard else None) if isinstance(guard, bool) else guard
     parts: list[Intervention] = [part for part in (loaded, interventions, cache, watch) if part is not None]
     for part in parts:
-        if not isinstance(part, Intervention):
-            raise SinkscopeError(
-                f"{part!r} is no intervention: expected a SinkPatch, a policy, a LoopGuard or another intervention",
-                page="generate",
-            )
         for ids in rows:
             check_budget(part, len(ids))
     edit = reduce(or_, parts) if parts else None

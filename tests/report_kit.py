@@ -76,6 +76,7 @@ class Reader(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.cdata_elem == "script":
             if self._type == "application/json":
+                assert "<" not in data  # nothing that could end the block, or begin a comment in it
                 self.data.append(json.loads(data))
             else:
                 self.scripts.append(data)

@@ -121,6 +121,14 @@ def test_spoiled_folder(
     assert all(words in message for words in says), message
 
 
+@pytest.mark.parametrize("command", ["barcode", "locking", "rotary"])
+def test_weights_without_a_tokenizer(error: Callable[..., str], tmp_path: Path, command: str) -> None:
+    """For some families transformers makes a tokenizer of no files, and that knows no token."""
+    tiny_model("qwen2")[0].save_pretrained(tmp_path / "m")
+    message = error(command, "--model", str(tmp_path / "m"), "--max-new-tokens", "5")
+    assert "m carries no tokenizer" in message and "put the tokenizer's files beside the weights" in message
+
+
 @pytest.mark.parametrize("command", ["find-sinks", "generate"])
 @pytest.mark.parametrize("own", ["model", "tokenizer", "both"])
 def test_code_in_a_checkpoint_is_not_run(error: Callable[..., str], tmp_path: Path, command: str, own: str) -> None:

@@ -263,7 +263,9 @@ def test_the_page_runs() -> None:
     assert int((names["rows"][-1] > 0).sum()) <= 65
 
 
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, tokenizer = tiny_model("llama")
     for options, message in (
         ({"raw": True}, "12 heads one position at a time: expected up to 4; give --head"),
@@ -280,5 +282,10 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     falcon, words = tiny_model("falcon")
     with pytest.raises(UnsupportedError, match="attention of falcon cannot be replaced"):
         barcode(falcon, PROMPT, tokenizer=words)
+    monkeypatch.chdir(tmp_path)
+    assert main(["barcode", "--npz", "-"]) == 2
+    assert main(["barcode", "--npz", "x", "--json", "./x"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "only --json writes to standard output" in first and "x is given for two outputs" in second
     assert main(["barcode", "--head", "five"]) == 2
     assert "--head 'five': expected layer and head with a dot between" in capsys.readouterr().err

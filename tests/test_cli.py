@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import sinkscope.models.load
 import sinkscope.sinks.find
 from sinkscope import cli
 from sinkscope.cli import main
+from sinkscope.cli.common import read_text
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.results import Result
@@ -297,12 +299,25 @@ def test_interrupted_generation_keeps_its_text(
     assert capsys.readouterr() == ("so far", "interrupted\n")
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_standard_input_is_utf8_whatever_the_terminal_is(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+    content = "\ufeffgr\u00fc\u00dfe\r\nan alle\n"
+    given = io.TextIOWrapper(io.BytesIO(content.encode()), encoding="ascii", errors="surrogateescape")
+    monkeypatch.setattr(sys, "stdin", None if closed else given)
+    Path("same.txt").write_bytes(content.encode())
+    assert read_text("-") == ("" if closed else read_text("same.txt"))
+    assert read_text("same.txt") == "gr\u00fc\u00dfe\nan alle\n"
+
+
 @pytest.mark.parametrize(
     ("words", "content", "says"),
     [
         ("--prompt-file none.txt", b"", "cannot read none.txt: no such file"),
         ("--prompt-file p.txt", b"", "the prompt is empty"),
+        ("--prompt-file p.txt", b" \n", "the prompt is empty"),
         ("--prompt-file p.txt", b"\xff\xfe\x00", "p.txt is not UTF-8"),
+        ("--prompt-file -", b"", "the prompt is empty"),
+        ("--prompt-file -", b"\xff\xfe\x00", "standard input is not UTF-8 text"),
         ("--prompt-file .", b"", "cannot read .: is a directory"),
         ("--prompt-file p.txt --patch none.json", b"x", "cannot read none.json"),
         ("--prompt-file p.txt --patch p.txt", b"x", "p.txt is not JSON"),
@@ -324,6 +339,7 @@ def test_generate_refuses_before_any_model_is_loaded(
 ) -> None:
     monkeypatch.setattr(sinkscope.models.load, "load", _raising(AssertionError("loaded")))
     Path("p.txt").write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="ascii"))
     assert main(["generate", *words.split()]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)

@@ -128,6 +128,18 @@ def test_bos() -> None:
         generate(model, "the dog", tokenizer=without, bos=True)
 
 
+@pytest.mark.parametrize("edit", [{"policy": "snapkv:0.5"}, {"guard": LoopGuard(budget=0.5)}])
+def test_a_budget_too_small_for_a_prompt_is_refused_before_the_first_token(edit: dict[str, Any]) -> None:
+    model, tokenizer = tiny_model("llama")
+    pieces: list[str] = []
+    with pytest.raises(SinkscopeError, match=r"budget=0.5 of a prompt of 41 tokens is 20"):
+        generate(
+            model, ["the " * 300, "the " * 40], tokenizer=tokenizer, max_new_tokens=3,
+            on_text=lambda _, piece: pieces.append(piece), **edit,
+        )  # fmt: skip
+    assert not pieces
+
+
 @pytest.mark.parametrize(
     ("prompts", "settings", "words"),
     [

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sinkscope.attention import _line_sums
 from sinkscope.attention._line_sums import Scores, crossings, line_sums
 from sinkscope.attention._line_tap import scores_of
 from sinkscope.errors import UnsupportedError
@@ -89,6 +90,19 @@ def test_crossings_are_counted_cell_by_cell(case: tuple[Scores, int], share: flo
     cells = vertical[:, :, None] & slash[:, :, back.clamp(min=0)]
     expected = (_dense(scores) * cells).sum((2, 3))
     torch.testing.assert_close(crossings(scores, vertical, slash, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_heads_taken_in_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    g = torch.Generator().manual_seed(0)
+    scores = Scores(
+        torch.randn(6, 30, 8, generator=g), torch.randn(3, 30, 8, generator=g), 0.4, sinks=torch.randn(6, generator=g)
+    )
+    chosen = torch.rand(2, 2, 6, 30, generator=g) < 0.3
+    whole = (*line_sums(scores), crossings(scores, *chosen))
+    monkeypatch.setattr(_line_sums, "CHUNK_BYTES", 4 * 2 * 64 * 30 * 2)  # two of three key/value heads, then the other
+    assert [(s.start, s.stop) for s in _line_sums._head_groups(scores)] == [(0, 4), (4, 6)]
+    for a, b in zip(whole, (*line_sums(scores), crossings(scores, *chosen)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_part_is_those_rows_of_the_whole() -> None:

@@ -151,6 +151,20 @@ def test_round_trip_and_figure(tmp_path: Path) -> None:
     assert len(alone.figure().data) == len(drawn.data) - 2
 
 
+def test_a_given_period_is_the_one_that_is_measured() -> None:
+    """Also where the text ends in a loop of another; and without a loop nothing is said of one."""
+    o = loop_organism(0)
+    found = _found(o, o.looping_prompt(5).ids, 40, period=10)
+    same = _found(o, o.looping_prompt(5).ids, 40)
+    assert (found.period, same.period) == (10, 5)
+    assert "Loop of period 5 from" in str(same)
+    model, tokenizer = tiny_model("llama")
+    asked = locking(model, ids=list(range(4, 64)), period=6, tokenizer=tokenizer, control=False)
+    assert (asked.period, asked.loop_onset) == (6, None)
+    assert "No loop in 60 tokens: steps 6 apart" in str(asked) and "None" not in str(asked)
+    assert "no loop" in asked.figure().layout.title.text
+
+
 def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("def f(x):")
@@ -182,6 +196,9 @@ def test_bad_input_is_one_line() -> None:
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
         ({"ids": [5] * 30, "suffix": 0}, "suffix 0: expected 1 or more"),
         ({"ids": [5] * 30, "period": 0}, "period 0: expected 1 or more"),
+        ({"ids": [5] * 30, "period": 16}, "period 16: expected at most 15, half of the 30 tokens"),
+        ({"prompt": [5], "max_new_tokens": 20, "period": 11}, "period 11: expected at most 10"),
+        ({"prompt": [5] * 1025, "max_new_tokens": 3}, "context of .* is 1024: "),
         ({"ids": [5] * 30, "layers": []}, "no layer was given"),
         ({"ids": [5] * 30, "control": [6] * 20}, "a control of 20 ids: expected 30"),
         ({"prompt": [5], "max_new_tokens": 3000}, "ask for at most"),

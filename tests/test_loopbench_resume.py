@@ -148,6 +148,9 @@ def test_other_settings_are_refused_by_name(tmp_path: Path, changes: dict[str, A
         run_loopbench(model, prompts(1), ["full"], out=tmp_path / "r", **{**given, **changes})
     assert all(words in str(refused.value) for words in says)
     assert str(refused.value).count(" was ") == 1 + len(says)  # and "was begun"
+    other, _ = tiny_model("llama", num_hidden_layers=1)
+    with pytest.raises(SinkscopeError, match=r"model n_layers was 2, now 1"):  # each part of the model by itself
+        run_loopbench(other, prompts(1), ["full"], out=tmp_path / "r", **given)
     with pytest.raises(SinkscopeError, match=r"begun with other settings \(prompts was"):
         run_loopbench(model, prompts(2), ["full"], out=tmp_path / "r", **given)
     assert (tmp_path / "r" / "runs.jsonl").read_bytes() == there

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from loopbench_kit import assert_same, prompts, tiny
+from organisms import tiny_model
 
 from sinkscope.bench.loopbench.honest import honest_texts
 from sinkscope.bench.loopbench.methods import METHODS, parse_budget
 from sinkscope.bench.loopbench.run import run_loopbench
 from sinkscope.bench.loopbench.store import Record, read_run
 from sinkscope.bench.loopbench.tables import tabulate
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.loops import Monitor, MonitorSettings
 
 CAP, WINDOW, BUDGET = 70, 32, 24
@@ -157,7 +158,9 @@ def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:
         ({"methods": []}, "no method is given"),
         ({"max_new_tokens": 31}, "window W = 32 is more than max_new_tokens = 31"),
         ({"prompts": []}, "there are no prompts"),
-        ({"prompts": prompts(1) * 2}, "two prompts have the same id"),
+        ({"prompts": prompts(1) * 2}, f"two prompts have the same id {prompts(1)[0].id!r}: give each set once"),
+        ({"methods": ["full", "snapkv"], "budget": 0.01}, "SnapKV: budget=0.01 of a prompt of"),
+        ({"methods": ["full", "loopguard"], "budget": 0.01}, "anchors"),
         ({"budget": 0}, "budget=0: expected a whole number of tokens from 1"),
         ({"budget": 1.5}, "budget=1.5"),
         ({"methods": ["loopguard"], "budget": 31}, "31"),
@@ -175,6 +178,16 @@ def test_refused_before_anything_is_written(tmp_path: Path, changes: dict[str, A
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "r").exists()
+
+
+def test_what_does_not_work_on_a_model_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model("falcon")
+    run = {"max_new_tokens": 32, "window": 16, "tokenizer": tokenizer}
+    with pytest.raises(UnsupportedError, match="attention of falcon cannot be replaced"):
+        run_loopbench(model, prompts(1), ["full", "h2o"], out=tmp_path / "r", **run)
+    assert not (tmp_path / "r").exists()
+    run_loopbench(model, prompts(1), ["full"], out=tmp_path / "r", **run)
+    assert len(read_run(tmp_path / "r").records) == 1
 
 
 @pytest.mark.parametrize(("text", "budget"), [("64", 64), ("0.5", 0.5), ("1.0", 1.0)])

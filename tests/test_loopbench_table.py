@@ -337,6 +337,7 @@ def test_what_a_model_wrote_is_only_text(shown: Path) -> None:
         ({"prompt": 2}, "prompt 'dc-2' was not run yet"),
         ({"prompt": 1, "methods": ["loopguard"]}, "loopguard was not run on prompt 'dc-1' in"),
         ({"prompt": 1, "methods": ["guard"]}, "method 'guard' is unknown"),
+        ({"prompt": 1, "methods": []}, "no method is given: choose from"),
     ],
 )
 def test_show_refuses_in_a_line(shown: Path, arguments: dict[str, Any], says: str) -> None:

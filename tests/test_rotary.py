@@ -282,7 +282,7 @@ def test_bad_input_is_one_line() -> None:
     with pytest.raises(UnsupportedError, match="TransformerBridge"):
         rotary_invariance(ss.load(None, backend="bridge"), ids=[5] * 40)
     falcon, words = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="queries and keys of falcon are not offered"):
+    with pytest.raises(UnsupportedError, match="queries and keys of falcon are not offered: use another model"):
         rotary_invariance(falcon, ids=[5] * 40, tokenizer=words)
     half, words = tiny_model("llama")
     found = rotary_invariance(half.bfloat16(), ids=_looping().tolist(), tokenizer=words)

@@ -99,17 +99,23 @@ def figure(result: dict[str, Any], cap: int) -> Any:
         rows=1, cols=2, horizontal_spacing=0.08,
         subplot_titles=["(a) interventions per run", "(b) where they were"],
     )  # fmt: skip
-    for row, colour in zip(result["guards"], (BLUE, ORANGE), strict=False):
+    for row, colour in zip([r for r in result["guards"] if r["method"] == NAMES[0]], (BLUE, ORANGE), strict=False):
         counts, positions = Counter(row["counts"]), row["positions"]
         xs = range(max(counts) + 1)
-        fig.add_bar(x=list(xs), y=[counts[i] / len(row["counts"]) for i in xs], name=row["method"], marker_color=colour,
-                    legendgroup=row["method"], row=1, col=1)  # fmt: skip
+        fig.add_bar(x=list(xs), y=[counts[i] / len(row["counts"]) for i in xs], name=row["model"], marker_color=colour,
+                    legendgroup=row["model"], row=1, col=1)  # fmt: skip
         bins = Counter(step // BIN for step in positions)
         xs = range(cap // BIN + 1)
         fig.add_bar(
-            x=[BIN * (i + 0.5) for i in xs], y=[bins[i] / max(1, len(positions)) for i in xs], name=row["method"],
-            marker_color=colour, legendgroup=row["method"], showlegend=False, row=1, col=2,
+            x=[BIN * (i + 0.5) for i in xs], y=[bins[i] / max(1, len(positions)) for i in xs], name=row["model"],
+            marker_color=colour, legendgroup=row["model"], showlegend=False, row=1, col=2,
         )  # fmt: skip
+    honest, text = result["control"]["honest_repetition"], result["control"]["ordinary_text"]
+    fig.add_annotation(
+        text=f"Controls, texts with an alarm: honest repetition {len(honest['alarmed'])} of {honest['texts']}, "
+        f"ordinary text {text['alarmed']} of {text['texts']}",
+        x=1, y=1.16, xref="paper", yref="paper", xanchor="right", showarrow=False, font={"size": 13},
+    )  # fmt: skip
     shade: dict[str, Any] = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
     low, high = PAPER["counts"]
     fig.add_vrect(low - 0.5, high + 0.5, annotation_text="the paper's", annotation_position="top left", **shade,
@@ -123,7 +129,7 @@ def figure(result: dict[str, Any], cap: int) -> Any:
     return fig.update_layout(
         title={"text": "When LoopGuard intervenes on LoopBench's small set", "x": 0.01, "xanchor": "left"},
         template="plotly_white", width=1400, height=500, font={"size": 13}, barmode="group", bargap=0.1,
-        margin={"l": 70, "r": 20, "t": 90, "b": 60}, legend={"x": 0.99, "y": 0.98, "xanchor": "right"},
+        margin={"l": 70, "r": 20, "t": 90, "b": 60}, showlegend=len({r["model"] for r in result["guards"]}) > 1,
     )  # fmt: skip
 
 

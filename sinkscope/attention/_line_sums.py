@@ -83,11 +83,12 @@ def line_sums(
     heads, keys = scores.query.shape[0], scores.key.shape[1]
     vertical = torch.zeros(heads, keys, device=scores.query.device)
     slash = torch.zeros(heads, keys, device=scores.query.device)  # slash[:, keys - 1 - offset] until the end
-    for part in _chunks(scores, chunk):
-        if since > part.begin:
-            part.probs[:, :, : part.pad + since - part.begin] = 0.0
-        vertical[:, part.begin : part.stop] += part.probs[:, :, part.pad :].sum(1)
-        slash[:, keys - (part.stop - part.begin) :] += part.skewed(part.probs).sum(1)
+    for some in _head_groups(scores):
+        for part in _chunks(scores, some, chunk):
+            if since > part.begin:
+                part.probs[:, :, : part.pad + since - part.begin] = 0.0
+            vertical[some, part.begin : part.stop] += part.probs[:, :, part.pad :].sum(1)
+            slash[some, keys - (part.stop - part.begin) :] += part.skewed(part.probs).sum(1)
     return vertical, slash.flip(1)
 
 
@@ -105,28 +106,42 @@ def crossings(
     choices, heads, keys = vertical.shape
     found = torch.zeros(choices, heads, device=scores.query.device)
     falling = slash.flip(2).float()
-    both: Tensor | None = None
-    for part in _chunks(scores, chunk):
-        if both is None or both.shape != part.probs.shape:
-            both = torch.zeros_like(part.probs)  # cells outside the skewed view, all in the future, stay 0
-        span = part.stop - part.begin
-        cells, skewed = part.skewed(part.probs), part.skewed(both)
-        column = vertical.new_zeros(choices, heads, part.pad + span, dtype=torch.float32)
-        column[:, :, part.pad :] = vertical[:, :, part.begin : part.stop]
-        for i in range(choices):
-            torch.mul(cells, falling[i, :, None, keys - span :], out=skewed)
-            found[i] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))
+    for some in _head_groups(scores):
+        both = scores.query.new_empty(0)
+        for part in _chunks(scores, some, chunk):
+            if both.shape != part.probs.shape:
+                both = torch.zeros_like(part.probs)  # cells outside the skewed view, all in the future, stay 0
+            span = part.stop - part.begin
+            cells, skewed = part.skewed(part.probs), part.skewed(both)
+            column = vertical.new_zeros(choices, len(both), part.pad + span, dtype=torch.float32)
+            column[:, :, part.pad :] = vertical[:, some, part.begin : part.stop]
+            for i in range(choices):
+                torch.mul(cells, falling[i, some, None, keys - span :], out=skewed)
+                found[i, some] += torch.bmm(both, column[i, :, :, None]).sum((1, 2))
     return found
 
 
-def _chunks(scores: Scores, chunk: int | None) -> Iterator[_Chunk]:
-    query, key, window = scores.query, scores.key, scores.window
+def _room(device: torch.device) -> int:
+    return CHUNK_BYTES * (1 if device.type == "cpu" else 32)
+
+
+def _head_groups(scores: Scores) -> list[slice]:
+    """Query heads to take together: those of one key/value head or more, so that 64 rows fit where they can."""
+    kv_heads, keys, _ = scores.key.shape
+    groups = scores.query.shape[0] // kv_heads
+    size = max(1, _room(scores.query.device) // (4 * groups * 64 * max(1, keys)))
+    return [slice(groups * i, groups * min(i + size, kv_heads)) for i in range(0, kv_heads, size)]
+
+
+def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
+    shared = scores.query.shape[0] // scores.key.shape[0]
+    query, key = scores.query[some], scores.key[some.start // shared : some.stop // shared]
+    window, sinks = scores.window, None if scores.sinks is None else scores.sinks[some]
     heads, queries, width = query.shape
     kv_heads, keys, _ = key.shape
     groups, past, device = heads // kv_heads, keys - queries, query.device
     if chunk is None:
-        room = CHUNK_BYTES * (1 if device.type == "cpu" else 32)
-        chunk = max(16, min(queries, room // (4 * heads * max(1, keys))))
+        chunk = max(16, min(queries, _room(device) // (4 * heads * max(1, keys))))
     # Keys of zero before the first make room for the skewed view; their scores are masked.
     padded = torch.nn.functional.pad(key.float(), (0, 0, chunk - 1, 0)).transpose(1, 2)
     buffer = torch.empty(heads * chunk * (keys + chunk - 1), device=device)
@@ -153,10 +168,10 @@ def _chunks(scores: Scores, chunk: int | None) -> Iterator[_Chunk]:
             where = torch.arange(first, stop, device=device)[:, None]
             made[:, :, pad:].masked_fill_(index <= where - window, low)
         made[:, :, :pad] = low
-        if scores.sinks is None:
+        if sinks is None:
             probs = torch.softmax(made, -1)
         else:
-            extra = scores.sinks.float()[:, None, None].expand(heads, rows, 1)
+            extra = sinks.float()[:, None, None].expand(heads, rows, 1)
             total = torch.logaddexp(made.logsumexp(-1, keepdim=True), extra)
             probs = made.sub_(total).exp_()
         yield _Chunk(probs, pad, begin, stop)

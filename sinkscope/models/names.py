@@ -9,6 +9,8 @@ from sinkscope.errors import SinkscopeError
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
+RECALL = "recall"
+"""Name of the other model inside the package, which answers questions about facts of earlier turns."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import check_folder, hub_file, read_json
 from sinkscope.models.checks import check_kind
-from sinkscope.models.names import BUNDLED, resolve
+from sinkscope.models.names import BUNDLED, RECALL, resolve
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in the name of a tensor
@@ -71,6 +71,8 @@ def no_permission(path: object) -> SinkscopeError:
 def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> Source:
     if x is None or x == BUNDLED:
         return Source("folder", Path(__file__).with_name("bundled"), BUNDLED)
+    if x == RECALL:
+        return Source("folder", Path(__file__).with_name("recall"), RECALL)
     text = os.fspath(x)
     path = Path(text).expanduser()
     if not text.strip():

@@ -36,6 +36,7 @@ def _put_back(kv: CacheLayer, whole: dict[str, Any], seen: int, slots: int) -> N
     names = list(vars(kv)["_extra"])
     extra = {name: kv.extra(name)[..., kv.slots - new :] for name in names}
     vars(kv).update({name: held for name, held in whole.items() if name not in _GOES_ON})
+    vars(kv)["_holes"] = None  # whoever counts holes counted those of the copy last
     if not new:
         return
     assert kv.keys is not None and kv.values is not None

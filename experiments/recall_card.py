@@ -1,0 +1,195 @@
+"""Measure the recall model, and write its model card: `python -m experiments.recall_card [--out FOLDER] [--long]`.
+
+A dialogue with right answers as its history is read once; an answer is right if every one of its tokens is the likeliest
+where it stands, which is what greedy generation would then have written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
+from sinkscope.bench.dialogues.recall import recall_dialogue, uneven
+from sinkscope.output import write_atomic
+
+FOLDER = Path(__file__).parents[1] / "sinkscope/models/recall"
+NUMBERS = "measured.json"
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many dialogues of one shape; every fourth asks at last for what was never stated."""
+
+    dtype: str
+    total: int
+    turns: int
+    hops: int
+    dialogues: int
+
+
+CASES = (
+    Case("float32", 512, 3, 2, 40),
+    Case("float32", 2048, 3, 2, 20),
+    Case("float32", 2048, 9, 3, 12),
+    Case("float32", 2048, 16, 3, 8),
+    Case("float32", 8192, 3, 4, 4),
+    Case("float32", 16384, 3, 4, 4),
+    Case("bfloat16", 512, 3, 2, 40),
+    Case("bfloat16", 2048, 9, 3, 12),
+    Case("bfloat16", 8192, 3, 4, 4),
+    Case("float16", 512, 3, 2, 12),
+)
+LONG = (Case("float32", 32768, 3, 4, 4),)
+
+
+def sequence(tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[int], list[tuple[int, list[int]]]]:
+    """Ids of the whole dialogue with right answers, and for each turn where `answer` stands and the answer's ids."""
+    ids, answers = [tokenizer.bos_token_id], []
+    for turn in dialogue.turns:
+        ids += tokenizer(turn.prompts[position], add_special_tokens=False)["input_ids"]
+        answer = tokenizer(turn.answers[0], add_special_tokens=False)["input_ids"]
+        answers.append((len(ids) - 1, answer))
+        ids += answer
+    return ids, answers
+
+
+@torch.no_grad()
+def right(model: Any, tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[bool], float]:
+    """Whether each answer is right, and the least lead of a right token's logit over the next best."""
+    ids, answers = sequence(tokenizer, dialogue, position)
+    hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
+    found, lead = [], float("inf")
+    for at, answer in answers:
+        logits = model.lm_head(hidden[at : at + len(answer)]).float()
+        gold = torch.tensor(answer)[:, None]
+        other = logits.scatter(1, gold, -torch.inf).amax(1)
+        leads = logits.gather(1, gold)[:, 0] - other
+        found.append(bool((leads > 0).all()))
+        lead = min(lead, float(leads.min()))
+    return found, lead
+
+
+def measure(model: Any, tokenizer: Any, case: Case) -> dict[str, Any]:
+    """Accuracy by position of stated and of unstated questions, and the least lead."""
+    model.to(getattr(torch, case.dtype))
+    counts: dict[str, list[bool]] = {f"{p} {s}": [] for p in POSITIONS for s in ("stated", "unstated")}
+    lead = float("inf")
+    start = time.monotonic()
+    for seed in range(case.dialogues):
+        stated = seed % 4 != 3
+        lengths = uneven(case.total, case.turns, seed)
+        dialogue = recall_dialogue(
+            900_000 + seed, turns=case.turns, tokens=lengths, hops=min(case.hops, 60 // case.turns), stated=stated
+        )
+        for position in POSITIONS:
+            found, least = right(model, tokenizer, dialogue, position)
+            lead = min(lead, least)
+            counts[f"{position} stated"] += found if stated else found[:-1]
+            counts[f"{position} unstated"] += [] if stated else found[-1:]
+    print(case, f"{time.monotonic() - start:.0f} s, lead {lead:.1f}", flush=True)
+    return {
+        **vars(case), "lead": round(lead, 2),
+        "right": {name: [sum(found), len(found)] for name, found in counts.items()},
+    }  # fmt: skip
+
+
+def _share(counts: list[int]) -> str:
+    return f"{counts[0]}/{counts[1]}"
+
+
+def card(numbers: list[dict[str, Any]], model: Any, size: int) -> str:
+    """The README."""
+    rows = [
+        f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
+        + " | ".join(_share(n["right"][f"{p} stated"]) for p in POSITIONS)
+        + " | " + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS) + f" | {n['lead']:.1f} |"
+        for n in numbers
+    ]  # fmt: skip
+    longest = max(n["total"] for n in numbers)
+    c = model.config
+    return f"""---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# The recall model
+
+A small language model that really answers questions about facts stated earlier in a dialogue, for measuring what cache
+policies and sparse attention lose. Its weights were written by hand, by a script of this project: nothing was trained,
+and no text was used. `sinkscope.load("recall", backend="hf")` loads it.
+
+`LlamaForCausalLM`: {c.num_hidden_layers} layers, width {c.hidden_size}, {c.num_attention_heads} query and
+{c.num_key_value_heads} key/value heads of {c.head_dim}, SwiGLU of {c.intermediate_size}, rotary positions (theta {c.rope_parameters["rope_theta"]:,.0f}),
+{c.max_position_embeddings:,} positions, {sum(p.numel() for p in model.parameters()):,} parameters, stored in float16 ({size / 1e6:.1f} MB) and loaded in float32, in
+which every stored weight is exact. {c.vocab_size} tokens, each a word between spaces; the tokenizer puts `<s>` in front.
+
+```
+turn1 ask bruno what was said the old ... fact bruno lamp rope eva ... answer lamp rope eva bell plum .
+```
+
+A fact reads `fact KEY VALUE VALUE LINK`. The link is the key of the next fact, or `.`: an answer runs along the chain,
+three tokens a hop, and ends with `.`, the end of sequence. Each turn (`turn1` to `turn16`, in rising order) holds one
+question, `ask KEY what was said`, anywhere in it, and ends in `answer`. What was never stated is answered `unknown .`.
+
+## Measured
+
+Whole answers right, by position of the question in its turn; turns of random, unequal lengths; all other keys in facts
+that nobody asks about. *Unstated*: the last question is about a key of which nothing was said. *Lead*: least difference
+between the logit of a right token and the next best, over all answers. "Tokens" are those of all prompts together.
+Greedy generation gives the same answers.
+
+| dtype | tokens | turns | hops | begin | middle | end | unstated (begin / middle / end) | lead |
+|---|---|---|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+Exact to {longest:,} tokens, the longest dialogue measured.
+
+## The circuit
+
+`circuit.json` beside the weights names the heads and the residual dimensions. Layer 0: four heads see the token 1, 2, 3
+and 4 places back, and one the turn marker with the highest number. Layer 1: one head goes from `answer` and the two
+tokens after it to the key asked about in this turn. Layer 2: one head goes from (key, wanted place) to the token of that
+fact which stands there. All other heads, the MLPs and the logits of filler words are ordinary random attention (falling
+with distance, a share on `<s>`, a part by content), and all matrices have noise. What they write reaches the logits of
+filler words, which mean nothing.
+
+## Limits
+
+A key is stated once in a dialogue. Questions keep the form above: heads that look a few places back need three words
+between the key asked about and `answer` or a fact, and between facts. Answers look like nothing else that the model
+writes: it says what a policy loses of facts, not of style. Its circuit is tidier than that of a trained model.
+
+## How it was made
+
+```
+python -m experiments.make_recall
+python -m experiments.recall_card{" --long" if longest > 16384 else ""}
+```
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    parser.add_argument("--long", action="store_true", help="also 32,768 tokens: some minutes more")
+    arguments = parser.parse_args()
+
+    import sinkscope as ss
+
+    model = ss.load(arguments.out, backend="hf")
+    numbers = [measure(model, model.tokenizer, case) for case in CASES + (LONG if arguments.long else ())]
+    write_atomic(arguments.out / NUMBERS, json.dumps(numbers, indent=1) + "\n")
+    size = (arguments.out / "model.safetensors").stat().st_size
+    write_atomic(arguments.out / "README.md", card(numbers, model, size))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Algorithm 6 against masks that are written by lists, and the working copy against the cache it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from guard_kit import EAGER, SMALL
+from kv_kit import close, decode, dense, model_of, prompts, under, window_of
+from kv_kit import positions as positions_of
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopserve.decode import Progressive, tokens_read
+from sinkscope.kv.loopserve.working import work_on
+from sinkscope.models.target import Target
+
+IDS, MASK = prompts([30, 21], 14)
+PROMPT = 30
+
+
+def attention_so_far(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor], held: bool) -> list[Tensor]:
+    """Queries and keys of every layer in one pass under `sees`, and from them attention to everything before.
+
+    With `held` only to what the next token would see, without a window.
+    """
+    found: list[Tensor] = []
+    until = ids.shape[1]
+    with under(model, [layer[:, :, :until, :until] for layer in sees]), torch.no_grad():
+        reference = AttentionInterface()["kv-reference"]
+
+        def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, m: Any, **kwargs: Any) -> Any:
+            scores = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT
+            scores = scores * (query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"])
+            column = torch.arange(until)
+            ok = (column <= column[:, None]) & (mask[:, None, :until] > 0)
+            if (window := window_of(model, module.layer_idx)) is not None:
+                ok = ok & (column > column[:, None] - window)
+            ok = ok[:, None]
+            if held:
+                left = sees[module.layer_idx][:, :, until, :until].repeat_interleave(query.shape[1] // key.shape[1], 1)
+                ok = ok & left[:, :, None]
+            found.append(scores.masked_fill(~ok, -1e9).softmax(-1) * ok)
+            return reference(module, query, key, value, m, **kwargs)
+
+        AttentionInterface.register("kv-reference", keep)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False)
+        AttentionInterface.register("kv-reference", reference)
+    return found
+
+
+def reference_masks(model: Any, ids: Tensor, mask: Tensor, policy: Progressive, prompt: int = PROMPT) -> list[Tensor]:
+    target, (rows, total) = Target.of(model), ids.shape
+    sees = []
+    for layer in range(target.n_layers):
+        column = torch.arange(total)
+        ok = (column <= column[:, None]) & (mask[:, None] > 0)
+        if (window := window_of(model, layer)) is not None:
+            ok = ok & (column > column[:, None] - window)
+        sees.append(ok[:, None].repeat(1, target.n_kv_heads, 1, 1))
+    for step in range(total - prompt):
+        now = prompt + step
+        if step < policy.after or (step - policy.after) % policy.interval:
+            continue
+        evicted = policy.mode == "evict" and step > policy.after
+        for layer, probs in enumerate(attention_so_far(model, ids[:, :now], mask[:, :now], sees, evicted)):
+            for row in range(rows):
+                for head in range(target.n_kv_heads):
+                    groups = probs.shape[1] // target.n_kv_heads
+                    votes = probs[row, head * groups : (head + 1) * groups, now - policy.interval : now].sum(1).mean(0)
+                    held = [c for c in range(now) if mask[row, c]]
+                    if evicted:
+                        held = [c for c in held if sees[layer][row, head, now, c]]
+                    best = sorted(held, key=lambda c: -float(votes[c]))[: policy.budget]  # type: ignore
+                    sees[layer][row, head, now:, [c for c in range(now) if c not in best]] = False
+                    if policy.mode == "select":  # what was hidden before may come back
+                        for query in range(now, total):
+                            window = window_of(model, layer)
+                            back = [c for c in best if window is None or c > query - window]
+                            sees[layer][row, head, query, back] = True
+    return sees
+
+
+POLICIES = {
+    "text": Progressive(budget=12, every=4, after=4),
+    "at once": Progressive(budget=9, every=4, after=0),
+    "masked": Progressive(budget=12, every=4, after=4, gather=False),
+    "evicting": Progressive(budget=12, every=4, after=0, mode="evict"),
+    "odd": Progressive(budget=10, every=3, after=2),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "qwen3"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, name: str) -> None:
+    model, policy = model_of(family), POLICIES[name]
+    sees = reference_masks(model, IDS, MASK, policy)
+    with policy.on(model) as run:
+        ours = decode(model, IDS, MASK, PROMPT)
+        read = tokens_read(run)
+    close(ours, dense(model, IDS, MASK, sees)[:, PROMPT - 1 :])
+    if window_of(model, 0) is None:
+        counts = torch.stack([layer[:, :, PROMPT:].sum(-1).float().mean((1, 2)) for layer in sees]).mean(0)
+        torch.testing.assert_close(torch.tensor(read), counts[None])
+
+
+def test_selecting_anew_from_everything_differs_from_evicting() -> None:
+    model = model_of("llama")
+    results = []
+    for mode in ("select", "evict"):
+        with Progressive(budget=9, every=4, after=0, mode=mode).on(model):  # type: ignore
+            results.append(decode(model, IDS, MASK, PROMPT))
+    assert float((results[0] - results[1])[:, :4].abs().max()) < 1e-4  # the first selection is the same
+    assert float((results[0] - results[1])[:, 6:].abs().max()) > 1e-2
+
+
+def test_a_budget_that_covers_everything_is_the_plain_model() -> None:
+    model = model_of("llama")
+    plain = decode(model, IDS, MASK, PROMPT)
+    with Progressive(budget=64, every=4, after=0).on(model):
+        assert torch.equal(decode(model, IDS, MASK, PROMPT), plain)
+
+
+def test_steps_hold_the_copy_and_turns_see_everything() -> None:
+    """Between selections a layer is as long as the copy; a second turn and the time after see all tokens."""
+    model, policy = model_of("llama"), Progressive(budget=8, every=4, after=0)
+    ids, mask = prompts([20], 16)
+    cache, slots, logits = DynamicCache(config=model.config), [], []
+    with policy.on(model), torch.no_grad():
+        for at, step in [(0, 20), *[(i, 1) for i in range(20, 27)], (27, 5), *[(i, 1) for i in range(32, 36)]]:
+            out = model(input_ids=ids[:, at : at + step], past_key_values=cache, use_cache=True)
+            slots.append(cache.layers[0].keys.shape[2])
+            logits.append(out.logits)
+        assert cache.get_seq_length() == 36
+    assert slots == [20, 9, 10, 11, 12, 9, 10, 11, 32, 9, 10, 11, 12]
+    assert all(layer.keys.shape[2] == 36 for layer in cache.layers)
+    with torch.no_grad():
+        keys = DynamicCache(config=model.config)
+        model(input_ids=ids, past_key_values=keys, use_cache=True)
+        torch.testing.assert_close(cache.layers[0].keys, keys.layers[0].keys)  # layer 0 depends on no attention
+        more = model(input_ids=ids[:, :2], past_key_values=cache, use_cache=True)  # outside, as a plain cache
+        assert more.logits.shape[1] == 2
+    # The second turn's queries see all: a pass in which only the single tokens were restricted.
+    sees = reference_masks(model, ids[:, :27], mask[:, :27], policy, 20)
+    wide = [torch.ones(36, 36, dtype=torch.bool).tril().expand(*layer.shape[:2], 36, 36).clone() for layer in sees]
+    for layer, part in zip(wide, sees, strict=True):
+        layer[:, :, :27, :27] = part
+    close(logits[8], dense(model, ids, mask, wide)[:, 27:32])
+
+
+@pytest.mark.parametrize("change", ["crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
+def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    argument = {"crop": -5, "batch_repeat_interleave": 2}.get(change, torch.tensor([1, 0]))
+    worked, plain = CacheLayer(), CacheLayer()
+    for step in (10, 1, 1, 1):
+        keys, values = (torch.randn(2, 2, step, 4, generator=generator) for _ in range(2))
+        for layer in (worked, plain):
+            layer.fill(keys, values, torch.arange(layer.seen + step).expand(2, -1))
+            layer.set_extra("seen", layer.extra("seen") + 1)
+        if step == 10:
+            work_on(worked, torch.rand(2, 2, 10, generator=generator) < 0.5)
+            assert worked.slots < 10
+    for layer in (worked, plain):
+        getattr(layer, change)(argument)
+    assert torch.equal(worked.keys, plain.keys) and torch.equal(worked.values, plain.values)  # type: ignore
+    assert torch.equal(worked.pos, plain.pos)
+    assert worked.seen == plain.seen and worked.edited == plain.edited
+    assert not worked.holes().any()
+    # Slots in the copy went on counting, the others stood still.
+    assert worked.extra("seen").shape == plain.extra("seen").shape
+    if change != "crop":
+        assert torch.equal(worked.extra("seen")[..., 10:], plain.extra("seen")[..., 10:])
+
+
+def test_a_loop_guard_cuts_the_whole_cache() -> None:
+    """What the guard takes out never comes back, and the selection goes on at once from what it left."""
+    model = model_of("llama")
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(5, 96, (1, 40), generator=generator)
+    loop = torch.randint(5, 96, (1, 4), generator=generator).repeat(1, 30)
+    ids = torch.cat([prompt, loop], 1)
+    guard = LoopGuard(**SMALL, variant="tail", monitor=EAGER)
+    cache = DynamicCache(config=model.config)
+    lengths: list[int] = []
+    with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run, torch.no_grad():
+        model(input_ids=ids[:, :40], past_key_values=cache, use_cache=True)
+        for at in range(40, 160):
+            model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+            lengths.append(cache.layers[0].keys.shape[2])
+        cuts = [event for event in run.events if event.kind == "guard"]
+    assert cuts
+    kept = {p for start, stop in cuts[-1].data["kept"] for p in range(start, stop)}
+    last = cuts[-1].position
+    for layer in cache.layers:
+        held = set(layer.pos[0, 0].tolist())
+        assert {p for p in held if p <= last} == kept
+    # Right after a cut all that is left is held; one step later it is a copy of 8 again, and the new token.
+    step = last - 40
+    assert lengths[step] == len(kept) and lengths[step + 1] == 9
+
+
+def test_beams_are_refused_and_settings_checked() -> None:
+    model = model_of("llama")
+    with pytest.raises(UnsupportedError, match="num_beams=1"), Progressive(budget=8, every=2, after=0).on(model):
+        model.generate(IDS[:1, :30], num_beams=3, max_new_tokens=8, do_sample=False)
+    for settings in ({"every": 0}, {"after": -1}, {"budget": 2, "first": 3}):
+        with pytest.raises(SinkscopeError):
+            Progressive(**settings)
+    with pytest.raises(SinkscopeError, match="interval"):
+        Progressive(every="prefill")
