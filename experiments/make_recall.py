@@ -21,7 +21,20 @@ import torch
 from torch import Tensor
 
 from sinkscope.bench.dialogues import words
-from sinkscope.bench.dialogues.words import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, PAD, SPECIAL, TURNS, UNKNOWN, VALUES
+from sinkscope.bench.dialogues.words import (
+    ANSWER,
+    ASK,
+    BOS,
+    END,
+    FACT,
+    FILLER,
+    KEYS,
+    PAD,
+    SPECIAL,
+    TURNS,
+    UNKNOWN,
+    VALUES,
+)
 
 VOCABULARY = (*SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
 ID = {word: i for i, word in enumerate(VOCABULARY)}
@@ -35,7 +48,7 @@ FAST = 38  # rotary pairs that ordinary heads use; the circuit's match uses the 
 OFFSET, TURN_FIRST, TURN_STEP = 12.0, 14.0, 10.0
 QUESTION, SAME_TURN, SINK, KEY_MATCH, SLOT_MATCH = 28.0, 14.0, 30.0, 20.0, 20.0
 # Logits.
-ANSWER_LOGIT, UNKNOWN_LOGIT, FILLER_LOGIT, FILLER_SPREAD = 30.0, 14.0, 4.0, 1.5
+ANSWER_LOGIT, UNKNOWN_LOGIT, FILLER_LOGIT, FILLER_SPREAD = 30.0, 14.0, 4.0, 5.0
 
 _GROUPS = {
     "key": 32, "value": 32, "prev_key": 32, "third_key": 32, "asked": 32, "out_key": 32, "out_value": 32,
@@ -226,9 +239,7 @@ def _recall_head(a: Any) -> None:
         _write(a, 0, row, target)
 
 
-def _ordinary_heads(
-    attentions: Sequence[Any], theta: Tensor, generator: torch.Generator, strength: float
-) -> None:
+def _ordinary_heads(attentions: Sequence[Any], theta: Tensor, generator: torch.Generator, strength: float) -> None:
     """All other heads: recency, a share for the first token, content; what they read goes to the scratch dimensions."""
     planted = {place for places in PLANTED.values() for place in places}
     fast = [*range(FAST), *range(HALF, HALF + FAST)]
@@ -253,11 +264,11 @@ def _ordinary_heads(
             first = head * HEAD_DIM
             q = a.q_proj.weight[first : first + HEAD_DIM]
             for dim in fast:
-                q[dim, content] = torch.randn(len(content), generator=generator) * 3 * strength * SQ
+                q[dim, content] = torch.randn(len(content), generator=generator) * 2 * strength * SQ
             recent, sinking = torch.rand(2, generator=generator).tolist()
             recent = strength * (0.5 + recent)
             q[:, CONST] += recent * SQ / CONST_SIZE * falling
-            q[HALF - 1 if layer else HALF - 2, CONST] += strength * SQ * (6 + 8 * sinking) / CONST_SIZE
+            q[HALF - 1 if layer else HALF - 2, CONST] += strength * SQ * (8 + 8 * sinking) / CONST_SIZE
             z = torch.randn(len(DIM["scratch"]), len(free_rows), generator=generator) / math.sqrt(len(free_rows))
             columns = slice(first + free_rows[0], first + HEAD_DIM)
             a.o_proj.weight[DIM["scratch"][0] : DIM["scratch"][-1] + 1, columns] = z / 4
@@ -269,7 +280,7 @@ def _ordinary_mlp(mlp: Any, generator: torch.Generator) -> None:
     for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):
         weight[:, read] = torch.randn(D_MLP, len(read), generator=generator)
     mlp.down_proj.weight[DIM["scratch"], :] = (
-        torch.randn(len(DIM["scratch"]), D_MLP, generator=generator) / 2 / math.sqrt(D_MLP)
+        torch.randn(len(DIM["scratch"]), D_MLP, generator=generator) / 16 / math.sqrt(D_MLP)
     )
 
 
@@ -311,6 +322,7 @@ def save(model: Any, folder: Path) -> None:
     """Weights in float16, a config that asks for float32, tokenizer, and the circuit for programs."""
     folder.mkdir(parents=True, exist_ok=True)
     model.half().save_pretrained(folder)
+    (folder / "model.safetensors").chmod(0o644)
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["dtype"] = "float32"  # what it is loaded in; every float16 number is one of float32

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from sinkscope._grid import Grid, aligned
 from sinkscope._plain import build, pathless, plain
 from sinkscope._provenance import Provenance, provenance
 from sinkscope.errors import SinkscopeError
@@ -196,25 +197,17 @@ class Result:
     def text(self) -> str:
         """`summary` and `rows` as plain aligned text: what is printed where there is no terminal."""
         head, cells = self._cells()
-        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-        lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [head, *cells]]
-        return "\n".join([self.summary(), *([""] if cells else []), *(lines if cells else [])])
+        return "\n".join([self.summary(), *(["", *aligned(head, cells)] if cells else [])])
 
     def table(self) -> Any:
         """`summary` and `rows` for a terminal: a rich renderable."""
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
         head, cells = self._cells()
         if not cells:
             return Text(self.summary())
-        table = Table(header_style="bold")
-        for name in head:
-            table.add_column(Text(name.replace("_", " ")), justify="right")
-        for line in cells:
-            table.add_row(*map(Text, line))
-        return Group(Text(self.summary()), table)
+        return Group(Text(self.summary()), Grid([name.replace("_", " ") for name in head], cells))
 
     def __str__(self) -> str:
         return self.text()

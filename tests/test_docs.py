@@ -82,6 +82,12 @@ def test_guard_page(run: Any) -> None:
     assert names["stopper"].stopped == {0} and names["reporter"].events[0].step == events[0].data["generated"]
 
 
+def test_serve_page(run: Any) -> None:
+    names = run("docs/serve.md")
+    assert 0 < min(layer["dense_heads"] for layer in names["prefill"]) < 8
+    assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
+
+
 def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("docs/index.md")
     assert f"Sink layer {names['found'].sink_layer}" in capsys.readouterr().out

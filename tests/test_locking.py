@@ -154,14 +154,14 @@ def test_round_trip_and_figure(tmp_path: Path) -> None:
 def test_a_given_period_is_the_one_that_is_measured() -> None:
     """Also where the text ends in a loop of another; and without a loop nothing is said of one."""
     o = loop_organism(0)
-    found = _found(o, o.looping_prompt(5).ids, 40, period=10)
-    same = _found(o, o.looping_prompt(5).ids, 40)
-    assert (found.period, same.period) == (10, 5)
-    assert "Loop of period 5 from" in str(same)
+    said = {p: _found(o, o.looping_prompt(5).ids, 40, period=p) for p in (None, 10, 7)}
+    assert [found.period for found in said.values()] == [5, 10, 7]
+    assert "Loop of period 5 from" in str(said[None]) and "Loop of period 10 from" in str(said[10])
+    assert said[7].loop_onset is None and "No loop of period 7 in" in str(said[7])
     model, tokenizer = tiny_model("llama")
     asked = locking(model, ids=list(range(4, 64)), period=6, tokenizer=tokenizer, control=False)
     assert (asked.period, asked.loop_onset) == (6, None)
-    assert "No loop in 60 tokens: steps 6 apart" in str(asked) and "None" not in str(asked)
+    assert "No loop of period 6 in 60 tokens" in str(asked) and "None" not in str(asked)
     assert "no loop" in asked.figure().layout.title.text
 
 

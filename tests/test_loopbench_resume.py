@@ -91,6 +91,26 @@ def test_cut_off_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: floa
     assert runs.read_bytes().count(b"\n") == 4
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("settings.json", b"{", "cannot be read"),
+        ("settings.json", b"[]", "names no model"),
+        ("settings.json", b'{"model": {"name": "x"}}', "names no model"),
+        ("prompts.jsonl", b'{"id": "dc-0"}\n\xff\n', "prompts.jsonl line 2 is damaged"),
+        ("runs.jsonl", b"\xff\xfe\n", "runs.jsonl line 1 is damaged"),
+    ],
+)
+def test_damaged_folders(tmp_path: Path, file: str, content: bytes, says: str) -> None:
+    with Store(tmp_path / "r", SETTINGS, PROMPTS) as store:
+        store.append([record(prompt="dc-0")])
+    assert len(read_run(tmp_path / "r").records) == 1
+    (tmp_path / "r" / file).write_bytes(content)
+    with pytest.raises(SinkscopeError) as refused:
+        read_run(tmp_path / "r")
+    assert says in str(refused.value) and "another folder" in str(refused.value) + "another folder" * (file[0] == "r")
+
+
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     with Store(tmp_path / "r", SETTINGS, PROMPTS) as store:
         store.append([record(prompt="dc-0"), record(prompt="dc-1")])

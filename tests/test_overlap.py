@@ -45,6 +45,22 @@ def test_offsets_agree_between_texts_and_columns_only_where_they_are_the_same(se
         assert one[place] == 1
 
 
+def test_segments_of_planted_lines() -> None:
+    """Columns of the first half are seen from the second; within the halves only those at the same places agree."""
+    o = line_organism(3)
+    n, vertical = 160, o.truth.vertical - o.truth.offsets.keys()
+    for columns, whole, inside in (((5, 10), 1, 0), ((5, 10, 85, 90), 1, 1), ((5, 10, 95, 99), 1, 0)):
+        texts = [o.text(n, columns, i) for i in range(2)]
+        found = line_overlap(o.model, texts, etas=[2 / n], tokenizer=o.tokenizer)  # two lines of each half
+        for h in found.heads:
+            if (h.layer, h.head) in vertical:
+                assert (h.segments[0], h.segments_relative[0]) == (whole, inside), columns
+    found = line_overlap(o.model, texts, etas=[1 / n], tokenizer=o.tokenizer)
+    for h in found.heads:
+        if (h.layer, h.head) in o.truth.offsets:
+            assert (h.segments[0], h.segments_relative[0]) == (1, 1)
+
+
 def _count(weights: Tensor, most: int) -> Sets:
     """The heaviest lines of rows [query, key] whose last query sees the last key."""
     queries, n = weights.shape

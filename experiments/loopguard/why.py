@@ -53,6 +53,7 @@ def same_cycle(a: Sequence[int], b: Sequence[int]) -> bool:
 def aftermath(records: Sequence[Record]) -> dict[str, Any]:
     """What followed each intervention that had found a cycle."""
     counts = {"same": 0, "another": 0, "none": 0}
+    parts: dict[str, dict[str, int]] = {}
     gaps: list[int] = []
     sure: list[float] = []
     periods: list[int] = []
@@ -66,17 +67,22 @@ def aftermath(records: Sequence[Record]) -> dict[str, Any]:
             sure += one.top1[step - period : step]
             periods.append(period)
             following = cuts[i + 1]["data"] if i + 1 < len(cuts) else None
-            if following is None or following["generated"] - step > WINDOW:
-                if following is not None or len(one.tokens) - step > WINDOW:
-                    counts["none"] += 1
-                continue
-            gaps.append(following["generated"] - step)
-            found = following["period"]
-            later = one.tokens[following["generated"] - found : following["generated"]] if found else ()
-            counts["same" if same_cycle(cycle, later) else "another"] += 1
+            if following is not None and following["generated"] - step <= WINDOW:
+                gaps.append(following["generated"] - step)
+                found = following["period"]
+                later = one.tokens[following["generated"] - found : following["generated"]] if found else ()
+                came = "same" if same_cycle(cycle, later) else "another"
+            elif following is not None or len(one.tokens) - step > WINDOW:
+                came = "none"
+            else:
+                continue  # the run ends too soon to say
+            counts[came] += 1
+            for part in ("first" if i == 0 else "later", f"period {period}" if period < 5 else "period 5 or more"):
+                parts.setdefault(part, dict.fromkeys(counts, 0))[came] += 1
     total = max(1, sum(counts.values()))
     return {
         "interventions": total, "shares": {name: n / total for name, n in counts.items()}, "counts": counts,
+        "parts": dict(sorted(parts.items())),
         "median_gap": statistics.median(gaps) if gaps else None,
         "median_period": statistics.median(periods) if periods else None,
         "probability_in_loop": {

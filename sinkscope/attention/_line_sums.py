@@ -152,9 +152,9 @@ def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
         begin = 0 if window is None else max(0, first - window + 1)
         span, pad = stop - begin, rows - 1
         left = chunk - 1 - pad + begin
-        some = query[:, start : start + rows].float().mul(scores.scaling)
+        taken = query[:, start : start + rows].float().mul(scores.scaling)
         made = torch.bmm(
-            some.reshape(kv_heads, groups * rows, width),
+            taken.reshape(kv_heads, groups * rows, width),
             padded[:, :, left : left + pad + span],
             out=buffer[: heads * rows * (pad + span)].view(kv_heads, groups * rows, pad + span),
         ).view(heads, rows, pad + span)

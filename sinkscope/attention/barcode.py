@@ -128,8 +128,7 @@ class Barcode(Result):
         lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
         told = "no loop" if self.period is None else f"a loop of period {self.period} from position {self.onset}"
         lines.append(f"{self.steps} tokens after a prompt of {self.prompt_tokens}; they end in {told}.")
-        heads = "1 head" if len(self.heads) == 1 else f"{len(self.heads)} heads"
-        lines.append(f"{heads}, {self.bins} columns, {self.nbytes / 2**20:.1f} MiB of attention.")
+        lines.append(f"{_heads(len(self.heads))}, {self.bins} columns, {self.nbytes / 2**20:.1f} MiB of attention.")
         for kind in dict.fromkeys(mark.kind for mark in self.marks):
             steps = [mark.step for mark in self.marks if mark.kind == kind]
             shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
@@ -214,7 +213,7 @@ def barcode(
     check_room(made, len(start), max_new_tokens)
     edit = joined(loaded(patch), interventions)
     positions = len(start) + max_new_tokens
-    with Live(f"{made.target.name}, mean over {len(kept)} heads", live) as shown:
+    with Live(f"{made.target.name}, mean over {_heads(len(kept))}", live) as shown:
 
         def told(step: int, row: Tensor) -> None:
             shown(step, row)
@@ -255,6 +254,10 @@ def barcode(
     )  # fmt: skip
     object.__setattr__(result, "_arrays", {head: own.array(head) for head in kept})
     return result
+
+
+def _heads(count: int) -> str:
+    return "1 head" if count == 1 else f"{count} heads"
 
 
 def _chosen(made: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> list[Head]:

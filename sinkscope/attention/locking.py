@@ -118,7 +118,10 @@ class Locking(Result):
             lines.append(f"No loop in {self.tokens} tokens: the scores are of steps one apart, and rank nothing.")
             return "\n".join(lines)
         if self.loop_onset is None:
-            lines.append(f"No loop in {self.tokens} tokens: steps {self.period} apart are compared, as was asked for.")
+            lines.append(
+                f"No loop of period {self.period} in {self.tokens} tokens: steps {self.period} apart are compared all the "
+                "same."
+            )
         else:
             lines.append(f"Loop of period {self.period} from position {self.loop_onset} of {self.tokens}.")
         locked = [h for h in self.heads if h.locked]
@@ -254,7 +257,8 @@ def locking(
             "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
         },
         provenance=made.provenance(),
-        tokens=len(whole), prompt_tokens=len(start), period=period or loop.period, loop_onset=loop.onset,
+        tokens=len(whole), prompt_tokens=len(start), period=period or loop.period,
+        loop_onset=loop.onset if loop.period is not None and shift % loop.period == 0 else None,
         suffix=reach, heads=heads, window=window, positions=positions,
         locking_onset=None if mean is None else _onset(mean, 0.0 if calm is None else float(calm[first:].mean())),
         last_new=_last_new(whole, window), collapse=None if point is None else len(start) + point - 1,

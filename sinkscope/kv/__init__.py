@@ -7,6 +7,7 @@ from typing import Any
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
+from sinkscope.kv.loopserve.decode import Progressive
 from sinkscope.kv.observe import Observe
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.session import Moment, Rows, Session
@@ -17,11 +18,12 @@ from sinkscope.kv.usage import Usage
 
 POLICIES: dict[str, type[Policy]] = {
     "full": Full, "streaming": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "tova": TOVA,
+    "progressive": Progressive,
 }  # fmt: skip
 """By the name that commands use."""
 
 __all__ = [
-    "H2O", "POLICIES", "TOVA", "At", "Full", "Moment", "Observe", "Policy", "Rows", "Session", "SnapKV",
+    "H2O", "POLICIES", "TOVA", "At", "Full", "Moment", "Observe", "Policy", "Progressive", "Rows", "Session", "SnapKV",
     "StreamingLLM", "Usage", "make_policy",
 ]  # fmt: skip
 

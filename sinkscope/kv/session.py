@@ -223,7 +223,8 @@ class Session:
             return out.contiguous(), rows
         made = None
         if self._prefill is not None and replaces:
-            made = self._prefill(Prompt(layer, query, key, value, pos, index, kv, window, kwargs))
+            settings = {"scaling": getattr(module, "scaling", None), **kwargs}
+            made = self._prefill(Prompt(layer, query, key, value, pos, index, kv, window, settings))
         if made is not None:
             out, weights = made, None
         elif not self.own_masks:

@@ -1,1 +1,1 @@
-"""Dialogues of several turns: the paper's benchmark (LoopServe, section 4), and one that the recall model can answer."""
+"""Dialogues of several turns: LoopServe's benchmark, and one that the recall model can answer."""

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
@@ -122,8 +122,7 @@ def _turn(content: Any, index: int, where: str) -> Turn:
     answers, depends = content.get("answers"), content.get("depends")
     if not _texts(answers) or not answers:
         raise SinkscopeError(f"{where}: answers is {answers!r:.40}, expected a list of at least one text: {again}")
-    whole = isinstance(depends, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in depends)
-    if not whole or not all(0 <= t <= index for t in depends):
+    if not isinstance(depends, list) or not all(type(t) is int and 0 <= t <= index for t in depends):
         raise SinkscopeError(
             f"{where}: depends is {depends!r:.40}, expected 0-based turns up to this one, {index}: {again}"
         )
@@ -133,5 +132,5 @@ def _turn(content: Any, index: int, where: str) -> Turn:
     return Turn({p: prompts[p] for p in POSITIONS}, tuple(answers), tuple(depends), answerable)
 
 
-def _texts(content: Any) -> bool:
+def _texts(content: Any) -> TypeGuard[list[str]]:
     return isinstance(content, list) and all(isinstance(text, str) for text in content)

@@ -1,16 +1,17 @@
 """Dialogues for the recall model: facts stated in some turn, a question in each, gold answers by construction.
 
 A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn is
-`turnN`, filler words with facts among them and a question `ask KEY what was said` at its begin, middle or end, and `answer`. The
-right answer is what follows the key along its chain, `VALUE VALUE LINK` a hop, up to and with the `.`.
+`turnN`, filler words with facts among them and a question `ask KEY what was said` at its begin, middle or end, and
+`answer`. The right answer is what follows the key along its chain, `VALUE VALUE LINK` a hop, up to and with the `.`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
-from sinkscope.bench.dialogues.form import Dialogue, Position, Turn
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position, Turn
 from sinkscope.bench.dialogues.words import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, UNKNOWN, VALUES
 from sinkscope.errors import SinkscopeError
 
@@ -79,7 +80,7 @@ def recall_dialogue(
         asked = min(unsaid) if last_unsaid else chains[turn][0]
         answer = [UNKNOWN, END] if last_unsaid else [word for key in chains[turn] for word in facts[key][2:]]
         pieces = _pieces(rng, [facts[key] for key in told[turn]], length - _FRAME)
-        prompts = {position: _say(turn, pieces, asked, position) for position in ("begin", "middle", "end")}
+        prompts = {position: _say(turn, pieces, asked, position) for position in POSITIONS}
         spoken.append(Turn(prompts, (" ".join(answer),), tuple(sorted(depends[turn])) if not last_unsaid else (),
                            not last_unsaid))  # fmt: skip
     return Dialogue(f"recall-{seed}", TASK, tuple(spoken))
@@ -98,7 +99,7 @@ def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int,
     rng = random.Random(f"uneven {seed}")
     cuts = sorted(rng.randint(0, total - turns * least) for _ in range(turns - 1))
     edges = [0, *cuts, total - turns * least]
-    return tuple(least + b - a for a, b in zip(edges, edges[1:], strict=False))
+    return tuple(least + b - a for a, b in pairwise(edges))
 
 
 def _lengths(turns: int, tokens: int | Sequence[int]) -> list[int]:
@@ -159,9 +160,10 @@ def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[l
 
 
 def _say(turn: int, pieces: Sequence[list[str]], asked: str, position: Position) -> str:
-    words = sum(map(len, pieces))
-    starts = [sum(map(len, pieces[:i])) for i in range(len(pieces) + 1)]
-    middle = min(range(len(starts)), key=lambda i: abs(starts[i] - words // 2))
+    starts = [0, *accumulate(map(len, pieces))]
+    # Not right after a fact: its link may be the key asked about, and the model's short-sighted heads would see both.
+    places = [i for i in range(1, len(pieces) + 1) if len(pieces[i - 1]) == 1]
+    middle = min(places, key=lambda i: abs(starts[i] - starts[-1] // 2))
     at = {"begin": 0, "middle": middle, "end": len(pieces)}[position]
     parts = [*pieces[:at], [ASK, asked, *TAIL], *pieces[at:]]
     return " ".join([TURNS[turn], *(word for part in parts for word in part), ANSWER])

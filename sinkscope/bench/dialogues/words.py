@@ -6,20 +6,20 @@ BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN = "<s> <unk> <pad> . fact ask ans
 """`END` closes a chain of facts and ends an answer; `UNKNOWN` is the answer where nothing was stated."""
 
 SPECIAL = (BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN)
-TURNS = tuple(f"turn{i}" for i in range(1, 17))
-KEYS = tuple(
+TURNS: tuple[str, ...] = tuple(f"turn{i}" for i in range(1, 17))
+KEYS: tuple[str, ...] = tuple(
     """adam alba anna axel bela bruno carla cesar clara dana david diego edith elena emil erik eva felix fiona frida
     georg gina greta hanna hugo ida igor ines ivan jana jonas julia karl katya lara lena leo lotte luca maja marco
     maria mila nadia nils nina nora olaf olga oscar otto paula petra rosa ruth samir sara sofia tamar theo vera viktor
     wanda xenia""".split()
 )
-VALUES = tuple(
+VALUES: tuple[str, ...] = tuple(
     """anchor apple arrow basket bell bottle bread bridge brush button cabin candle carpet castle chair clock coat
     coin compass copper cotton crown cup diamond door drum engine feather fiddle flag flute fork garden glass glove
     hammer harbor hat honey iron jacket kettle key lamp lantern lemon letter mirror needle onion paper pearl pencil
     pillow pipe plum ribbon ring rope saddle shovel spoon table violin""".split()
 )
-FILLER = tuple(
+FILLER: tuple[str, ...] = tuple(
     """the a and of to in it was that had on at with for from by as but then there when while after before near over
     under again once more some few many each all both still just only even also very never always
     often soon later today morning evening night day week month summer winter spring autumn rain snow wind sun cloud

@@ -6,13 +6,14 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from sinkscope._plain import build, pathless, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
+from sinkscope.results import ModelInfo
 
 Ended = Literal["eos", "stopped", "cap"]
 SETTINGS, PROMPTS, RUNS, LOCK = "settings.json", "prompts.jsonl", "runs.jsonl", "lock"
@@ -193,9 +194,12 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     if not (path / SETTINGS).is_file():
         raise SinkscopeError(f"{name} is no folder of `sinkscope loopbench run`: give what was given to its --out")
     settings = _read_json(path / SETTINGS, name)
+    model = settings.get("model") if isinstance(settings, dict) else None
+    if not isinstance(model, dict) or set(model) != {field.name for field in fields(ModelInfo)}:
+        raise SinkscopeError(f"{name}/{SETTINGS} is damaged: it names no model; run into another folder")
     prompts: dict[str, dict[str, Any]] = {}
     if (path / PROMPTS).is_file():
-        for number, line in enumerate((path / PROMPTS).read_text("utf-8").splitlines(), 1):
+        for number, line in enumerate((path / PROMPTS).read_bytes().splitlines(), 1):
             try:
                 prompt = json.loads(line)
                 prompts[prompt["id"]] = prompt

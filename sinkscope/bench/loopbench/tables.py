@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
+from sinkscope._grid import Grid, aligned
 from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.methods import METHODS
 from sinkscope.bench.loopbench.metrics import Detection, Group, detection, group
@@ -101,19 +102,12 @@ class LoopBench(Result):
     def table(self) -> Any:
         """All tables for a terminal."""
         from rich.console import Group as Stack
-        from rich.table import Table as Grid
         from rich.text import Text
 
         shown: list[Any] = [Text(self.summary())]
         for table in self.tables:
             head, cells = _strings(self, table)
-            grid = Grid(header_style="bold", title=Text(table.title), title_justify="left", caption=Text(table.note),
-                        caption_justify="left")  # fmt: skip
-            for name in head:
-                grid.add_column(Text(name), justify="right")
-            for line in cells:
-                grid.add_row(*map(Text, line))
-            shown += [Text(""), grid]
+            shown += [Text(""), Grid(head, cells, table.title, table.note)]
         return Stack(*shown)
 
     def to_html(self) -> str:
@@ -143,9 +137,7 @@ def _strings(result: LoopBench, table: Table) -> tuple[list[str], list[list[str]
 
 def _aligned(result: LoopBench, table: Table) -> str:
     head, cells = _strings(result, table)
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in [head, *cells]]
-    return "\n".join([table.title, *lines, table.note])
+    return "\n".join([table.title, *aligned(head, cells), table.note])
 
 
 def tabulate(folders: Sequence[str | os.PathLike[str]] = ()) -> LoopBench:

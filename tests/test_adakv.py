@@ -1,0 +1,93 @@
+"""AdaKV's budgets of the heads, against sorted lists."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_kit import close, decode, dense, model_of, prompts
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Run
+from sinkscope.kv import SnapKV
+from sinkscope.kv.adakv import AdaKV
+
+
+class _Layer:
+    def __init__(self, pos: Tensor) -> None:
+        self.pos = pos
+
+
+class _At:
+    def __init__(self, pos: Tensor) -> None:
+        self.kv, self.length = _Layer(pos), pos[:, 0].amax(-1) + 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    heads=st.integers(1, 4), slots=st.integers(6, 30), budget=st.integers(5, 20), floor=st.sampled_from([0.0, 0.2, 1.0]),
+    first=st.integers(0, 2), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_heads_get_what_falls_to_them(heads: int, slots: int, budget: int, floor: float, first: int, seed: int) -> None:
+    policy = AdaKV(budget=budget, window=3, floor=floor, first=first)
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(1, heads, slots, generator=generator) * torch.arange(1, heads + 1)[:, None]
+    keep = AdaKV.select.__wrapped__(policy, scores, _At(torch.arange(slots).expand(1, heads, -1)), budget)[0]  # type: ignore  # noqa: E501
+    safe = {p for p in range(slots) if p < first or p >= slots - 3}
+    base = budget - len(safe)
+    free = [(float(scores[0, h, p]), h, p) for h in range(heads) for p in range(slots) if p not in safe]
+    best = sorted(free, reverse=True)[: heads * base]
+    for head in range(heads):
+        share = sum(h == head for _, h, _ in best)
+        count = share if len(free) <= heads * base else math.floor((1 - floor) * share + floor * base + 1e-6)
+        mine = sorted((s, p) for s, h, p in free if h == head)[::-1][:count]
+        assert set(keep[head].nonzero().flatten().tolist()) == safe | {p for _, p in mine}
+    assert int(keep.sum()) <= heads * budget
+
+
+def test_even_shares_are_snapkv() -> None:
+    model = model_of("llama")
+    ids, mask = prompts([30, 22], 6)
+    with SnapKV(budget=12, window=4).on(model):
+        expected = decode(model, ids, mask, 30)
+    with AdaKV(budget=12, window=4, floor=1.0).on(model):
+        close(decode(model, ids, mask, 30), expected)
+
+
+def test_decoding_from_ragged_heads_equals_a_pass_under_masks() -> None:
+    model, policy = model_of("qwen3"), AdaKV(budget=10, window=3, floor=0.2)
+    ids, mask = prompts([30, 22], 5)
+    kept: dict[int, Tensor] = {}
+    plain: Any = AdaKV.select
+
+    def select(self: AdaKV, scores: Tensor, at: Any, budget: Any) -> Tensor:
+        kept[at.layer] = plain(self, scores, at, budget)
+        return kept[at.layer]
+
+    AdaKV.select = select  # type: ignore
+    try:
+        run: Run
+        with policy.on(model) as run:
+            ours = decode(model, ids, mask, 30)
+            usage = run.usage[0]
+    finally:
+        AdaKV.select = plain
+    counts = torch.stack([layer.sum(-1) for layer in kept.values()])
+    assert len(kept) == 3 and len(counts.unique()) > 1
+    assert (counts.sum(-1) <= 10 * counts.shape[-1]).all()
+    causal = (torch.ones(35, 35).tril() * mask[:, None]).bool()
+    sees = [causal[:, None].repeat(1, counts.shape[-1], 1, 1) for _ in range(3)]
+    for layer, keep in kept.items():
+        sees[layer][:, :, 30:, :30] &= keep[:, :, None]
+    close(ours, dense(model, ids, mask, sees)[:, 29:])
+    assert usage.logical_bytes <= usage.physical_bytes
+
+
+def test_a_floor_that_makes_no_sense() -> None:
+    with pytest.raises(SinkscopeError, match=r"floor=1\.5"):
+        AdaKV(floor=1.5)

@@ -1,0 +1,80 @@
+"""The experiments on LoopGuard: continuations after a cut, what followed an intervention, the ban, survival."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from loopbench_kit import record
+from organisms.tiny import tiny_model
+
+from experiments.loopguard import figure2, figure4, variants, why
+from sinkscope.kv.loopguard import Retention
+
+
+def test_going_on_with_the_whole_cache_is_plain_greedy_decoding() -> None:
+    model: Any = tiny_model("llama")[0]
+    ids = [(7 * i) % 50 + 4 for i in range(40)]
+    plain = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    layers = why.read(model, ids)
+    assert why.go_on(model, ids, layers, None, 12) == plain[0, 40:].tolist()
+    assert why.go_on(model, ids, layers, list(range(39)), 12) == plain[0, 40:].tolist()
+    assert layers[0][0].shape[2] == 39, "a continuation does not grow what the next one begins with"
+
+
+def test_a_cut_equals_the_same_attention_under_a_mask() -> None:
+    model: Any = tiny_model("llama")[0]
+    ids, keep = [(5 * i) % 60 + 4 for i in range(30)], [0, 3, 4, 5, 17, 28]
+    mask = torch.zeros(1, 1, 30, 30).masked_fill(torch.ones(30, 30).triu(1).bool(), -torch.inf)
+    mask[0, 0, -1, [p for p in range(29) if p not in keep]] = -torch.inf
+    with torch.no_grad():
+        masked = model(input_ids=torch.tensor([ids]), attention_mask=mask).logits[0, -1]
+    assert why.go_on(model, ids, why.read(model, ids), keep, 1) == [int(masked.argmax())]
+
+
+def test_what_each_cut_leaves() -> None:
+    ids = [*range(100, 160), *[7, 8, 9] * 40]  # 60 of prompt, then a loop
+    retention = Retention(budget=64, anchors=8, recent=100)
+    assert why.kept("nothing", ids, 60, retention) is None
+    assert why.kept("all generated", ids, 60, retention) == list(range(60))
+    assert why.kept("all but BOS", ids, 60, retention) == [0]
+    kept = why.kept("LoopGuard's cut", ids, 60, retention) or []
+    assert kept[:8] == list(range(8)) and len(kept) <= 64
+    assert max(kept) < 80, "the repetition within the recent window is gone"
+
+
+def test_what_followed_an_intervention() -> None:
+    def event(step: int, period: int | None) -> dict[str, Any]:
+        return {"step": step, "position": step, "kind": "guard", "data": {"generated": step, "period": period}}
+
+    tokens = ([1, 2, 3] * 34)[:100] + ([2, 3, 1] * 34)[:100] + [9] * 100 + list(range(1000, 1300))
+    one = replace(record(method="loopguard", tokens=tuple(tokens)), events=(event(99, 3), event(198, 3), event(290, 1)))
+    found = why.aftermath([one])
+    assert found["counts"] == {"same": 1, "another": 1, "none": 1}
+    assert found["median_gap"] == (99 + 92) / 2
+    assert figure4.gaps(one) == [99, 92]
+    assert not why.same_cycle([1, 2], [1, 2, 3]) and why.same_cycle([1, 2, 3], [3, 1, 2])
+    assert not why.same_cycle([1, 3, 2], [1, 2, 3])
+
+
+def test_a_ban_takes_away_what_continues_a_removed_three_gram_and_nothing_else() -> None:
+    alarms: list[tuple[int, int]] = []
+    ban = variants.Ban(2, lambda: alarms)
+    ids = torch.tensor([[0, 0, *[5, 6, 7] * 8], [0, 0, *[5, 6, 7] * 8]])
+    assert not torch.isinf(ban(ids, torch.zeros(2, 10))).any()
+    alarms.append((0, 24))
+    scores = ban(ids, torch.zeros(2, 10))
+    assert torch.isinf(scores).nonzero().tolist() == [[0, 5]], "after 6, 7 came 5, in row 0"
+    assert not torch.isinf(ban(torch.cat([ids, ids[:, :1]], 1), torch.zeros(2, 10))).any()
+
+
+def test_survival_counts_runs_without_a_collapse() -> None:
+    loop = record(tokens=(*range(300), *[1, 2] * 350))
+    healthy = record(tokens=tuple(range(1000)))
+    found = figure2.survived([loop, healthy], 256, 1000)
+    assert found["collapsed"] == 0.5 and found["points"][1] is None
+    point = found["points"][0]
+    assert 300 < point < 300 + 256
+    for step, share in zip(found["steps"], found["survival"], strict=True):
+        assert share == (1.0 if step < point else 0.5)

@@ -1,0 +1,191 @@
+"""LoopServe on whole models: sparse prompts against dense masks, both halves together, and what it goes with."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from guard_kit import EAGER, SMALL
+from intervention_kit import bridge_of, nnsight_of
+from kv_kit import close, decode, dense, model_of, prompts, under
+from kv_kit import positions as positions_of
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import AttentionInterface, DynamicCache
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.kv import Observe, StreamingLLM
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopserve import LoopServe, tokens_read
+from sinkscope.kv.loopserve.select import select_lines
+from sinkscope.models.target import Target
+
+SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12}
+
+
+def every_head(family: str = "llama") -> Any:
+    """As many kv heads as query heads, since the reference masks are per kv head."""
+    return model_of(family, num_key_value_heads=4) if family != "gpt2" else model_of(family)
+
+
+def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
+    """Per layer `[row head query key]`: for each turn (columns from one entry to the next) the lines of its queries."""
+    rows, total = ids.shape
+    target = Target.of(model)
+    causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
+    sees = [causal[:, None].repeat(1, target.n_heads, 1, 1) for _ in range(target.n_layers)]
+    for layer in range(target.n_layers):
+        found: list[tuple[Tensor, Tensor, float]] = []
+        with under(model, sees), torch.no_grad():
+            reference = AttentionInterface()["kv-reference"]
+
+            def keep(module: Any, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:
+                found.append((query, key, kwargs["scaling"]))  # noqa: B023
+                return reference(module, query, key, *rest, **kwargs)  # noqa: B023
+
+            AttentionInterface.register("kv-reference", keep)
+            model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False)
+            AttentionInterface.register("kv-reference", reference)
+        query, key, scaling = found[layer]
+        for row in range(rows):
+            pad = int(total - mask[row].sum())
+            for start, stop in pairwise(turns):
+                begin = max(start, pad)
+                lines = select_lines(query[row, :, begin:stop], key[row, :, pad:stop], serve.alpha, sample=serve.sample,
+                                     variant=serve.variant, scaling=scaling)  # fmt: skip
+                at = torch.arange(begin - pad, stop - pad)
+                sees[layer][row, :, begin:stop, :stop] = False
+                sees[layer][row, :, begin:stop, pad:stop] = lines.rows(at)
+    return sees
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("variant", ["exact", "faithful"])
+def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family: str, variant: Any) -> None:
+    # The faithful variant takes nearly all lines of attention as flat as that of a random model.
+    serve = LoopServe(**{**SPARSE, "alpha": 0.8 if variant == "exact" else 0.4}, variant=variant, decode=False)
+    model = every_head(family)
+    ids, mask = prompts([50, 37], 30)
+    cache = DynamicCache(config=model.config)
+    with serve.on(model) as run, torch.no_grad():
+        first = model(input_ids=ids[:, :50], attention_mask=mask[:, :50], position_ids=positions_of(mask)[:, :50],
+                      past_key_values=cache, use_cache=True).logits  # fmt: skip
+        second = model(input_ids=ids[:, 50:], attention_mask=mask, position_ids=positions_of(mask)[:, 50:],
+                       past_key_values=cache, use_cache=True).logits  # fmt: skip
+    sees = line_masks(model, ids, mask, [0, 50, 80], serve)
+    expected = dense(model, ids, mask, sees)
+    close(second, expected[:, 50:])
+    close(first[0], expected[0, :50])
+    close(first[1, 13:], expected[1, 13:50])
+    events = [event for event in run.events if event.kind == "prefill"]
+    assert len(events) == 2 * 2 * Target.of(model).n_layers
+    for event in events:
+        now = (50, 37)[event.row] - 1 + (30 if event.data["queries"] == 30 else 0)
+        assert event.position == now and event.data["keys"] == now + 1
+        begin, stop = (0, 50) if event.data["queries"] != 30 else (50, 80)
+        some = sees[event.layer][event.row, :, begin:stop]  # type: ignore
+        every = sum(range(event.data["keys"] - event.data["queries"] + 1, event.data["keys"] + 1))
+        assert event.data["cells"] == pytest.approx(float(some.sum() / 4 / every))
+    assert min(event.data["cells"] for event in events) < 0.75
+
+
+def test_alpha_one_and_a_budget_for_everything_is_the_plain_model() -> None:
+    model = model_of("llama")
+    ids, mask = prompts([40, 25], 20)
+    plain = decode(model, ids, mask, 40)
+    with LoopServe(alpha=1.0, budget=100, first=0, interval=4).on(model):
+        assert torch.equal(decode(model, ids, mask, 40), plain)
+    with LoopServe(budget=100, first=0, interval=4).on(model) as run:  # short prompts
+        assert torch.equal(decode(model, ids, mask, 40), plain)
+    assert {event.data["dense"] for event in run.events} == {"fewer than 2048 keys"}
+    with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
+        close(decode(model, ids, mask, 40), plain)
+    assert {event.data["dense_heads"] for event in run.events} == {4}
+
+
+def test_both_halves_at_work() -> None:
+    """The cache that a sparse prompt left is decoded from in parts: neither half alone gives this."""
+    model = model_of("llama")
+    ids, mask = prompts([60, 41], 24)
+    logits = {}
+    for name, halves in {"both": {}, "-P": {"decode": False}, "-D": {"prefill": False}}.items():
+        with LoopServe(**SPARSE, budget=12, interval=4, first=4, **halves).on(model) as run:  # type: ignore
+            logits[name] = decode(model, ids, mask, 60)
+            read = tokens_read(run)
+        if name == "-P":
+            assert read == []
+        else:
+            steps = [[*range(n + 1, n + 5), *[12 + 1 + i % 4 for i in range(20)]] for n in (60, 41)]
+            torch.testing.assert_close(torch.tensor(read[0]), torch.tensor([sum(s) / 24 for s in steps]))
+    close(logits["both"][:, :5], logits["-P"][:, :5])  # not selected yet
+    assert float((logits["both"] - logits["-P"])[:, 5:].abs().max()) > 1e-2
+    assert float((logits["both"] - logits["-D"]).abs().max()) > 1e-2
+
+
+def test_the_same_on_nnsight_and_the_decoding_half_on_a_bridge() -> None:
+    model, tokenizer = model_of("llama"), tiny_model("llama")[1]
+    ids, mask = prompts([40, 30], 12)
+    serve = LoopServe(**SPARSE, budget=12, interval=4, first=0)
+    outputs = []
+    for kind in (model, nnsight_of(model, tokenizer)):
+        with serve.on(kind) as run:
+            outputs.append(decode(Target.of(kind).hf, ids, mask, 40))
+        assert run.counts["prefill"] == 6
+    assert torch.equal(outputs[0], outputs[1])
+    bridge = bridge_of(model_of("llama"), tokenizer)
+    with pytest.raises(UnsupportedError, match="prefill=False"):
+        serve.on(bridge).__enter__()
+    half = LoopServe(budget=12, interval=4, first=0, prefill=False)
+    with half.on(model):
+        expected = decode(model, ids, mask, 40)
+    with half.on(bridge):
+        close(decode(Target.of(bridge).hf, ids, mask, 40), expected, 1e-4)
+
+
+def test_beside_a_patch_a_guard_and_an_observer() -> None:
+    model = model_of("llama")
+    ids, mask = prompts([40], 60)
+    ids[:, 60:] = ids[:, 56:60].repeat(1, 10)  # a loop
+    patch, serve = SinkPatch(layer=0, neurons=[1, 4]), LoopServe(alpha=1.0, budget=200, first=0, interval=4)
+    guard, seen = LoopGuard(**SMALL, variant="tail", monitor=EAGER), []  # type: ignore
+    with (patch | guard).on(model) as run:
+        expected, cuts = decode(model, ids, mask, 40), [e.position for e in run.events if e.kind == "guard"]
+    with (patch | serve | guard | Observe(lambda rows: seen.append(rows.layer))).on(model) as run:
+        close(decode(model, ids, mask, 40), expected)
+        assert [e.position for e in run.events if e.kind == "guard"] == cuts and cuts
+    assert seen
+    sparse = LoopServe(**SPARSE, decode=False)
+    with sparse.on(model):
+        expected = decode(model, ids, mask, 40)
+    rows: list[Tensor] = []
+    with (sparse | Observe(lambda r: rows.append(r.probs.sum(-1)))).on(model):
+        close(decode(model, ids, mask, 40), expected)
+    assert sum(r.shape[2] for r in rows) == 3 * 100
+    with pytest.raises(UnsupportedError, match="LoopServeDecoding"):
+        (StreamingLLM(budget=16) | serve).on(model).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("mistral", "sliding window"), ("gemma2", "soft cap"), ("gpt_oss", "learned sinks")]
+)
+def test_layers_that_need_their_own_attention_keep_it_and_say_so(family: str, why: str) -> None:
+    model = model_of(family)
+    ids, mask = prompts([40, 30], 4)
+    plain = decode(model, ids, mask, 40)
+    with LoopServe(**SPARSE, decode=False).on(model) as run:
+        close(decode(model, ids, mask, 40), plain)
+    assert why in {event.data["dense"] for event in run.events}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"alpha": 0.0}, "alpha=0.0"), ({"alpha": 1.2}, "alpha=1.2"), ({"budget": 0}, "budget=0"),
+     ({"interval": 0}, "every=0"), ({"first": -1}, "after=-1"), ({"sample": 0}, "sample=0"),
+     ({"prefill": False, "decode": False}, "nothing would be done"), ({"shortest": -1}, "shortest=-1")],
+)  # fmt: skip
+def test_settings_that_make_no_sense(settings: Any, words: str) -> None:
+    with pytest.raises(SinkscopeError, match=words):
+        LoopServe(**settings)
