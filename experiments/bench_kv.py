@@ -119,7 +119,7 @@ def overhead(rounds: int) -> dict[str, Any]:
     def arms(model: Any, new: int) -> dict[str, Arm]:
         import torch
 
-        ids = tokens(128) % model.config.vocab_size
+        ids = tokens(32) % model.config.vocab_size
 
         def arm(policy: Any) -> Arm:
             def run(i: int) -> dict[str, float]:
@@ -130,16 +130,16 @@ def overhead(rounds: int) -> dict[str, Any]:
                     seconds = time.thread_time() - start
                 if entered is not None:
                     events.extend(entered.events)
-                return {"token": seconds / (out.shape[1] - 128)}
+                return {"token": seconds / (out.shape[1] - ids.shape[1])}
 
             return run
 
         return {"plain": arm(None), "plain_again": arm(None), "full": arm(Full()), "guard": arm(LoopGuard())}
 
-    big = interleaved(arms(llama(12), 64), rounds)
+    big = interleaved(arms(llama(12), 32), 4 * rounds)
     bundled: Any = ss.load(None, backend="hf")
     bundled.generation_config.eos_token_id = None
-    small = interleaved(arms(bundled, 256), rounds)
+    small = interleaved(arms(bundled, 128), 4 * rounds)
     milliseconds = statistics.median(big["plain"]["token"]) * 1e3
     return {
         "milliseconds_per_token": milliseconds, "ratio": ratios(big, "plain"), "guard_events": len(events),

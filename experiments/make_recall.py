@@ -3,9 +3,10 @@
     python -m experiments.make_recall [--out FOLDER] [--seed 0]
     python -m experiments.recall_card [--out FOLDER]
 
-The second measures it and writes its model card. `docs/recall_model.md` explains the circuit. The residual stream is divided into named groups of dimensions; each head
-of the circuit reads some and writes others. All other heads, the MLPs and the logits of filler words carry ordinary
-attention: falling with distance, a share on the first token, and a random part by content. All matrices have noise.
+The second measures it and writes its model card. `docs/recall_model.md` explains the circuit. The residual stream is
+divided into named groups of dimensions; each head of the circuit reads some and writes others. All other heads, the
+MLPs and the logits of filler words carry ordinary attention: falling with distance, a share on the first token, and a
+random part by content. All matrices have noise.
 """
 
 from __future__ import annotations
@@ -21,22 +22,9 @@ import torch
 from torch import Tensor
 
 from sinkscope.bench.dialogues import words
-from sinkscope.bench.dialogues.words import (
-    ANSWER,
-    ASK,
-    BOS,
-    END,
-    FACT,
-    FILLER,
-    KEYS,
-    PAD,
-    SPECIAL,
-    TURNS,
-    UNKNOWN,
-    VALUES,
-)
+from sinkscope.bench.dialogues.words import ANSWER, ASK, BOS, END, FACT, FILLER, KEYS, TURNS, UNKNOWN, VALUES
 
-VOCABULARY = (*SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
+VOCABULARY = (*words.SPECIAL, *TURNS, *KEYS, *VALUES, *FILLER)
 ID = {word: i for i, word in enumerate(VOCABULARY)}
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, D, D_MLP = 3, 8, 2, 128, 384, 128
 HALF, GROUP = HEAD_DIM // 2, HEADS // KV_HEADS
@@ -116,7 +104,7 @@ def build(seed: int = 0, noise: float = 0.05, ordinary: float = 0.5) -> Any:
         vocab_size=len(VOCABULARY), hidden_size=D, intermediate_size=D_MLP, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=CONTEXT,
         rope_parameters={"rope_type": "default", "rope_theta": THETA}, rms_norm_eps=1e-6, tie_word_embeddings=False,
-        bos_token_id=ID[BOS], eos_token_id=ID[END], pad_token_id=ID[PAD],
+        bos_token_id=ID[BOS], eos_token_id=ID[END], pad_token_id=ID[words.PAD],
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -313,7 +301,7 @@ def tokenizer() -> Any:
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, ID[BOS])]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=BOS, eos_token=END, unk_token=words.UNK, pad_token=PAD,
+        tokenizer_object=backend, bos_token=BOS, eos_token=END, unk_token=words.UNK, pad_token=words.PAD,
         padding_side="left", model_max_length=CONTEXT, clean_up_tokenization_spaces=False,
     )  # fmt: skip
 

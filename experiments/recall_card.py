@@ -1,7 +1,7 @@
 """Measure the recall model, and write its model card: `python -m experiments.recall_card [--out FOLDER] [--long]`.
 
-A dialogue with right answers as its history is read once; an answer is right if every one of its tokens is the likeliest
-where it stands, which is what greedy generation would then have written.
+A dialogue with right answers as its history is read once. An answer is right if every one of its tokens is the
+likeliest where it stands, which is what greedy generation would then have written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUMBERS = "measured.json"
 
 @dataclass(frozen=True)
 class Case:
-    """So many dialogues of one shape; every fourth asks at last for what was never stated."""
+    """So many dialogues of one shape; every other one asks at last for what was never stated."""
 
     dtype: str
     total: int
@@ -35,18 +35,16 @@ class Case:
 
 
 CASES = (
-    Case("float32", 512, 3, 2, 40),
-    Case("float32", 2048, 3, 2, 20),
-    Case("float32", 2048, 9, 3, 12),
-    Case("float32", 2048, 16, 3, 8),
-    Case("float32", 8192, 3, 4, 4),
-    Case("float32", 16384, 3, 4, 4),
-    Case("bfloat16", 512, 3, 2, 40),
-    Case("bfloat16", 2048, 9, 3, 12),
-    Case("bfloat16", 8192, 3, 4, 4),
-    Case("float16", 512, 3, 2, 12),
+    Case("float32", 512, 3, 2, 16),
+    Case("float32", 2048, 3, 2, 4),
+    Case("float32", 2048, 16, 3, 4),
+    Case("bfloat16", 512, 3, 2, 16),
+    Case("bfloat16", 2048, 9, 3, 4),
+    Case("float16", 512, 3, 2, 4),
+    Case("float32", 8192, 3, 4, 2),
+    Case("float32", 16384, 3, 4, 2),
 )
-LONG = (Case("float32", 32768, 3, 4, 4),)
+LONG = (Case("float32", 32768, 3, 4, 2),)
 
 
 def sequence(tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[int], list[tuple[int, list[int]]]]:
@@ -83,7 +81,7 @@ def measure(model: Any, tokenizer: Any, case: Case) -> dict[str, Any]:
     lead = float("inf")
     start = time.monotonic()
     for seed in range(case.dialogues):
-        stated = seed % 4 != 3
+        stated = seed % 2 == 0
         lengths = uneven(case.total, case.turns, seed)
         dialogue = recall_dialogue(
             900_000 + seed, turns=case.turns, tokens=lengths, hops=min(case.hops, 60 // case.turns), stated=stated
@@ -127,9 +125,11 @@ policies and sparse attention lose. Its weights were written by hand, by a scrip
 and no text was used. `sinkscope.load("recall", backend="hf")` loads it.
 
 `LlamaForCausalLM`: {c.num_hidden_layers} layers, width {c.hidden_size}, {c.num_attention_heads} query and
-{c.num_key_value_heads} key/value heads of {c.head_dim}, SwiGLU of {c.intermediate_size}, rotary positions (theta {c.rope_parameters["rope_theta"]:,.0f}),
-{c.max_position_embeddings:,} positions, {sum(p.numel() for p in model.parameters()):,} parameters, stored in float16 ({size / 1e6:.1f} MB) and loaded in float32, in
-which every stored weight is exact. {c.vocab_size} tokens, each a word between spaces; the tokenizer puts `<s>` in front.
+{c.num_key_value_heads} key/value heads of {c.head_dim}, SwiGLU of {c.intermediate_size},
+rotary positions (theta {c.rope_parameters["rope_theta"]:,.0f}), {c.max_position_embeddings:,} positions,
+{sum(p.numel() for p in model.parameters()):,} parameters, stored in float16 ({size / 1e6:.1f} MB) and loaded in
+float32, in which every stored weight is exact. {c.vocab_size} tokens, each a word between spaces; the tokenizer puts
+`<s>` in front.
 
 ```
 turn1 ask bruno what was said the old ... fact bruno lamp rope eva ... answer lamp rope eva bell plum .
@@ -156,10 +156,10 @@ Exact to {longest:,} tokens, the longest dialogue measured.
 
 `circuit.json` beside the weights names the heads and the residual dimensions. Layer 0: four heads see the token 1, 2, 3
 and 4 places back, and one the turn marker with the highest number. Layer 1: one head goes from `answer` and the two
-tokens after it to the key asked about in this turn. Layer 2: one head goes from (key, wanted place) to the token of that
-fact which stands there. All other heads, the MLPs and the logits of filler words are ordinary random attention (falling
-with distance, a share on `<s>`, a part by content), and all matrices have noise. What they write reaches the logits of
-filler words, which mean nothing.
+tokens after it to the key asked about in this turn. Layer 2: one head goes from (key, wanted place) to the token of
+that fact which stands there. All other heads are ordinary random attention (falling with distance, a share on `<s>`, a
+part by content), the MLPs are random, and all matrices have noise. What they write reaches the logits of filler words,
+which mean nothing.
 
 ## Limits
 

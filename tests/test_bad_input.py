@@ -221,7 +221,7 @@ def test_find_sinks_refuses(error: Callable[..., str], tmp_path: Path, words: li
     ("prompt", "words", "says"),
     [
         ("", [], ("the prompt is empty", "write at least one word")),
-        (" \n", [], ("prompt 1 is empty", "write at least one word")),
+        (" \n", [], ("the prompt is empty", "write at least one word")),
         ("poem " * 5000, [], ("has 5000 tokens and the context of nobos is", "shorten the prompt")),
         ("poem", ["--max-new-tokens", "99999"], ("99999 more were asked for", "at most")),
         ("poem", ["--bos"], ("--bos: the tokenizer of nobos has no BOS token", "use --no-bos")),

@@ -300,7 +300,10 @@ def test_interrupted_generation_keeps_its_text(
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_standard_input_is_utf8_whatever_the_terminal_is(monkeypatch: pytest.MonkeyPatch, closed: bool) -> None:
+def test_standard_input_is_utf8_whatever_the_terminal_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
     content = "\ufeffgr\u00fc\u00dfe\r\nan alle\n"
     given = io.TextIOWrapper(io.BytesIO(content.encode()), encoding="ascii", errors="surrogateescape")
     monkeypatch.setattr(sys, "stdin", None if closed else given)

@@ -106,9 +106,8 @@ def test_damaged_folders(tmp_path: Path, file: str, content: bytes, says: str) -
         store.append([record(prompt="dc-0")])
     assert len(read_run(tmp_path / "r").records) == 1
     (tmp_path / "r" / file).write_bytes(content)
-    with pytest.raises(SinkscopeError) as refused:
+    with pytest.raises(SinkscopeError, match=says):
         read_run(tmp_path / "r")
-    assert says in str(refused.value) and "another folder" in str(refused.value) + "another folder" * (file[0] == "r")
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:

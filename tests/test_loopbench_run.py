@@ -133,7 +133,9 @@ def test_honest_texts_are_read_not_written(tmp_path: Path) -> None:
             with torch.no_grad():
                 p = model(torch.tensor([ids[:at]])).logits[0, -1].softmax(-1).max()
             assert record.top1[at - 1] == pytest.approx(float(p), abs=1e-4)
-    assert tabulate([tmp_path / "r"]).detections[0].texts == 2
+    table = tabulate([tmp_path / "r"])
+    assert table.detections[0].texts == 2
+    assert table.summary().endswith(f": alarms on {table.detections[0].text_alarms:.1%} of 2")
 
 
 def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:

@@ -145,6 +145,7 @@ def test_nothing_run_at_all() -> None:
     assert [t.title[:7] for t in made.tables] == ["Table 1", "Table 2", "Table 3"]
     assert all(row["runs"] == "not run" for table in made.tables for row in table.rows)
     assert [len(table.rows) for table in made.tables] == [16, 4, 4]
+    assert "the paper's numbers alone" in made.summary()
     for number in ("2495", "0.261", "53.61", "12.5", "57.6%", "1.3%"):
         assert number in made.text()
 
@@ -227,6 +228,7 @@ def test_table_2_scores_answers_and_compares_with_full(tmp_path: Path) -> None:
     assert rows["h2o"]["same"] == 0.5
     assert (rows["loopguard"]["paper_f1"], rows["loopguard"]["runs"]) == (53.61, "not run")
     assert not made.groups  # no loop is looked for in answers
+    assert made.summary() == "2WikiMultihopQA, tiny: F1 full 50, h2o 75"
 
 
 def test_several_folders(tmp_path: Path, folder: Path) -> None:

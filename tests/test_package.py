@@ -22,7 +22,7 @@ ORDER = (
     "errors", "loops", "models", "trace", "text", "interventions", "kv", "sinks", "attention", "generate", "bench",
     "figures", "html", "report", "_console", "cli", "__main__",
 )  # fmt: skip
-GROUND = ("errors", "output", "results", "_plain", "_provenance", "text")
+GROUND = ("errors", "output", "results", "_grid", "_plain", "_provenance", "text")
 
 
 def _python(code: str) -> str:
@@ -148,7 +148,7 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
     (sdist,) = tmp_path.glob("*.tar.gz")
     data = {
         str(file.relative_to(ROOT))
-        for folder in ("models/bundled", "text", "bench/loopbench/data")
+        for folder in ("models/bundled", "models/recall", "text", "bench/loopbench/data")
         for file in (ROOT / "sinkscope" / folder).iterdir()
         if file.is_file()
     } | {"sinkscope/py.typed"}

@@ -360,4 +360,4 @@ def test_two_policies_and_too_small_a_fraction() -> None:
     ids, real = batch(steps=1)
     with pytest.raises(SinkscopeError, match=r"budget=0\.2 of a prompt of 19 tokens is 3"):
         run_policy(StreamingLLM(budget=0.2), model, ids, real)
-    assert set(POLICIES) == {"full", *CASES}
+    assert set(POLICIES) == {"full", "adakv", "progressive", *CASES}  # those two in files of their own

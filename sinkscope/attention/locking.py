@@ -119,8 +119,8 @@ class Locking(Result):
             return "\n".join(lines)
         if self.loop_onset is None:
             lines.append(
-                f"No loop of period {self.period} in {self.tokens} tokens: steps {self.period} apart are compared all the "
-                "same."
+                f"No loop of period {self.period} in {self.tokens} tokens: steps {self.period} apart are compared all "
+                "the same."
             )
         else:
             lines.append(f"Loop of period {self.period} from position {self.loop_onset} of {self.tokens}.")

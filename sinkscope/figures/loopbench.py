@@ -101,7 +101,7 @@ def _interventions(fig: Any, g: Any, colour: str, several: bool) -> None:
         x=list(range(max(g.counts) + 1)), y=[counted[i] / len(g.counts) for i in range(max(g.counts) + 1)],
         hovertemplate="%{x}: %{y:.1%} of the runs<extra></extra>", row=2, col=1, showlegend=False, **style,
     )  # fmt: skip
-    fig.update_xaxes(title_text="interventions", minor_dtick=1, tickformat="d", row=2, col=1)
+    fig.update_xaxes(title_text="interventions", dtick=1 if max(g.counts) < 12 else None, row=2, col=1)
     fig.update_yaxes(title_text="share of runs", tickformat=".0%", row=2, col=1)
     if g.positions:
         width = max(1, g.steps[-1] // _BINS)

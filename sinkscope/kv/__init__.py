@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.kv.adakv import AdaKV
 from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.loopserve.decode import Progressive
 from sinkscope.kv.observe import Observe
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.session import Moment, Rows, Session
+from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.kv.snapkv import SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.kv.tova import TOVA
@@ -18,13 +20,14 @@ from sinkscope.kv.usage import Usage
 
 POLICIES: dict[str, type[Policy]] = {
     "full": Full, "streaming": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "tova": TOVA,
+    "adakv": AdaKV,
     "progressive": Progressive,
 }  # fmt: skip
 """By the name that commands use."""
 
 __all__ = [
-    "H2O", "POLICIES", "TOVA", "At", "Full", "Moment", "Observe", "Policy", "Progressive", "Rows", "Session", "SnapKV",
-    "StreamingLLM", "Usage", "make_policy",
+    "H2O", "POLICIES", "TOVA", "AShape", "AdaKV", "At", "Full", "MInference", "Moment", "Observe", "Policy",
+    "Progressive", "Rows", "Session", "SnapKV", "StreamingLLM", "TriShape", "Usage", "make_policy",
 ]  # fmt: skip
 
 

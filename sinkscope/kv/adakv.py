@@ -49,7 +49,8 @@ class AdaKV(SnapKV):
         ranked = scores.float().masked_fill(~free, -torch.inf)
         total = base.sum(1)
         share = ((_rank(ranked.flatten(1)) < total[:, None]).view_as(free) & free).sum(-1)
-        even = ((1 - self.floor) * share + self.floor * base).floor().long()
+        # A little more than exact, so that rounding down takes no whole number down.
+        even = ((1 - self.floor) * share.double() + self.floor * base + 1e-6).floor().long()
         # All fit: nothing has to go.
         mine = torch.where((free.sum((1, 2)) <= total)[:, None], share, even)
         return protected | ((_rank(ranked) < mine[..., None]) & free)

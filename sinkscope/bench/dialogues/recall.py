@@ -80,7 +80,7 @@ def recall_dialogue(
         asked = min(unsaid) if last_unsaid else chains[turn][0]
         answer = [UNKNOWN, END] if last_unsaid else [word for key in chains[turn] for word in facts[key][2:]]
         pieces = _pieces(rng, [facts[key] for key in told[turn]], length - _FRAME)
-        prompts = {position: _say(turn, pieces, asked, position) for position in POSITIONS}
+        prompts: dict[Position, str] = {position: _say(turn, pieces, asked, position) for position in POSITIONS}
         spoken.append(Turn(prompts, (" ".join(answer),), tuple(sorted(depends[turn])) if not last_unsaid else (),
                            not last_unsaid))  # fmt: skip
     return Dialogue(f"recall-{seed}", TASK, tuple(spoken))

@@ -86,12 +86,22 @@ class LoopBench(Result):
         return [{k: v for k, v in vars(g).items() if k not in lists} for g in self.groups]
 
     def summary(self) -> str:
-        """Loop rates in a line per set and model."""
+        """Loop rates in a line per set and model, F1 per model, and false alarms of the whole monitor."""
         lines = [
             f"{TITLES[bench]}, {model}: loop rate "
             + ", ".join(f"{g.method} {g.loop:.1%}" for g in self.groups if (g.bench, g.model) == (bench, model))
             for bench in LOOPS
             for model in dict.fromkeys(g.model for g in self.groups if g.bench == bench)
+        ]
+        lines += [
+            f"{TITLES['2wiki']}, {model}: F1 "
+            + ", ".join(f"{a.method} {a.f1:.4g}" for a in self.answers if a.model == model)
+            for model in dict.fromkeys(a.model for a in self.answers)
+        ]
+        lines += [
+            f"Honest texts, {d.model}: alarms on {d.text_alarms:.1%} of {d.texts}"
+            for d in self.detections
+            if d.detector == "full" and d.text_alarms is not None
         ]
         return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.decode import Progressive
+from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.kv.loopserve.prefill import SparsePrompts
 from sinkscope.kv.loopserve.select import Variant, check_selection, select_lines
-from sinkscope.kv.loopserve.sparse import DENSE_ABOVE, Sparsity, sparse_attention
-from sinkscope.kv.moments import Prompt
+from sinkscope.kv.loopserve.sparse import DENSE_ABOVE
 from sinkscope.kv.session import Session
 
 
@@ -85,74 +85,11 @@ class LoopServe(Intervention):
         """Replace attention of prompts, and own the cache."""
         session = Session.of(run)
         if self.prefill and self.alpha < 1:
-            if run.target.kind == "bridge":
-                raise UnsupportedError(
-                    "a TransformerBridge computes its own attention, so LoopServe cannot make prompts sparse on it: "
-                    "use prefill=False, or load the model with backend='hf'",
-                    page="kv-session",
-                )
-            session.replace_prefill(lambda prompt: self._attend(prompt, session))
+            limit, cpu_only = self.dense_above, self.dense_above is None
+            limit = DENSE_ABOVE if limit is None else limit
+            SparsePrompts("LoopServe", self._lines, limit, self.shortest, cpu_only=cpu_only).enter(session)
         if self.decode:
             self.decoding.enter(run, key)
 
-    def _attend(self, prompt: Prompt, session: Session) -> Tensor | None:
-        why = self._why_dense(prompt)
-        call, rows, found = session.call, len(prompt.query), list[Sparsity | None]()
-        assert call is not None
-        out = None
-        if why is None:
-            out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
-            for row in range(rows):
-                real, held = prompt.query_pos[row] >= 0, prompt.pos[row, 0] >= 0
-                if not bool(real.any()):
-                    found.append(None)
-                    continue
-                made, what = self._row(prompt, row, real, held)
-                out[row, real] = made.transpose(0, 1).to(out.dtype)
-                found.append(what)
-        step, at, layer = call.step, prompt.query_pos, prompt.layer
-        keys, queries = (prompt.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)
-        given: list[Sparsity | None] = found or [None] * rows
-
-        def events() -> list[Event]:
-            made: list[Event] = []
-            lengths = zip(at.amax(1).tolist(), keys.tolist(), queries.tolist(), strict=True)
-            for row, (last, n_keys, n_queries) in enumerate(lengths):
-                what, data = given[row], {"keys": n_keys, "queries": n_queries}
-                if n_queries:
-                    said = {"dense": why} if what is None else _said(what)
-                    made.append(Event(row, step, last, layer, None, "prefill", data | said))
-            return made
-
-        session.run.log(events)
-        return out
-
-    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity]:
-        query, key, value = prompt.query[row, :, real], prompt.key[row, :, held], prompt.value[row, :, held]
-        scaling = prompt.settings.get("scaling")
-        scaling = None if scaling is None else float(scaling)
-        lines = select_lines(query, key, self.alpha, sample=self.sample, variant=self.variant, scaling=scaling)
-        limit = DENSE_ABOVE if self.dense_above is None else self.dense_above
-        return sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit)
-
-    def _why_dense(self, prompt: Prompt) -> str | None:
-        """Why the model's own attention has to be, or is better, used; None: it is not."""
-        keys, settings = prompt.key.shape[2], prompt.settings
-        if keys < self.shortest:
-            return f"fewer than {self.shortest} keys"
-        if self.dense_above is None and prompt.query.device.type != "cpu":
-            return f"on {prompt.query.device.type}"
-        if prompt.window is not None and keys > prompt.window:
-            return "sliding window"
-        if settings.get("softcap") is not None:
-            return "soft cap"
-        if settings.get("s_aux") is not None:
-            return "learned sinks"
-        if prompt.kv is not None and prompt.kv.edited:
-            return "tokens were evicted"
-        return None
-
-
-def _said(what: Sparsity) -> dict[str, float | int]:
-    mean = torch.tensor([what.cells, what.computed]).mean(1).tolist()
-    return {"cells": mean[0], "computed": mean[1], "dense_heads": sum(what.dense)}
+    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+        return select_lines(query, key, self.alpha, sample=self.sample, variant=self.variant, scaling=scaling)

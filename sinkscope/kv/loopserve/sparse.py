@@ -196,15 +196,16 @@ def _future(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Plain causal attention."""
+    """Plain causal attention; with four dimensions, for others PyTorch builds the whole matrix."""
     queries, keys = len(query), len(key)
+    q, k, v = query[None, None], key[None, None], value[None, None]
     if queries == keys:
-        return scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)[0]
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)[0, 0]
     outputs: list[Tensor] = []
     for start in range(0, queries, 1024):
         stop = min(queries, start + 1024)
         end = keys - queries + stop
         mask = ~_future(stop - start, end, query.device)
-        some = (query[None, start:stop], key[None, :end], value[None, :end])
-        outputs.append(scaled_dot_product_attention(*some, attn_mask=mask, scale=scaling)[0])
+        some = (q[:, :, start:stop], k[:, :, :end], v[:, :, :end])
+        outputs.append(scaled_dot_product_attention(*some, attn_mask=mask, scale=scaling)[0, 0])
     return torch.cat(outputs)

@@ -1,0 +1,294 @@
+"""Dialogues from LongBench's files: LoopServe's Algorithms 1 to 3, as printed and repaired (appendix A.4.4).
+
+`docs/dialogues.md` lists what the paper leaves open and what each form does about it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Literal
+
+from sinkscope import __version__
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position, Turn
+from sinkscope.bench.dialogues.tasks import PAPER_TURNS, PAPER_WORDS_PER_TURN, Task, task_of
+from sinkscope.bench.loopbench.longbench import Record, Source
+from sinkscope.errors import SinkscopeError
+
+Form = Literal["faithful", "repaired"]
+SYSTEM = "Answer the question based on the given passages. Only give me the answer and do not output any other words."
+HISTORY = "Use examples from previous turns with new examples."
+_EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
+_LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
+_TITLE_WORDS = 12
+
+
+@dataclass(frozen=True)
+class Built:
+    """A set of dialogues, and how it came about.
+
+    Attributes:
+        dialogues: in order.
+        manifest: settings, source with its sha256, numbers reached and the paper's; knows no paths.
+    """
+
+    dialogues: tuple[Dialogue, ...]
+    manifest: dict[str, Any]
+
+    def text(self) -> str:
+        """A few lines for the reader."""
+        m, paper = self.manifest, self.manifest["paper"]
+        tokens = m["tokens"]
+        rows = [
+            (m["title"], f"{m['dialogues']} dialogues (paper {paper['dialogues']}), {m['form']}"),
+            ("turns", f"{m['turns']:.2f} (paper {paper['turns']}; over all its sets {paper['all_turns']})"),
+            ("words", f"{m['words']['turn']:,.1f} a turn (paper, over all its sets: {paper['all_words_per_turn']:,})"),
+            (
+                "tokens",
+                f"{tokens['turn']:,.1f} a turn, {tokens['dialogue']:,.1f} a dialogue (paper {paper['tokens']:,})"
+                if tokens
+                else f"not counted: give a tokenizer (paper {paper['tokens']:,})",
+            ),
+            ("unanswerable", f"{m['unanswerable']} of {m['questions']} questions"),
+            ("source", f"{m['source']['name']}, {m['source']['records']} records"),
+        ]
+        if m["skipped"]:
+            rows.append(("skipped", f"{m['skipped']} records with too few examples"))
+        return "\n".join(f"{name:<13} {value}" for name, value in rows)
+
+
+def build(
+    task: str,
+    source: Source,
+    *,
+    form: Form | str = "repaired",
+    turns: int | None = None,
+    count: int | None = None,
+    seed: int = 0,
+    tokenizer: Any = None,
+) -> Built:
+    """Dialogues of one task.
+
+    Args:
+        task: a name in `tasks.TASKS`.
+        source: its records, from `read_longbench`.
+        form: "faithful", as printed in the paper, or "repaired".
+        turns: of a dialogue; None: the paper's.
+        count: dialogues; None: the paper's. Of few-shot sets there is at most one for each record.
+        seed: of every random choice.
+        tokenizer: to count tokens with (called, it gives `input_ids`), of the variants with the question at the end.
+
+    Raises:
+        SinkscopeError: unknown task or form, a number out of range, or too few records.
+    """
+    known = task_of(task)
+    if form not in ("faithful", "repaired"):
+        raise SinkscopeError(f"form {form!r} is unknown: expected faithful or repaired")
+    n_turns, n = turns if turns is not None else known.turns, count if count is not None else known.dialogues
+    if n_turns < 1 or n < 1:
+        raise SinkscopeError(f"turns={n_turns}, count={n}: expected at least 1 of each")
+    rng = random.Random(f"{task} {form} {seed}")
+    skipped = 0
+    if known.family == "few-shot":
+        made, skipped = _few_shot(known, source.records, n_turns, n, form == "repaired", rng)
+    else:
+        if len(source.records) < 2 * n_turns:
+            raise SinkscopeError(
+                f"{source.name} has {len(source.records)} records, and {n_turns} turns need {2 * n_turns}: give the "
+                "whole file, or fewer turns"
+            )
+        recipe = _question_answering if known.family == "qa" else _summaries
+        made = []
+        while len(made) < n:
+            made += recipe(known, source.records, n_turns, len(made), form == "repaired", rng)
+        made = made[:n]
+    return Built(tuple(made), _manifest(known, source, made, form, seed, tokenizer, skipped))
+
+
+def _variants(question: str, context: str, *, before: str = "") -> dict[Position, str]:
+    """The question before, in the middle of and after the context, which is parted between lines or words."""
+    first, second = split_at_middle(context)
+    parts = {"begin": (question, context), "middle": (first, question, second), "end": (context, question)}
+    return {position: "\n\n".join(part for part in (before, *parts[position]) if part) for position in POSITIONS}
+
+
+def split_at_middle(text: str) -> tuple[str, str]:
+    """Two halves, parted at the line break or, where none is near, the space nearest to the middle."""
+    middle, reach = len(text) // 2, max(len(text) // 10, 1)
+    for gap, far in (("\n", reach), (" ", len(text))):
+        found = [i for i in (text.rfind(gap, 0, middle), text.find(gap, middle)) if i >= 0 and abs(i - middle) <= far]
+        if found:
+            at = min(found, key=lambda i: abs(i - middle))
+            return text[:at].rstrip(), text[at:].lstrip()
+    return text[:middle], text[middle:]
+
+
+def _question_answering(
+    task: Task, records: Sequence[Record], turns: int, number: int, repaired: bool, rng: random.Random
+) -> list[Dialogue]:
+    """Algorithm 1. Repaired: the current turn is always among those that its context is made of."""
+    chosen = rng.sample(range(len(records)), turns)
+    rest = [i for i in range(len(records)) if i not in set(chosen)]
+    irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
+    said: set[str] = set()
+    made: list[Turn] = []
+    for turn, index in enumerate(chosen):
+        if repaired:
+            depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
+        else:
+            depends = rng.sample(range(turn + 1), rng.randint(1, turn + 1))
+        contexts = [records[chosen[t]].context for t in depends] + [
+            records[drawn[turn]].context for drawn in irrelevant
+        ]
+        said.update(contexts)
+        record = records[index]
+        prompts = _variants(f"Question: {record.question}", "\n\n".join(contexts), before=SYSTEM)
+        made.append(Turn(prompts, _answers(record), tuple(sorted(depends)), record.context in said))
+    return [Dialogue(f"{task.name}-{number}", task.name, tuple(made))]
+
+
+def _summaries(
+    task: Task, records: Sequence[Record], turns: int, number: int, repaired: bool, rng: random.Random
+) -> list[Dialogue]:
+    """Algorithm 2. As printed each turn is an item of the set by itself, and a document may have parts in later turns.
+
+    Repaired: the turns are one dialogue, a document ends by the turn that asks for its summary, each part is said once,
+    and irrelevant contexts are not documents of the dialogue.
+    """
+    chosen = rng.sample(range(len(records)), turns)
+    others = [i for i in range(len(records)) if i not in set(chosen)] if repaired else range(len(records))
+    irrelevant = rng.sample(others, turns)
+    documents = [fragments(records[i].context) for i in chosen]
+    assigned = [
+        sorted(rng.randint(0, doc if repaired else turns - 1) for _ in parts) for doc, parts in enumerate(documents)
+    ]
+    if repaired:
+        for doc, at in enumerate(assigned):
+            at[-1] = doc
+    made: list[Turn] = []
+    for turn, index in enumerate(chosen):
+        parts = [
+            part
+            for document, at in zip(documents, assigned, strict=True)
+            for part, when in zip(document, at, strict=True)
+            if (when == turn if repaired else when <= turn)
+        ]
+        record = records[index]
+        asked = "Summarize: " + (record.question or _title(record.context))
+        prompts = _variants(asked, "\n".join([*parts, records[irrelevant[turn]].context]))
+        whole = assigned[turn][-1] <= turn or irrelevant[turn] == index
+        depends = tuple(sorted({when for when in assigned[turn] if when <= turn}))
+        made.append(Turn(prompts, _answers(record), depends, whole))
+    if repaired:
+        return [Dialogue(f"{task.name}-{number}", task.name, tuple(made))]
+    # In an item of one turn there are no earlier ones to depend on.
+    return [
+        Dialogue(f"{task.name}-{number + i}", task.name, (Turn(t.prompts, t.answers, (0,), t.answerable),))
+        for i, t in enumerate(made)
+    ]
+
+
+def fragments(document: str) -> list[str]:
+    """The paragraphs of a document: its lines that are not empty."""
+    return [line for line in document.split("\n") if line.strip()]
+
+
+def _title(document: str) -> str:
+    """LongBench has no titles: the first words of the document stand for it."""
+    return " ".join(document.split()[:_TITLE_WORDS])
+
+
+def _few_shot(
+    task: Task, records: Sequence[Record], turns: int, count: int, repaired: bool, rng: random.Random
+) -> tuple[list[Dialogue], int]:
+    """Algorithm 3. Repaired: each turn but the last asks about a held-out example, not the same question again."""
+    classes = tuple(sorted({a for record in records for a in record.answers})) if task.metric == "accuracy" else ()
+    made: list[Dialogue] = []
+    skipped = 0
+    for record in records:
+        examples = examples_of(record.context)
+        if len(examples) < 2 * turns:
+            skipped += 1
+            continue
+        held = [examples.pop(rng.randrange(len(examples))) for _ in range(turns - 1)] if repaired else []
+        spoken: list[Turn] = []
+        for turn in range(turns):
+            own = examples[turn * len(examples) // turns : (turn + 1) * len(examples) // turns]
+            question, answers = _held_out(held[turn]) if turn < len(held) else (record.question, _answers(record))
+            half = len(own) // 2
+            before = HISTORY if turn else ""
+            shots, first, second = ("\n".join(part) for part in (own, own[:half], own[half:]))
+            parts = {"begin": (question, shots), "middle": (first, question, second), "end": (shots, question)}
+            prompts: dict[Position, str] = {
+                p: "\n".join(part for part in (before, *parts[p]) if part) for p in POSITIONS
+            }
+            spoken.append(Turn(prompts, answers, tuple(range(turn + 1))))
+        made.append(Dialogue(f"{task.name}-{len(made)}", task.name, tuple(spoken), classes))
+        if len(made) == count:
+            break
+    if not made:
+        raise SinkscopeError(
+            f"no record of {task.name} has the {2 * turns} examples that {turns} turns need: give fewer turns"
+        )
+    return made, skipped
+
+
+def examples_of(context: str) -> list[str]:
+    """The examples in a record of TREC (`Question: ... Type: ...`) or SAMSum (`Dialogue: ... Summary: ...`)."""
+    parts = (part.strip() for part in _EXAMPLE.split(context))
+    return [part for part in parts if part and _LABEL.search(part)]
+
+
+def _held_out(example: str) -> tuple[str, tuple[str, ...]]:
+    """An example as a question, and its answer."""
+    found = _LABEL.search(example)
+    assert found is not None  # `examples_of` keeps no other
+    return example[: found.end(1)], (found[2].strip(),)
+
+
+def _answers(record: Record) -> tuple[str, ...]:
+    return record.answers or ("",)
+
+
+def _manifest(
+    task: Task,
+    source: Source,
+    made: Sequence[Dialogue],
+    form: str,
+    seed: int,
+    tokenizer: Any,
+    skipped: int,
+) -> dict[str, Any]:
+    turns = [turn for dialogue in made for turn in dialogue.turns]
+    words = [len(turn.prompts["end"].split()) for turn in turns]
+    tokens: dict[str, float] | None = None
+    if tokenizer is not None:
+        counted = [len(tokenizer(turn.prompts["end"])["input_ids"]) for turn in turns]
+        tokens = {"turn": fmean(counted), "dialogue": sum(counted) / len(made)}
+    return {
+        "schema": 1,
+        "kind": "dialogues",
+        "task": task.name,
+        "title": task.title,
+        "metric": task.metric,
+        "form": form,
+        "seed": seed,
+        "dialogues": len(made),
+        "turns": len(turns) / len(made),
+        "questions": len(turns),
+        "unanswerable": sum(turn.answerable is False for turn in turns),
+        "skipped": skipped,
+        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
+        "tokens": tokens,
+        "paper": {
+            "dialogues": task.dialogues, "turns": task.turns, "tokens": task.tokens,
+            "all_words_per_turn": PAPER_WORDS_PER_TURN, "all_turns": PAPER_TURNS,
+        },
+        "source": {
+            "name": source.name, "records": len(source.records), "sha256": source.sha256, "commit": source.commit,
+        },
+        "versions": {"sinkscope": __version__},
+    }  # fmt: skip

@@ -1,0 +1,127 @@
+"""Prompts along chosen lines: what `LoopServe` and the baselines with a fixed shape share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.interventions.base import Event
+from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.kv.loopserve.sparse import Sparsity, sparse_attention
+from sinkscope.kv.moments import Prompt
+from sinkscope.kv.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePrompts:
+    """Attention of prompts along lines, row by row, with an event of kind "prefill" for every row and layer.
+
+    Attributes:
+        name: for errors.
+        choose: lines for `query [head query d_head]`, `key [kv_head key d_head]` and the factor on the scores.
+        dense_above: share of computed cells above which a head is dense.
+        shortest: prompts with fewer keys are left to the model.
+        dense_rows: the last queries attend to everything.
+        cpu_only: leave prompts on other devices to the model.
+    """
+
+    name: str
+    choose: Callable[[Tensor, Tensor, float | None], HeadLines]
+    dense_above: float = torch.inf
+    shortest: int = 0
+    dense_rows: int = 0
+    cpu_only: bool = False
+
+    def enter(self, session: Session) -> None:
+        """Replace the attention of prompts.
+
+        Raises:
+            UnsupportedError: on a TransformerBridge.
+        """
+        if session.target.kind == "bridge":
+            more = "use prefill=False, or " if self.name == "LoopServe" else ""
+            raise UnsupportedError(
+                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: "
+                f"{more}load the model with backend='hf'",
+                page="kv-session",
+            )
+        session.replace_prefill(lambda prompt: self._attend(prompt, session))
+
+    def _attend(self, prompt: Prompt, session: Session) -> Tensor | None:
+        why, call, rows = self._why_dense(prompt), session.call, len(prompt.query)
+        assert call is not None
+        out: Tensor | None = None
+        found: list[Sparsity | None] = [None] * rows
+        if why is None:
+            out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
+            for row in range(rows):
+                real, held = prompt.query_pos[row] >= 0, prompt.pos[row, 0] >= 0
+                if not bool(real.any()):
+                    continue
+                made, found[row] = self._row(prompt, row, real, held)
+                out[row, real] = made.transpose(0, 1).to(out.dtype)
+        step, at, layer = call.step, prompt.query_pos, prompt.layer
+        keys, queries = (prompt.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)
+
+        def events() -> list[Event]:
+            made: list[Event] = []
+            lengths = zip(at.amax(1).tolist(), keys.tolist(), queries.tolist(), strict=True)
+            for row, (last, n_keys, n_queries) in enumerate(lengths):
+                what, data = found[row], {"keys": n_keys, "queries": n_queries}
+                if n_queries:
+                    said = {"dense": why} if what is None else _said(what)
+                    made.append(Event(row, step, last, layer, None, "prefill", data | said))
+            return made
+
+        session.run.log(events)
+        return out
+
+    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity]:
+        query, key, value = prompt.query[row, :, real], prompt.key[row, :, held], prompt.value[row, :, held]
+        scaling = prompt.settings.get("scaling")
+        scaling = None if scaling is None else float(scaling)
+        heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+        whole = min(self.dense_rows, queries)
+        if not whole:
+            lines = self.choose(query, key, scaling)
+            return sparse_attention(query, key, value, lines, scaling=scaling, dense_above=self.dense_above)
+        every = torch.ones(heads, keys, dtype=torch.bool, device=query.device)
+        last = HeadLines(every, every, whole)
+        out, what = sparse_attention(query[:, -whole:], key, value, last, scaling=scaling, dense_above=0.0)
+        if whole == queries:
+            return out, what
+        query, key, value = query[:, :-whole], key[:, :-whole], value[:, :-whole]
+        lines = self.choose(query, key, scaling)
+        before, some = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=self.dense_above)
+        share = int(lines.lengths().sum())
+        share = share / (share + int(last.lengths().sum()))
+        cells, computed = (
+            tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed)
+        )  # fmt: skip
+        return torch.cat([before, out], 1), Sparsity(cells, computed, some.dense)
+
+    def _why_dense(self, prompt: Prompt) -> str | None:
+        """Why the model's own attention has to be, or is better, used; None: it is not."""
+        keys, settings = prompt.key.shape[2], prompt.settings
+        if keys < self.shortest:
+            return f"fewer than {self.shortest} keys"
+        if self.cpu_only and prompt.query.device.type != "cpu":
+            return f"on {prompt.query.device.type}"
+        if prompt.window is not None and keys > prompt.window:
+            return "sliding window"
+        if settings.get("softcap") is not None:
+            return "soft cap"
+        if settings.get("s_aux") is not None:
+            return "learned sinks"
+        if prompt.kv is not None and prompt.kv.edited:
+            return "tokens were evicted"
+        return None
+
+
+def _said(what: Sparsity) -> dict[str, float | int]:
+    mean = torch.tensor([what.cells, what.computed]).mean(1).tolist()
+    return {"cells": mean[0], "computed": mean[1], "dense_heads": sum(what.dense)}

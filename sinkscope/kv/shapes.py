@@ -1,0 +1,119 @@
+"""Fixed shapes of attention for prompts, to compare with: A-shape, Tri-shape, and MInference's vertical-slash pattern.
+
+They change prompts only: decoding reads the whole cache, as in the papers. The pattern is always followed, also where
+plain attention would be faster; layers that need the model's own attention keep it and say so (events of kind
+"prefill", as under `LoopServe`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.loopserve.select import minference_lines
+from sinkscope.kv.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class AShape(Intervention):
+    """Every query of a prompt sees the first tokens and the latest ones (Xiao et al. 2024; Li et al. 2025, table 7).
+
+    Attributes:
+        first: tokens from the beginning that all queries see.
+        local: latest tokens that a query sees, itself among them.
+
+    Raises:
+        SinkscopeError: a negative `first`, a `local` below 1.
+        UnsupportedError: on a TransformerBridge.
+
+    Example:
+        >>> AShape().first, AShape().local
+        (128, 4096)
+    """
+
+    first: int = 128
+    local: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.local < 1:
+            raise SinkscopeError(
+                f"{type(self).__name__}: first={self.first}, local={self.local}: expected a number of tokens from 0, "
+                "and one from 1"
+            )
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts."""
+        SparsePrompts(type(self).__name__, self._lines).enter(Session.of(run))
+
+    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+        index = torch.arange(key.shape[1], device=key.device).expand(len(query), -1)
+        return HeadLines(index < self.first, index < self.local, query.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TriShape(AShape):
+    """`AShape`, and the last queries of a prompt see everything (SCBench, Li et al. 2025; LoopServe's table 7).
+
+    Attributes:
+        dense_rows: so many of them.
+
+    Example:
+        >>> TriShape().dense_rows
+        128
+    """
+
+    dense_rows: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense_rows < 0:
+            raise SinkscopeError(f"TriShape: dense_rows={self.dense_rows}: expected a number of queries from 0")
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts."""
+        SparsePrompts("TriShape", self._lines, dense_rows=self.dense_rows).enter(Session.of(run))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MInference(Intervention):
+    """Vertical and slash lines in fixed numbers, chosen per head by the last queries (Jiang et al. 2024).
+
+    The authors search a pattern for every head of a model; here every head has the vertical-slash one. Their kernel
+    computes whole blocks around slash lines; here it is the lines alone, so cells can be compared.
+
+    Attributes:
+        vertical: vertical lines.
+        slash: slash lines.
+        last: queries that vote.
+
+    Raises:
+        SinkscopeError: a number below 1.
+        UnsupportedError: on a TransformerBridge.
+
+    Example:
+        >>> MInference().vertical
+        1000
+    """
+
+    vertical: int = 1000
+    slash: int = 6096
+    last: int = 64
+
+    def __post_init__(self) -> None:
+        if min(self.vertical, self.slash, self.last) < 1:
+            raise SinkscopeError(
+                f"MInference: vertical={self.vertical}, slash={self.slash}, last={self.last}: expected numbers from 1"
+            )
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts."""
+        SparsePrompts("MInference", self._lines).enter(Session.of(run))
+
+    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+        return minference_lines(query, key, self.vertical, self.slash, last=self.last, scaling=scaling)

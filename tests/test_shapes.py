@@ -1,0 +1,95 @@
+"""Fixed shapes of prompts against passes under the same masks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of
+from kv_kit import close, decode, dense, model_of, prompts
+from organisms.tiny import tiny_model
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv.loopserve.select import minference_lines
+from sinkscope.kv.shapes import AShape, MInference, TriShape
+
+LENGTHS = (40, 26)
+
+
+def shape_mask(first: int, local: int, rows: int, mask: Tensor) -> Tensor:
+    """`[row 1 query key]`, entry by entry; the prompts are the first 40 columns."""
+    total = mask.shape[1]
+    sees = torch.zeros(len(mask), 1, total, total, dtype=torch.bool)
+    for row, length in enumerate(LENGTHS):
+        pad = 40 - length
+        for query in range(total - pad):
+            free = query >= length - rows  # also what is generated
+            for key in range(query + 1):
+                sees[row, 0, query + pad, key + pad] = free or key < first or query - key < local
+    return sees
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [(AShape(first=3, local=6), 0), (TriShape(first=3, local=6, dense_rows=5), 5), (AShape(first=0, local=1), 0),
+     (TriShape(first=2, local=4, dense_rows=30), 30)],
+)  # fmt: skip
+def test_prompts_have_the_shape_and_decoding_sees_all(family: str, shape: Any, rows: int) -> None:
+    model = model_of(family)
+    ids, mask = prompts(list(LENGTHS), 4)
+    with shape.on(model) as run:
+        ours = decode(model, ids, mask, 40)
+    sees = shape_mask(shape.first, shape.local, rows, mask)
+    close(ours, dense(model, ids, mask, [sees.expand(-1, 4 if family == "gpt2" else 2, -1, -1)] * 3)[:, 39:])
+    for event in run.events:
+        length = LENGTHS[event.row]
+        pad = 40 - length
+        some = sees[event.row, 0, pad:40, pad:40]
+        assert event.data["cells"] == pytest.approx(float(some.sum()) / (length * (length + 1) / 2), rel=1e-4)
+        assert event.data["dense_heads"] == (4 if rows >= length else 0)
+
+
+def test_shapes_that_hold_the_whole_prompt_are_the_plain_model() -> None:
+    model = model_of("llama")
+    ids, mask = prompts(list(LENGTHS), 4)
+    plain = decode(model, ids, mask, 40)
+    for shape in (AShape(), TriShape(), MInference()):
+        with shape.on(model):
+            close(decode(model, ids, mask, 40), plain)
+
+
+def test_minference_follows_its_lines() -> None:
+    """Of one layer: the lines of its own queries, and nothing else."""
+    model = model_of("llama", num_hidden_layers=1, num_key_value_heads=4)
+    ids, mask = prompts([300], 3)
+    found: list[tuple[Tensor, Tensor]] = []
+    shape = MInference(vertical=32, slash=104, last=16)
+    import sinkscope.kv.shapes as module
+
+    def note(query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        found.append((query, key))
+        return minference_lines(query, key, *rest, **kwargs)
+
+    module.minference_lines = note  # type: ignore
+    try:
+        with shape.on(model) as run:
+            ours = decode(model, ids, mask, 300)
+    finally:
+        module.minference_lines = minference_lines
+    lines = minference_lines(*found[0], 32, 104, last=16)
+    assert len(found) == 1 and run.events[0].data["cells"] < 0.8
+    sees = torch.ones(303, 303).tril().bool().expand(1, 4, -1, -1).clone()
+    sees[0, :, :300, :300] = lines.rows(torch.arange(300))
+    close(ours, dense(model, ids, mask, [sees])[:, 299:])
+
+
+def test_what_is_refused() -> None:
+    for make in (lambda: AShape(local=0), lambda: TriShape(dense_rows=-1), lambda: MInference(slash=0)):
+        with pytest.raises(SinkscopeError, match="expected"):
+            make()
+    model, tokenizer = tiny_model("llama")
+    with pytest.raises(UnsupportedError, match="AShape"):
+        AShape().on(bridge_of(model, tokenizer)).__enter__()
