@@ -13,7 +13,7 @@ from intervention_kit import bridge_of, count_hooks, nnsight_of
 from kv_kit import Drawn, Ragged, close, decode, model_of, prompts
 from organisms.tiny import tiny_model
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.ablate import Ablate
@@ -298,3 +298,10 @@ def test_a_patch_makes_the_same_events_beside_a_policy() -> None:
     assert where(alone) and where(idle) == where(alone)
     prompt = [e for e in where(alone) if e[1] == 0]
     assert [e for e in where(both) if e[1] == 0] == prompt and len(where(both)) > len(prompt)
+
+
+def test_a_cache_of_encoder_and_decoder_is_refused_in_one_line() -> None:
+    model = model_of("llama")
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with StreamingLLM(budget=6).on(model), pytest.raises(UnsupportedError, match="EncoderDecoderCache: a cache policy"):
+        model(IDS, past_key_values=cache)

@@ -259,3 +259,9 @@ def test_bad_input(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(SinkscopeError) as caught:
         LoopGuard(**fields)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+def test_a_second_guard_is_refused() -> None:
+    model = tiny()
+    with pytest.raises(UnsupportedError, match="two guards"), (LoopGuard() | LoopGuard(anchors=4)).on(model):
+        pass

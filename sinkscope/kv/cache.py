@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -277,7 +277,7 @@ def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Te
         _check(layers, n_layers, n_kv_heads, name)
         return
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
-        kind = "an offloading cache" if isinstance(cache, Cache) and cache.offloading else type(cache).__name__
+        kind = "an offloading cache" if getattr(cache, "offloading", False) else type(cache).__name__
         raise UnsupportedError(
             f"past_key_values is {kind}: a cache policy needs a plain DynamicCache; pass `DynamicCache()` or nothing",
             page="kv-cache",

@@ -45,7 +45,7 @@ class Session:
         if not target.adapter.attention_interface:
             raise UnsupportedError(
                 f"the attention of {target.adapter.model_type} cannot be replaced (it does not use transformers' "
-                "attention interface): cache policies and attention observers do not work on it",
+                "attention interface): use another model for cache policies and attention observers",
                 page="kv-session",
             )
         self.run, self.target = run, target

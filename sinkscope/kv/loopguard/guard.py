@@ -137,6 +137,10 @@ class LoopGuard(Intervention):
         settings = self.settings
         if settings.rule == "never":
             return
+        if session.one_by_one:
+            raise UnsupportedError(
+                "two guards would watch and cut the same rows: enter one LoopGuard", page="kv-session"
+            )
         session.one_by_one = True
         guarding = _Guarding(self, settings, run, key, session)
         session.after_call(guarding.remember)
