@@ -10,7 +10,8 @@ marked tokens), so that attention is as sparse as it is in trained models. Arms,
 - `mass`: `lines`, and what is on the heaviest lines at six etas, for random ones too: all of `line_weights`;
 - `sdpa`: the forward pass alone.
 
-Time: medians of ratios over interleaved rounds (machines are noisy, absolute times are only there to be divided).
+Time: medians of ratios over interleaved rounds (machines are noisy, absolute times are only there to be divided);
+`eager_over_lines_added` is of what either adds to the forward pass alone.
 Memory: how far the peak of a fresh process rises during the arm. `same` says that `lines` and `eager` agree at a short
 length. `--long N` adds a row at a length where `eager` is left out.
 """
@@ -155,6 +156,8 @@ def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Names
         "eager_over_mass": ratio("eager", "mass"), "mass_over_sdpa": ratio("mass", "sdpa"), "seconds": rounds,
         "peak_bytes": memory,
         "eager_over_lines_memory": memory["eager"] / memory["lines"] if "eager" in arms else None,
+        "eager_over_lines_added": statistics.median((r["eager"] - r["sdpa"]) / (r["lines"] - r["sdpa"]) for r in rounds)
+        if "eager" in arms else None,
     }  # fmt: skip
 
 

@@ -34,7 +34,8 @@ SQ = math.sqrt(HEAD_DIM)  # undoes the scale of the scores
 FAST = 38  # rotary pairs that ordinary heads use; the circuit's match uses the slower ones
 # Scores of the circuit, in nats.
 OFFSET, TURN_FIRST, TURN_STEP = 12.0, 14.0, 10.0
-QUESTION, SAME_TURN, SINK, KEY_MATCH, SLOT_MATCH = 28.0, 14.0, 30.0, 20.0, 20.0
+QUESTION, SAME_TURN, SINK = 28.0, 14.0, 30.0
+KEY_MATCH, ANY_SLOT, SLOT_MATCH = 20.0, 17.0, 3.5
 # Logits.
 ANSWER_LOGIT, UNKNOWN_LOGIT, FILLER_LOGIT, FILLER_SPREAD = 30.0, 14.0, 4.0, 5.0
 
@@ -215,11 +216,15 @@ def _question_head(a: Any) -> None:
 
 
 def _recall_head(a: Any) -> None:
-    """Layer 2, head 0: from (key, wanted slot) to the token of that fact that stands there."""
+    """Layer 2, head 0: from (key, wanted slot) to the token of that fact which stands there, and a little to its others.
+
+    So what will be read next of the same fact is seen to matter before it is read; the next fact of a chain is not.
+    """
     slots = [(DIM[f"want_{i}"], DIM[f"slot_{i}"], SLOT_MATCH) for i in (1, 2, 3)]
+    any_slot = ([CONST], [*DIM["slot_1"], *DIM["slot_2"], *DIM["slot_3"]], ANY_SLOT)
     rows = zip(DIM["key"], DIM["prev_key"], DIM["third_key"], DIM["asked"], strict=True)
     keys = [([key, previous, asked], [previous, third], KEY_MATCH) for key, previous, third, asked in rows]
-    _match(a, [([CONST], DIM["is_bos"], SINK), *slots, *keys])
+    _match(a, [([CONST], DIM["is_bos"], SINK), any_slot, *slots, *keys])
     sources = [*DIM["key"], *DIM["value"], *DIM["is_end"]]
     targets = [*DIM["out_key"], *DIM["out_value"], *DIM["out_end"]]
     for row, (source, target) in enumerate(zip(sources, targets, strict=True)):

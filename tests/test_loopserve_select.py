@@ -130,6 +130,17 @@ def test_every_line_at_alpha_one_and_at_no_less_than_asked() -> None:
     assert (few < many).all()
 
 
+def test_a_head_that_needs_nearly_all_is_given_up() -> None:
+    query, key = tensors(4, 60, 60, 2, sharp=0.0)  # flat: 90 % of the weight is on some 80 % of the cells
+    query[:2] *= 0
+    query[2:] += 9 * key[0:1, :1]  # two heads look at one key
+    free, limited = select_lines(query, key, 0.9), select_lines(query, key, 0.9, dense_above=0.5)
+    assert (limited.density()[:2] == 1).all() and (free.density()[:2] < 1).all()
+    for kind in ("vertical", "slash"):
+        few = getattr(free, kind)[free.density() < 0.5]
+        assert len(few) > 0 and torch.equal(getattr(limited, kind)[free.density() < 0.5], few)
+
+
 def test_batches_of_lines_lose_little() -> None:
     """With hundreds of lines a round takes several; one by one, by brute force, needs nearly as many cells."""
     query, key = tensors(1, 96, 96, 5, sharp=1.0)

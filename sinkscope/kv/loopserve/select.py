@@ -59,6 +59,7 @@ def select_lines(
     variant: Variant = "exact",
     scaling: float | None = None,
     seed: int = 0,
+    dense_above: float = 1.0,
 ) -> HeadLines:
     """Algorithm 5 for all heads of a layer: few cells on vertical and slash lines that hold alpha of the attention.
 
@@ -70,6 +71,7 @@ def select_lines(
         variant: "exact" or "faithful", see above.
         scaling: factor on the scores; None: one over the root of `d_head`.
         seed: of the sample.
+        dense_above: share of cells above which the exact variant gives a head up: it gets all lines.
 
     Raises:
         SinkscopeError: alpha outside (0, 1], a sample below 1, an unknown variant.
@@ -85,7 +87,9 @@ def select_lines(
     rows = sample_queries(queries, sample, seed).to(query.device)
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
-    return (_exact if variant == "exact" else _faithful)(probs, at, alpha, start)
+    if variant == "faithful":
+        return _faithful(probs, at, alpha, start)
+    return _exact(probs, at, alpha, start, dense_above)
 
 
 def minference_lines(
@@ -144,7 +148,7 @@ def slash_lines(
     return total, largest
 
 
-def _exact(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:
+def _exact(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float) -> HeadLines:
     """Greedy by what a line adds to the sample per cell that it adds to the matrix."""
     heads, rows, keys = probs.shape
     chosen = torch.cat([lines.vertical, lines.slash], 1)
@@ -155,11 +159,15 @@ def _exact(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLin
     done = torch.zeros(heads, dtype=torch.bool, device=probs.device)
     batch = 1
     while True:
-        done |= missing <= 0
+        now = HeadLines(chosen[:, :keys], chosen[:, keys:], lines.queries)
+        crossed = now.crossed(now.slash)
+        cells = (chosen.view(heads, 2, keys).sum(1) * lengths - now.vertical * crossed).sum(1)
+        hopeless = ~done & (missing > 0) & (cells > dense_above * lengths.sum())
+        chosen[hopeless] = True
+        done |= (missing <= 0) | hopeless
         if bool(done.all()):
             break
-        now = HeadLines(chosen[:, :keys], chosen[:, keys:], lines.queries)
-        fresh = torch.cat([lengths - now.crossed(now.slash), lengths - now.crossed(now.vertical)], 1)
+        fresh = torch.cat([lengths - crossed, lengths - now.crossed(now.vertical)], 1)
         ratio = (weights.clamp(min=0) / fresh.clamp(min=1)).masked_fill(chosen, -1.0)
         best, index = ratio.topk(min(batch, 2 * keys), dim=1)
         gain = weights.gather(1, index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -87,9 +88,12 @@ class LoopServe(Intervention):
         if self.prefill and self.alpha < 1:
             limit, cpu_only = self.dense_above, self.dense_above is None
             limit = DENSE_ABOVE if limit is None else limit
-            SparsePrompts("LoopServe", self._lines, limit, self.shortest, cpu_only=cpu_only).enter(session)
+            choose = partial(self._lines, limit)
+            SparsePrompts("LoopServe", choose, limit, self.shortest, cpu_only=cpu_only).enter(session)
         if self.decode:
             self.decoding.enter(run, key)
 
-    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
-        return select_lines(query, key, self.alpha, sample=self.sample, variant=self.variant, scaling=scaling)
+    def _lines(self, limit: float, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+        return select_lines(
+            query, key, self.alpha, sample=self.sample, variant=self.variant, scaling=scaling, dense_above=limit
+        )
