@@ -216,7 +216,7 @@ def _question_head(a: Any) -> None:
 
 
 def _recall_head(a: Any) -> None:
-    """Layer 2, head 0: from (key, wanted slot) to the token of that fact which stands there, and a little to its others.
+    """Layer 2, head 0: from (key, wanted slot) to the token of that fact which stands there; a little to its others.
 
     So what will be read next of the same fact is seen to matter before it is read; the next fact of a chain is not.
     """

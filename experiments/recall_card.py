@@ -163,9 +163,11 @@ which mean nothing.
 
 ## Limits
 
-A key is stated once in a dialogue. Questions keep the form above: heads that look a few places back need three words
-between the key asked about and `answer` or a fact, and between facts. Answers look like nothing else that the model
-writes: it says what a policy loses of facts, not of style. Its circuit is tidier than that of a trained model.
+A key is stated once in a dialogue. The next fact of a chain is attended to by its link first: a cache chosen by earlier
+queries has it by chance only, so take `hops=1` to ask what is kept, more to ask what is found again. Questions keep the
+form above: heads that look a few places back need three words between the key asked about and `answer` or a fact, and
+between facts. Answers look like nothing else that the model writes: it says what a policy loses of facts, not of style.
+Its circuit is tidier than that of a trained model.
 
 ## How it was made
 

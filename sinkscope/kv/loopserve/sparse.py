@@ -3,8 +3,8 @@
 A block of queries needs two kinds of keys: the columns of the vertical lines, gathered once per head, and for every
 group of neighbouring offsets a band, which for these queries is a range of keys. Columns inside of a band's range are
 computed with the band and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
-A lone slash line costs a range as long as the block, so where lines lie apart most of what is computed is thrown away.
-What that costs is known before, and a head for which it is more than `dense_above` of all cells gets plain attention.
+A lone slash line would cost a range as long as the block for one cell in each row: it is computed row by row instead.
+What all this costs is known before, and a head for which it is more than `dense_above` of dense attention is dense.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from sinkscope.kv.loopserve.lines import HeadLines
 
 BLOCKS = (64, 128, 256)
 """Queries at a time; the cheapest is taken, head by head."""
+LONE = 24
+"""Columns whose product takes as long as one lone slash line."""
 _PART = 16  # columns whose product takes as long as the overhead of one more matrix product
 DENSE_ABOVE = 0.6
 """Share of computed cells above which plain attention is as fast (measured on a CPU, float32, 4,096 positions)."""
@@ -33,7 +35,7 @@ class Sparsity:
 
     Attributes:
         cells: share of the causal cells that lie on the lines.
-        computed: share that was computed, in whole blocks; 1.0 where attention was dense.
+        computed: share that was computed, in whole blocks, or what takes as long; 1.0 where attention was dense.
         dense: the head was computed by plain attention, because that is faster.
     """
 
@@ -49,12 +51,14 @@ class _Plan:
     Attributes:
         block: queries at a time.
         bands: (lowest, highest) offset of each, highest offsets first; the last begins at 0.
+        lone: offsets that are computed row by row.
         columns: vertical lines, in rising order.
-        cost: cells that are computed.
+        cost: cells that are computed, or take as long.
     """
 
     block: int
     bands: list[tuple[int, int]]
+    lone: list[int]
     columns: list[int]
     cost: float
 
@@ -121,42 +125,56 @@ def plan_of(lines: HeadLines, head: int) -> _Plan:
     keys, past = lines.vertical.shape[1], lines.past
     plans: list[_Plan] = []
     for block in BLOCKS:
-        bands = [[offsets[0], offsets[0]]]
-        for offset in offsets[1:]:
-            # Ranges of two bands that touch are one.
-            if offset - bands[-1][1] <= block:
-                bands[-1][1] = offset
-            else:
-                bands.append([offset, offset])
-        plan = _Plan(block, [(low, high) for low, high in reversed(bands)], columns, 0.0)
-        cost = 0.0
+        bands = _bands(offsets, block)
+        lone = [offset for offset in offsets if not any(low <= offset <= high for low, high in bands)]
+        plan = _Plan(block, bands, lone, columns, 0.0)
+        cost = float(LONE * sum(min(keys - offset, lines.queries) for offset in lone))
         for start in range(past, keys, block):
             stop = min(keys, start + block)
             for first, until, begin, end in plan.parts(start, stop):
                 cost += (stop - start) * (until - first + end - begin + _PART)
-        plans.append(_Plan(block, plan.bands, columns, cost))
+        plans.append(_Plan(block, bands, lone, columns, cost))
         if lines.queries <= block:
             break
     return min(plans, key=lambda plan: plan.cost)
+
+
+def _bands(offsets: list[int], block: int) -> list[tuple[int, int]]:
+    """Ranges of offsets that are cheaper together than one by one, the highest first."""
+    groups = [[offsets[0]]]
+    for offset in offsets[1:]:
+        if offset - groups[-1][-1] <= max(1, LONE):
+            groups[-1].append(offset)
+        else:
+            groups.append([offset])
+    bands = [(0, groups[0][-1])]
+    for group in groups[1:]:
+        if len(group) * LONE < group[-1] - group[0] + block:
+            continue
+        if group[0] - bands[-1][1] <= block:  # their ranges of keys touch
+            bands[-1] = (bands[-1][0], group[-1])
+        else:
+            bands.append((group[0], group[-1]))
+    return bands[::-1]
 
 
 def _head(query: Tensor, key: Tensor, value: Tensor, slash: Tensor, plan: _Plan) -> Tensor:
     """One head, block by block; `query` is scaled."""
     queries, keys = len(query), len(key)
     past, device = keys - queries, key.device
-    at = torch.tensor(plan.columns, device=device, dtype=torch.long)
-    some_keys, some_values = key.index_select(0, at), value.index_select(0, at)
+    index = torch.tensor(plan.columns, device=device, dtype=torch.long)
+    some_keys, some_values = key.index_select(0, index), value.index_select(0, index)
     other = torch.ones(keys, dtype=torch.bool, device=device)
-    other[at] = False  # no vertical line
+    other[index] = False  # no vertical line
     out = torch.empty(queries, value.shape[-1], device=device)
     masks = [_band(slash, low, high, plan.block) for low, high in plan.bands]
     for start in range(past, keys, plan.block):
         stop = min(keys, start + plan.block)
         rows = stop - start
         parts = plan.parts(start, stop)
-        scores = torch.empty(
-            rows, sum(until - first + end - begin for first, until, begin, end in parts), device=device
-        )
+        lone = [offset for offset in plan.lone if offset < stop]
+        width = sum(until - first + end - begin for first, until, begin, end in parts) + len(lone)
+        scores = torch.empty(rows, width, device=device)
         q, held = query[start - past : stop - past], 0
         pieces: list[tuple[Tensor, Tensor]] = []
         for number, (first, until, begin, end) in enumerate(parts, len(plan.bands) - len(parts)):
@@ -175,18 +193,27 @@ def _head(query: Tensor, key: Tensor, value: Tensor, slash: Tensor, plan: _Plan)
             piece.masked_fill_(blocked, -torch.inf)
             pieces.append((piece, value[begin:end]))
             held += end - begin
+        for column, offset in enumerate(lone, held):
+            begin = max(0, offset - start)  # rows before it have no such key
+            at = slice(start + begin - offset, stop - offset)
+            scores[:begin, column] = -torch.inf
+            # Cells on vertical lines are there already.
+            scores[begin:, column] = (q[begin:] * key[at]).sum(1).masked_fill_(~other[at], -torch.inf)
         torch.softmax(scores, -1, out=scores)
         block = out[start - past : stop - past].zero_()
         for piece, values in pieces:
             block.addmm_(piece, values)
+        for column, offset in enumerate(lone, held):
+            begin = max(0, offset - start)
+            block[begin:].addcmul_(scores[begin:, column, None], value[start + begin - offset : stop - offset])
     return out
 
 
 def _band(slash: Tensor, low: int, high: int, block: int) -> Tensor:
-    """Cells of a band that are on no slash line: `[row column]`, for a range that begins `high` before the block."""
+    """Cells on no slash line of the band: `[row column]`, for a range that begins `high` before the block."""
     index = torch.arange(block, device=slash.device)[:, None] + high
     index = index - torch.arange(high - low + block, device=slash.device)
-    inside = (index >= 0) & (index < len(slash))
+    inside = (index >= low) & (index <= high)
     return ~(slash[index.clamp(0, len(slash) - 1)] & inside)
 
 
