@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from sinkscope._plain import build, pathless, plain
 from sinkscope.errors import SinkscopeError
@@ -20,13 +20,34 @@ SETTINGS, PROMPTS, RUNS, LOCK = "settings.json", "prompts.jsonl", "runs.jsonl", 
 
 
 @dataclass(frozen=True)
-class Record:
-    """One prompt continued by one method.
+class Finished:
+    """What every line of a run says first.
 
     Attributes:
         model: fingerprint of the model.
         method: its name.
         prompt: id of the prompt.
+    """
+
+    model: str
+    method: str
+    prompt: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Model, method and prompt: a folder holds each once."""
+        return self.model, self.method, self.prompt
+
+
+R = TypeVar("R", bound=Finished)
+F = TypeVar("F", bound="Folder[Any]")  # typing.Self is refused by the shape checks of the tests
+
+
+@dataclass(frozen=True)
+class Record(Finished):
+    """One prompt continued by one method.
+
+    Attributes:
         bench: the set that the prompt is of.
         prompt_tokens: its length, BOS included.
         tokens: ids of the new tokens, up to and with the end of sequence if it came.
@@ -43,9 +64,6 @@ class Record:
         batch_size: rows of that batch.
     """
 
-    model: str
-    method: str
-    prompt: str
     bench: str
     prompt_tokens: int
     tokens: tuple[int, ...]
@@ -60,20 +78,18 @@ class Record:
     seconds: float
     batch_size: int
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Model, method and prompt: a folder holds each once."""
-        return self.model, self.method, self.prompt
-
 
 @dataclass(frozen=True)
-class RunFolder:
+class Contents(Generic[R]):
     """What a folder holds: settings, prompts by id, and records in the order of methods and prompts."""
 
     name: str
     settings: dict[str, Any]
     prompts: dict[str, dict[str, Any]]
-    records: tuple[Record, ...]
+    records: tuple[R, ...]
+
+
+RunFolder = Contents[Record]
 
 
 def digest(prompts: Iterable[Mapping[str, Any]]) -> str:
@@ -85,29 +101,35 @@ def _lines(items: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(plain(item), allow_nan=False) + "\n" for item in items)
 
 
-class Store:
+class Folder(Generic[R]):
     """A run's folder while it is written. Use it in a `with`: it is locked until then.
 
     Args:
         folder: new, empty, or of an earlier run with the same settings.
         settings: everything that decides the records.
         prompts: all of them, as dicts with an "id".
+        kind: class of the records.
 
     Raises:
         SinkscopeError: another process writes there, the folder is of something else, or its settings differ.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], settings: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
+        self,
+        folder: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        prompts: Sequence[Mapping[str, Any]],
+        kind: type[R],
     ) -> None:
+        self._kind = kind
         self.folder = Path(folder)
         self.name = str(folder)
         self._settings = plain({**settings, "prompts": digest(prompts)}, scrub=True)
         self._prompts = prompts
         self._lock = -1
-        self.records: dict[tuple[str, str, str], Record] = {}
+        self.records: dict[tuple[str, str, str], R] = {}
 
-    def __enter__(self) -> Store:
+    def __enter__(self: F) -> F:
         if self.folder.exists() and not self.folder.is_dir():
             raise SinkscopeError(f"--out {self.name} is a file: give the name of a new folder")
         ours = {SETTINGS, PROMPTS, RUNS, LOCK}
@@ -131,7 +153,7 @@ class Store:
                 write_atomic(self.folder / PROMPTS, _lines(self._prompts))
             runs = self.folder / RUNS
             if runs.exists():
-                found, whole = _read_records(runs, self.name)
+                found, whole = _read_records(runs, self.name, self._kind)
                 self.records = {record.key: record for record in found}
                 if whole < runs.stat().st_size:  # a line that a kill cut short: the next one must not be glued to it
                     os.truncate(runs, whole)
@@ -162,7 +184,7 @@ class Store:
                 f"--out {self.name} was begun with other settings ({what}): give the same, or another folder"
             )
 
-    def append(self, records: Sequence[Record]) -> None:
+    def append(self, records: Sequence[R]) -> None:
         """Keep finished records: when this returns they are on the disk."""
         new = [record for record in records if record.key not in self.records]
         data = "".join(json.dumps(plain(asdict(r)), allow_nan=False) + "\n" for r in new).encode()
@@ -184,16 +206,39 @@ class Store:
         self.records.update({record.key: record for record in new})
 
 
+class Store(Folder[Record]):
+    """The folder of a run of LoopBench."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], settings: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]
+    ) -> None:
+        super().__init__(folder, settings, prompts, Record)
+
+
 def read_run(folder: str | os.PathLike[str]) -> RunFolder:
     """What a folder holds so far, also while it is being written.
 
     Raises:
         SinkscopeError: it is no folder of `loopbench run`, or a file in it is damaged (with the line).
     """
+    return read_folder(folder, Record, "loopbench")
+
+
+def read_folder(folder: str | os.PathLike[str], kind: type[R], command: str) -> Contents[R]:
+    """What a folder holds so far, also while it is being written.
+
+    Args:
+        folder: what was given to --out.
+        kind: class of its records.
+        command: whose `run` wrote it; other commands than loopbench say so in the setting "command".
+
+    Raises:
+        SinkscopeError: another command's folder, or none, or a file in it is damaged (with the line).
+    """
     path, name = Path(folder), str(folder)
-    if not (path / SETTINGS).is_file():
-        raise SinkscopeError(f"{name} is no folder of `sinkscope loopbench run`: give what was given to its --out")
-    settings = _read_json(path / SETTINGS, name)
+    settings = _read_json(path / SETTINGS, name) if (path / SETTINGS).is_file() else None
+    if settings is None or (isinstance(settings, dict) and settings.get("command", "loopbench") != command):
+        raise SinkscopeError(f"{name} is no folder of `sinkscope {command} run`: give what was given to its --out")
     model = settings.get("model") if isinstance(settings, dict) else None
     if not isinstance(model, dict) or set(model) != {field.name for field in fields(ModelInfo)}:
         raise SinkscopeError(f"{name}/{SETTINGS} is damaged: it names no model; run into another folder")
@@ -205,20 +250,20 @@ def read_run(folder: str | os.PathLike[str]) -> RunFolder:
                 prompts[prompt["id"]] = prompt
             except (ValueError, KeyError, TypeError):
                 raise SinkscopeError(f"{name}/{PROMPTS} line {number} is damaged: run into another folder") from None
-    records = _read_records(path / RUNS, name)[0] if (path / RUNS).is_file() else []
+    records = _read_records(path / RUNS, name, kind)[0] if (path / RUNS).is_file() else []
     order = {key: i for i, key in enumerate(prompts)}
     records.sort(key=lambda r: (r.model, r.method, order.get(r.prompt, len(order)), r.prompt))
-    return RunFolder(pathless(name), settings, prompts, tuple(records))
+    return Contents(pathless(name), settings, prompts, tuple(records))
 
 
-def _read_records(path: Path, name: str) -> tuple[list[Record], int]:
+def _read_records(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     """Whole records and the length in bytes of the lines that hold them; an unfinished last line is not counted."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
-    found: list[Record] = []
+    found: list[R] = []
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
         try:
-            found.append(build(Record, json.loads(line), f"{name}/{RUNS} line {number}"))
+            found.append(build(kind, json.loads(line), f"{name}/{RUNS} line {number}"))
         except (ValueError, RecursionError):
             raise SinkscopeError(
                 f"{name}/{RUNS} line {number} is damaged: delete that line, and the prompt is run again"
