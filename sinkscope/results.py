@@ -44,6 +44,7 @@ _HOME = {  # kinds of sinkscope itself: imported when a file asks for one
     "barcode": "sinkscope.attention.barcode",
     "loopbench": "sinkscope.bench.loopbench.tables",
     "loopbench-show": "sinkscope.bench.loopbench.show",
+    "dialogues": "sinkscope.bench.dialogues.tables",
     "rotary": "sinkscope.attention.rotary",
     "loops": "sinkscope.loops.checker",
     "line-weights": "sinkscope.attention.lines",

@@ -56,7 +56,7 @@ def build_command(
     import json
 
     from sinkscope.bench.dialogues.form import write_dialogues
-    from sinkscope.bench.dialogues.recall import TASK, recall_dialogue, uneven
+    from sinkscope.bench.dialogues.recall import TASK, recall_dialogues
     from sinkscope.bench.loopbench.build import check_out
 
     check_out(out, force=force)
@@ -64,8 +64,7 @@ def build_command(
         if source is not None or model is not None or tokenizer is not None:
             raise SinkscopeError("--source, --model and --tokenizer mean nothing for recall, which is made up")
         wanted, n = turns or 3, count or 100
-        lengths = [uneven(total_tokens, wanted, seed + i) for i in range(n)]
-        made = [recall_dialogue(seed + i, turns=wanted, tokens=each, hops=hops) for i, each in enumerate(lengths)]
+        made = recall_dialogues(n, turns=wanted, total=total_tokens, hops=hops, seed=seed)
         print(f"recall        {n} dialogues of {wanted} turns, {total_tokens} tokens, {hops} hops")
         note(f"wrote {write_dialogues(made, out).name}")
         return

@@ -30,6 +30,7 @@ _DRAWN = (
     "barcode",
     "loopbench",
     "loopbench-show",
+    "dialogues",
     "rotary",
     "loops",
     "line-weights",

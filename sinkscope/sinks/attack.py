@@ -340,8 +340,11 @@ def _by_cluster(arena: Arena, task: _Task, ratios: Float[Tensor, "row attacked"]
     return found
 
 
-def wilson(successes: int, trials: int, z: float = 1.959964) -> Rate:
-    """Wilson's score interval of a share; for z = 1.96 it holds the true share 95 times of 100."""
+def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
+    """Wilson's score interval of a share; for z = 1.96 it holds the true share 95 times of 100.
+
+    Of the mean of scores between 0 and 1 it is too wide if anything: their variance is at most share * (1 - share).
+    """
     share = successes / trials
     middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))

@@ -86,6 +86,26 @@ def recall_dialogue(
     return Dialogue(f"recall-{seed}", TASK, tuple(spoken))
 
 
+def recall_dialogues(
+    count: int, *, turns: int = 3, total: int = 768, hops: int = 2, seed: int = 0
+) -> tuple[Dialogue, ...]:
+    """Some dialogues of unequal turns, as the commands make them.
+
+    Args:
+        count: dialogues; their seeds are `seed` and those after it.
+        turns: of each.
+        total: tokens of all turns of a dialogue.
+        hops: facts that an answer runs through.
+        seed: of the first.
+
+    Raises:
+        SinkscopeError: the facts do not fit, or a number is out of range.
+    """
+    return tuple(
+        recall_dialogue(i, turns=turns, tokens=uneven(total, turns, i), hops=hops) for i in range(seed, seed + count)
+    )
+
+
 def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:
     """Lengths of turns drawn at random that add up to `total`, none below `least`.
 

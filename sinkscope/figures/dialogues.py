@@ -1,0 +1,62 @@
+"""The drawing of dialogues: score by method and position of the question, and against what decoding read."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.tables import ALL, label
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE
+
+_COLOURS = dict(zip((*POSITIONS, ALL), (BLUE, ORANGE, GREEN, GREY), strict=True))
+
+
+def draw(result: Any) -> go.Figure:
+    """A row per task and model: bars by method and position with 95 % intervals; score against tokens read."""
+    heads = list(dict.fromkeys((g.task, g.model) for g in result.groups))
+    titles = [
+        title
+        for task, model in heads
+        for title in (f"{html.escape(task)} by {html.escape(model)}: score", "Score over tokens read per step")
+    ]
+    fig = make_subplots(
+        rows=len(heads), cols=2, subplot_titles=titles, column_widths=[0.62, 0.38], horizontal_spacing=0.08,
+        vertical_spacing=0.3 / len(heads),
+    )  # fmt: skip
+    for row, head in enumerate(heads, 1):
+        mine = [g for g in result.groups if (g.task, g.model) == head]
+        for place in POSITIONS:
+            bars = [g for g in mine if g.position == place]
+            if bars:
+                _bars(fig, bars, place, row)
+        dots = [g for g in mine if g.position == ALL and g.read is not None]
+        fig.add_scatter(
+            x=[g.read for g in dots], y=[g.score for g in dots], mode="markers", marker={"color": GREY, "size": 9},
+            text=[label(g) for g in dots], showlegend=False,
+            hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>", row=row, col=2,
+        )  # fmt: skip
+        fig.update_yaxes(tickformat=".0%", range=[-0.03, 1.05], row=row)
+        fig.update_xaxes(title_text="tokens read per decoding step", row=row, col=2)
+    fig.update_layout(
+        title={"text": "Dialogues, by position of the question", "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1300, height=130 + 380 * len(heads), barmode="group", font={"size": 13},
+        margin={"l": 70, "r": 20, "t": 90, "b": 90}, legend={"x": 1.01, "y": 1},
+    )  # fmt: skip
+    return fig
+
+
+def _bars(fig: Any, bars: list[Any], place: str, row: int) -> None:
+    fig.add_bar(
+        x=[label(g) for g in bars], y=[g.score for g in bars], name=f"question at {place}", legendgroup=place,
+        showlegend=row == 1, marker_color=_COLOURS[place],
+        error_y={
+            "type": "data", "symmetric": False, "thickness": 1, "array": [g.high - g.score for g in bars],
+            "arrayminus": [g.score - g.low for g in bars],
+        },
+        customdata=[g.questions for g in bars],
+        hovertemplate="%{x}: %{y:.1%} of %{customdata}<extra></extra>", row=row, col=1,
+    )  # fmt: skip
