@@ -4,8 +4,8 @@
         [--out figures/bench_loopserve.json]
 
 Pairs are interleaved, times are CPU time of one thread, and what counts is the median of their ratios. Prefill: one
-layer of 8 heads, d_head 64, lines 70 % vertical and scattered, one band at the diagonal, two lone offsets; the choice of
-lines is timed apart, on planted columns and periods. Decoding: random weights (2 layers, 8 heads, width 512).
+layer of 8 heads, d_head 64, lines 70 % vertical and scattered, one band at the diagonal, two lone offsets; the choice
+of lines is timed apart, on planted columns and periods. Decoding: random weights (2 layers, 8 heads, width 512).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.tables import ALL, label
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE
 
-_COLOURS = dict(zip((*POSITIONS, ALL), (BLUE, ORANGE, GREEN, GREY), strict=True))
+_COLOURS: dict[str, str] = dict(zip((*POSITIONS, ALL), (BLUE, ORANGE, GREEN, GREY), strict=True))
 
 
 def draw(result: Any) -> go.Figure:

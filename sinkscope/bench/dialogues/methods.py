@@ -46,7 +46,7 @@ METHODS: dict[str, Callable[[Budget], Any]] = {
     "loopserve": _loopserve(16),
     "loopserve-0": _loopserve(0),
 }
-"""By the name that commands use: a budget -> what is entered on the model. "-0": no steps that read everything first."""
+"""By the name that commands use: a budget -> what is entered. "-0": without steps that read everything first."""
 
 
 def check_methods(names: Sequence[str]) -> tuple[str, ...]:

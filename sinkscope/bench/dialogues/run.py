@@ -18,8 +18,9 @@ from torch import Tensor
 
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.methods import METHODS, Budget, check_methods
+from sinkscope.bench.dialogues.metrics import score
 from sinkscope.bench.dialogues.recall import TASK
-from sinkscope.bench.dialogues.tasks import task_of
+from sinkscope.bench.dialogues.tasks import Metric, task_of
 from sinkscope.bench.loopbench.store import Finished, Folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.generate import check_budget
@@ -132,9 +133,8 @@ def run_dialogues(
     if not dialogues:
         raise SinkscopeError("there are no dialogues: give at least one")
     tasks = sorted({dialogue.task for dialogue in dialogues})
-    for task in tasks:
-        if task != TASK:
-            task_of(task)
+    for task in tasks:  # what could not be scored is not begun
+        score(metric_of(task), "", [""])
     new = max_new_tokens if max_new_tokens is not None else max(NEW[task] for task in tasks)
     for name, value in (("max_new_tokens", new), ("batch_size", batch_size)):
         if isinstance(value, bool) or value < 1:
@@ -172,6 +172,15 @@ def run_dialogues(
             if progress is not None:
                 progress("answers", done, total)
     return Path(out)
+
+
+def metric_of(task: str) -> Metric:
+    """What answers of a set are scored by.
+
+    Raises:
+        SinkscopeError: no such set.
+    """
+    return "exact" if task == TASK else task_of(task).metric
 
 
 def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:

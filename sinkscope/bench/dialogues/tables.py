@@ -12,9 +12,7 @@ from typing import Any, ClassVar
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.methods import METHODS
 from sinkscope.bench.dialogues.metrics import score
-from sinkscope.bench.dialogues.recall import TASK
-from sinkscope.bench.dialogues.run import COMMAND, Said
-from sinkscope.bench.dialogues.tasks import task_of
+from sinkscope.bench.dialogues.run import COMMAND, Said, metric_of
 from sinkscope.bench.loopbench.store import Contents, read_folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import ModelInfo, Result, provenance
@@ -164,11 +162,10 @@ def _group(
     run: Contents[Said], full: dict[str, tuple[int, ...]], task: str, method: str, place: str, records: list[Said]
 ) -> Answered:
     scores, unanswerable = list[float](), 0
-    metric = "exact" if task == TASK else task_of(task).metric
     for record in records:
         dialogue = run.prompts[record.dialogue]
         turn = dialogue["turns"][record.turn]
-        scores.append(score(metric, record.text, turn["answers"], classes=dialogue["classes"], task=task))
+        scores.append(score(metric_of(task), record.text, turn["answers"], classes=dialogue["classes"], task=task))
         unanswerable += turn["answerable"] is False
     rate = wilson(sum(scores), len(scores))
     same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
