@@ -9,10 +9,12 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.methods import METHODS
 from sinkscope.bench.dialogues.tables import ALL, label
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
-_COLOURS: dict[str, str] = dict(zip((*POSITIONS, ALL), (BLUE, ORANGE, GREEN, GREY), strict=True))
+_COLOURS: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
+_DOTS = ("#000000", GREY, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#b8a000", "#00a08a", "#882255")
 
 
 def draw(result: Any) -> go.Figure:
@@ -27,18 +29,22 @@ def draw(result: Any) -> go.Figure:
         rows=len(heads), cols=2, subplot_titles=titles, column_widths=[0.62, 0.38], horizontal_spacing=0.08,
         vertical_spacing=0.3 / len(heads),
     )  # fmt: skip
+    methods, shown = list(METHODS), set[str]()
     for row, head in enumerate(heads, 1):
         mine = [g for g in result.groups if (g.task, g.model) == head]
         for place in POSITIONS:
             bars = [g for g in mine if g.position == place]
             if bars:
                 _bars(fig, bars, place, row)
-        dots = [g for g in mine if g.position == ALL and g.read is not None]
-        fig.add_scatter(
-            x=[g.read for g in dots], y=[g.score for g in dots], mode="markers", marker={"color": GREY, "size": 9},
-            text=[label(g) for g in dots], showlegend=False,
-            hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>", row=row, col=2,
-        )  # fmt: skip
+        for g in mine:
+            if g.position == ALL and g.read is not None:
+                fig.add_scatter(
+                    x=[g.read], y=[g.score], mode="markers", name=g.method, legendgroup=g.method,
+                    showlegend=g.method not in shown, text=[label(g)],
+                    marker={"color": _DOTS[methods.index(g.method) % len(_DOTS)], "size": 10, "symbol": "diamond"},
+                    hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>", row=row, col=2,
+                )  # fmt: skip
+                shown.add(g.method)
         fig.update_yaxes(tickformat=".0%", range=[-0.03, 1.05], row=row)
         fig.update_xaxes(title_text="tokens read per decoding step", row=row, col=2)
     fig.update_layout(
