@@ -22,7 +22,7 @@ ORDER = (
     "errors", "loops", "models", "trace", "text", "interventions", "kv", "sinks", "attention", "generate", "bench",
     "figures", "html", "report", "_console", "cli", "__main__",
 )  # fmt: skip
-GROUND = ("errors", "output", "results", "_grid", "_plain", "_provenance", "text")
+GROUND = ("errors", "output", "results", "_grid", "_plain", "_provenance", "_rate", "text")
 
 
 def _python(code: str) -> str:

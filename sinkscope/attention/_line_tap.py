@@ -13,7 +13,7 @@ from torch import Tensor
 from sinkscope.attention._line_sums import Scores
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attend, configs_of, refuse_in_session
+from sinkscope.trace.attention import attend, attending, refuse_in_session, refuse_opaque
 
 NAME = "sinkscope-lines"
 ScoresObserver = Callable[[int, Scores], None]
@@ -36,21 +36,13 @@ def scores_of(target: Target, observer: ScoresObserver, layers: list[int]) -> It
             attention interface (Falcon); inside a `with` of a cache policy or an attention observer; attention that
             is neither causal nor a window.
     """
-    if target.kind == "bridge" or not target.adapter.attention_interface:
-        what = "a TransformerBridge" if target.kind == "bridge" else target.config.model_type
-        raise UnsupportedError(f"queries and keys of {what} are not offered; use a plain model (backend='hf')")
+    refuse_opaque(target)
     refuse_in_session(target)
-    _register()
-    configs = configs_of(target)
-    previous = [config._attn_implementation for config in configs]
     token = _observer.set((observer, frozenset(layers)))
     try:
-        for config in configs:
-            config._attn_implementation = NAME
-        yield
+        with attending(target, NAME, _shown):
+            yield
     finally:
-        for config, name in zip(configs, previous, strict=True):
-            config._attn_implementation = name
         _observer.reset(token)
 
 
@@ -87,13 +79,3 @@ def _window(mask: Tensor | None, keys: int) -> int | None:
                 "padding"
             )
     return None if window == keys else window
-
-
-def _register() -> None:
-    """Make our name known to transformers (once; it changes no model)."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    if NAME not in AttentionInterface():
-        AttentionInterface.register(NAME, _shown)
-        AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -21,10 +21,10 @@ from sinkscope.cli.common import (
     Text,
     check_outputs,
     deliver,
+    layer_head,
     open_model,
     read_prompt,
 )
-from sinkscope.errors import SinkscopeError
 
 
 @app.command("barcode")
@@ -64,7 +64,7 @@ def barcode_command(
     """Attention of heads over generation steps, step x position; a loop beside ordinary text."""
     check_outputs(json, html, png, npz=npz)
     prompt = None if prompt_file is None else read_prompt(prompt_file)
-    heads = None if not head else [_head(name) for name in head]
+    heads = None if not head else [layer_head(name) for name in head]
     if patch is not None:
         from sinkscope.interventions.patch_file import read_patch
 
@@ -99,10 +99,3 @@ def barcode_command(
     deliver(result, json, html, png)
     if npz is not None:
         result.save_arrays(npz)
-
-
-def _head(name: str) -> tuple[int, int]:
-    layer, dot, head = name.partition(".")
-    if not (dot and layer.isdigit() and head.isdigit()):
-        raise SinkscopeError(f"--head {name!r}: expected layer and head with a dot between, such as 5.3")
-    return int(layer), int(head)

@@ -113,6 +113,14 @@ def deliver(
         save_png(result, png)
 
 
+def layer_head(name: str) -> tuple[int, int]:
+    """What `--head LAYER.HEAD` names."""
+    layer, dot, head = name.partition(".")
+    if not (dot and layer.isdigit() and head.isdigit()):
+        raise SinkscopeError(f"--head {name!r}: expected layer and head with a dot between, such as 5.3")
+    return int(layer), int(head)
+
+
 def read_prompt(name: str) -> str:
     """Text of a file, or of standard input for "-"; it may not be empty."""
     text = read_text(name)

@@ -21,9 +21,9 @@ from sinkscope.cli.common import (
     Text,
     check_outputs,
     deliver,
+    layer_head,
     open_model,
 )
-from sinkscope.errors import SinkscopeError
 
 
 @app.command("lines")
@@ -61,7 +61,7 @@ def lines_command(
 ) -> None:
     """How much of the attention of every head the heaviest vertical and slash lines carry."""
     check_outputs(json, html, png)
-    shown = None if head is None else _head(head)
+    shown = None if head is None else layer_head(head)
 
     from sinkscope.attention.lines import ETAS, line_weights
 
@@ -83,10 +83,3 @@ def lines_command(
             progress=progress,
         )
     deliver(result, json, html, png)
-
-
-def _head(name: str) -> tuple[int, int]:
-    layer, dot, head = name.partition(".")
-    if not (dot and layer.isdigit() and head.isdigit()):
-        raise SinkscopeError(f"--head {name!r}: expected layer and head with a dot between, such as 5.3")
-    return int(layer), int(head)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
 from sinkscope.sinks._arena import Arena, Context, make_arena
@@ -23,15 +24,6 @@ from sinkscope.sinks.cluster import sink_of
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 LENGTHS = (8, 32, 128)
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A share of sequences with its 95 % confidence interval (Wilson)."""
-
-    share: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -338,14 +330,3 @@ def _by_cluster(arena: Arena, task: _Task, ratios: Float[Tensor, "row attacked"]
         most = wilson(int(_most(hit).sum()), len(hit))
         found.append(ClusterRate(head, tokens, task.context.name, length, len(hit), hit.float().mean().item(), most))
     return found
-
-
-def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
-    """Wilson's score interval of a share; for z = 1.96 it holds the true share 95 times of 100.
-
-    Of the mean of scores between 0 and 1 it is too wide if anything: their variance is at most share * (1 - share).
-    """
-    share = successes / trials
-    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return Rate(share, max(0.0, middle - half), min(1.0, middle + half))

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import Group
@@ -24,7 +25,7 @@ from sinkscope.sinks._arena import Arena, Context, make_arena
 from sinkscope.sinks._chunks import Opened
 from sinkscope.sinks._sequences import draw, repeat
 from sinkscope.sinks._setup import Progress, Setup, setup
-from sinkscope.sinks.attack import LENGTHS, SUCCESS, Rate, check_attack, wilson
+from sinkscope.sinks.attack import LENGTHS, SUCCESS, check_attack
 from sinkscope.sinks.cluster import sink_of
 from sinkscope.text import text_rows
 from sinkscope.text.harmless import honest_repetition, source_code

@@ -59,20 +59,13 @@ def attention_rows(
         with target.hooks(*_bridge_hooks(target, observer, wanted)):
             yield
         return
-    configs = configs_of(target)
-    previous = [config._attn_implementation for config in configs]
-    token = _session.set(_Session(observer, rows_per_chunk, wanted))
     interface = target.adapter.attention_interface
-    if interface:
-        _register()
+    hooks = [] if interface else _module_hooks(target, observer, wanted)
+    token = _session.set(_Session(observer, rows_per_chunk, wanted))
     try:
-        for config in configs:
-            config._attn_implementation = NAME if interface else "eager"
-        with target.hooks(*([] if interface else _module_hooks(target, observer, wanted))):
+        with attending(target, NAME if interface else "eager", attend), target.hooks(*hooks):
             yield
     finally:
-        for config, name in zip(configs, previous, strict=True):
-            config._attn_implementation = name
         _session.reset(token)
 
 
@@ -155,14 +148,38 @@ def attend(
     return out, None
 
 
-def _register() -> None:
-    """Make our name known to transformers (once; it changes no model)."""
+@contextmanager
+def attending(target: Target, name: str, function: Callable[..., tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+    """For the length of a `with`, every configuration of the model asks for the attention `name`.
+
+    Args:
+        target: the model.
+        name: if transformers does not know it yet, `function` is registered under it, with the masks of SDPA (once; it
+            changes no model).
+        function: with the signature of transformers' attention functions.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    if NAME not in AttentionInterface():
-        AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
+    if name not in AttentionInterface() and name != "eager":
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)
+    configs = configs_of(target)
+    previous = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = name
+        yield
+    finally:
+        for config, before in zip(configs, previous, strict=True):
+            config._attn_implementation = before
+
+
+def refuse_opaque(target: Target) -> None:
+    """A model whose attention is not called through transformers shows no queries and keys."""
+    if target.kind == "bridge" or not target.adapter.attention_interface:
+        what = "a TransformerBridge" if target.kind == "bridge" else target.adapter.model_type
+        raise UnsupportedError(f"queries and keys of {what} are not offered; use a plain model (backend='hf')")
 
 
 def configs_of(target: Target) -> list[Any]:

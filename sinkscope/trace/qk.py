@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attend, configs_of, refuse_in_session
+from sinkscope.trace.attention import attend, attending, refuse_in_session, refuse_opaque
 
 NAME = "sinkscope-qk"
 QKObserver = Callable[[int, bool, Tensor, Tensor], None]
@@ -50,24 +49,15 @@ def queries_and_keys(target: Target, observer: QKObserver, layers: list[int]) ->
         UnsupportedError: a TransformerBridge, whose attention is its own, or an architecture outside transformers'
             attention interface (Falcon); inside a `with` of a cache policy or an attention observer.
     """
-    if target.kind == "bridge" or not target.adapter.attention_interface:
-        what = "a TransformerBridge" if target.kind == "bridge" else target.adapter.model_type
-        raise UnsupportedError(f"queries and keys of {what} are not offered; use a plain model (backend='hf')")
-    _register()
-    session = _Session(observer, frozenset(layers))
-    configs = configs_of(target)
+    refuse_opaque(target)
     refuse_in_session(target)
-    previous = [config._attn_implementation for config in configs]
-    token = _session.set(session)
+    session = _Session(observer, frozenset(layers))
     hooks = [(target.sub(i, target.adapter.attn), "pre", _unrotated(session, i)) for i in layers]
+    token = _session.set(session)
     try:
-        for config in configs:
-            config._attn_implementation = NAME
-        with target.hooks(*hooks):
+        with attending(target, NAME, _shown), target.hooks(*hooks):
             yield
     finally:
-        for config, name in zip(configs, previous, strict=True):
-            config._attn_implementation = name
         _session.reset(token)
 
 
@@ -98,13 +88,3 @@ def _shown(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -
         if not session.nested:
             session.observer(layer, True, query, key)
     return attend(module, query, key, *args, **kwargs)
-
-
-def _register() -> None:
-    """Make our name known to transformers (once; it changes no model)."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    if NAME not in AttentionInterface():
-        AttentionInterface.register(NAME, _shown)
-        AttentionMaskInterface.register(NAME, sdpa_mask)

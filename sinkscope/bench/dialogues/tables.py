@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
+from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.methods import METHODS
 from sinkscope.bench.dialogues.metrics import score
@@ -16,7 +17,6 @@ from sinkscope.bench.dialogues.run import COMMAND, Said, metric_of
 from sinkscope.bench.loopbench.store import Contents, read_folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import ModelInfo, Result, provenance
-from sinkscope.sinks.attack import wilson
 
 ALL = "all"
 

@@ -1,0 +1,26 @@
+"""Shares with their confidence interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share of sequences with its 95 % confidence interval (Wilson)."""
+
+    share: float
+    low: float
+    high: float
+
+
+def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
+    """Wilson's score interval of a share; for z = 1.96 it holds the true share 95 times of 100.
+
+    Of the mean of scores between 0 and 1 it is too wide if anything: their variance is at most share * (1 - share).
+    """
+    share = successes / trials
+    middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return Rate(share, max(0.0, middle - half), min(1.0, middle + half))
