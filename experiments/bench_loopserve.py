@@ -1,22 +1,34 @@
-"""Sparse prefill against PyTorch's causal attention, and progressive decoding against the whole cache.
+"""Sparse prompts against PyTorch's causal attention, layer by layer and in a whole model, and what each stage takes.
 
-    python -m experiments.bench_loopserve [--lengths 2048 4096 8192] [--contexts 8192 32768] [--rounds 3]
-        [--out figures/bench_loopserve.json]
+    python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
+        [--parts layer selection model decoding] [--out figures/bench_loopserve.json]
 
-Pairs are interleaved, times are CPU time of one thread, and what counts is the median of their ratios. Prefill: one
-layer of 8 heads, d_head 64, lines 70 % vertical and scattered, one band at the diagonal, two lone offsets; the choice
-of lines is timed apart, on planted columns and periods. Decoding: random weights (2 layers, 8 heads, width 512).
+Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; the longest
+lengths have one round, and layers above 8,192 two heads. Writes a PNG beside the JSON.
+
+- `layer`: attention of 8 heads, d_head 64, on drawn lines. `vertical`: single columns; `slash`: single offsets;
+  `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets. Beside them
+  single offsets without a C compiler, and at 4,096 FlexAttention on a CPU (`--flex`, which takes half a minute more).
+- `selection`: the choice of lines as a share of dense attention, on planted columns and periods.
+- `model`: forward pass under `LoopServe` against the same model alone, and what the stages take. `half`: `lines-512` of
+  `bench_lines` (random weights, 2 layers; in the first half of the heads attend to one offset and half to marked
+  tokens; what it writes drowns that in the second layer, whose attention needs most cells). `lines`: the same with
+  writes a tenth as large, so that both layers are on lines. `flat`: the control, queries are zero, so that attention is
+  flat and every head has to be dense.
+- `decoding`: random weights, 2 layers, 8 heads, width 512; everything against 1,024 chosen tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
@@ -24,14 +36,18 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from experiments.bench_lines import ids_of, made
 from experiments.record import record
-from sinkscope.kv.loopserve import Progressive, select_lines
+from sinkscope.kv.loopserve import LoopServe, Progressive, prefill, select, serve, sparse
 from sinkscope.kv.loopserve.lines import HeadLines
-from sinkscope.kv.loopserve.sparse import sparse_attention
 from sinkscope.output import write_atomic
 
-HEADS, D_HEAD = 8, 64
+D_HEAD, LONGEST = 64, 16384  # the last length with several rounds
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
+KINDS = ("vertical", "slash", "groups", "mixed")
+LENGTHS = [2048, 4096, 8192, 16384, 32768]
+PARTS = ("layer", "selection", "model", "decoding")
+_console = Console(stderr=True)
 
 
 def seconds(fn: Callable[[], Any]) -> tuple[float, Any]:
@@ -41,19 +57,70 @@ def seconds(fn: Callable[[], Any]) -> tuple[float, Any]:
     return time.thread_time() - start, out
 
 
-def scattered(n: int, density: float, generator: torch.Generator) -> HeadLines:
+def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Generator) -> HeadLines:
     """Lines of about this share of the cells."""
-    vertical = torch.rand(HEADS, n, generator=generator) < density * 0.7
-    slash = torch.zeros(HEADS, n, dtype=torch.bool)
-    slash[:, : max(1, int(n * density * 0.1))] = True
-    slash[:, torch.randint(0, n, (2,), generator=generator)] = True
-    vertical[:, 0] = True
+
+    def draw(share: float) -> Tensor:
+        return torch.rand(heads, n, generator=generator) < share
+
+    vertical, slash = (torch.zeros(heads, n, dtype=torch.bool) for _ in range(2))
+    if kind == "vertical":
+        vertical = draw(density)
+    elif kind == "slash":
+        slash = draw(density)
+    elif kind == "groups":
+        first = draw(1 - (1 - density) ** 0.25)
+        for shift in range(4):
+            slash |= first.roll(shift, 1)
+    else:
+        vertical = draw(density * 0.7)
+        slash[:, : max(1, int(n * density * 0.1))] = True
+        slash[:, torch.randint(0, n, (2,), generator=generator)] = True
+    vertical[:, 0] = slash[:, 0] = True
     return HeadLines(vertical, slash, n)
+
+
+def layer(lengths: list[int], rounds: int, flex: bool) -> list[dict[str, Any]]:
+    """Times faster than dense attention, by length, kind of lines and share of cells."""
+    rows: list[dict[str, Any]] = []
+    plain = sparse.lone(D_HEAD, D_HEAD, torch.device("meta"))  # what there is without a compiler
+    for n in lengths:
+        generator = torch.Generator().manual_seed(0)
+        heads = 8 if n <= 8192 else 2
+        query, key, value = (torch.randn(heads, n, D_HEAD, generator=generator) for _ in range(3))
+
+        def dense(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
+            return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
+
+        arms: list[tuple[str, str, dict[str, Any]]] = [(kind, "compiled", {}) for kind in KINDS]
+        arms += [("slash", "no compiler", {}), *([("mixed", "flex", {"kernel": "flex"})] if flex and n == 4096 else [])]
+        for kind, how, settings in arms:
+            drawn = [scattered(kind, heads, n, density, generator) for density in DENSITIES]
+            pairs: list[list[float]] = [[] for _ in drawn]
+            work: list[Any] = [None] * len(drawn)
+            with patch.object(sparse, "lone", lambda *_: plain) if how == "no compiler" else nullcontext():
+                sparse.sparse_attention(query, key, value, drawn[0], **settings)  # compiled, where that is
+                for _ in range(rounds if n < LONGEST * 2 else 1):
+                    base, _out = seconds(dense)
+                    for number, lines in enumerate(drawn):
+                        ours, (_out, work[number]) = seconds(
+                            lambda: sparse.sparse_attention(query, key, value, lines, **settings)  # noqa: B023
+                        )
+                        pairs[number].append(base / ours)
+            for ratios, what in zip(pairs, work, strict=True):
+                rows.append({
+                    "n": n, "kind": kind, "how": how, "kernel": what.kernel, "heads": heads,
+                    "cells": sum(what.cells) / heads, "computed": sum(what.computed) / heads,
+                    "dense_heads": sum(what.dense), "times_faster": median(ratios), "pairs": ratios,
+                })  # fmt: skip
+            said = ", ".join(f"{row['cells']:.0%}: {row['times_faster']:.1f}" for row in rows[-len(DENSITIES) :])
+            _console.print(f"{n} {kind} ({how}): times faster at {said}")
+    return rows
 
 
 def planted(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Queries and keys with 20 heavy columns and a local pattern."""
-    query, key = (torch.randn(HEADS, n, D_HEAD, generator=generator) * 0.5 for _ in range(2))
+    query, key = (torch.randn(8, n, D_HEAD, generator=generator) * 0.5 for _ in range(2))
     columns, direction = torch.randperm(n, generator=generator)[:20], torch.randn(D_HEAD, generator=generator)
     query += direction * 0.55
     key[:, columns] += direction * 0.9
@@ -64,48 +131,107 @@ def planted(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return query, key
 
 
-def prefill(lengths: list[int], rounds: int, console: Console) -> list[dict[str, Any]]:
-    """Times faster than dense, by length and density; selection as a share of dense."""
+def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Time of the choice over that of dense attention, for an alpha that few lines hold and one that few do not."""
     rows: list[dict[str, Any]] = []
     for n in lengths:
-        generator = torch.Generator().manual_seed(0)
-        query, key, value = (torch.randn(HEADS, n, D_HEAD, generator=generator) for _ in range(3))
-        q, k = planted(n, generator)
-
-        def dense(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
-            return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
-
-        choice = [seconds(lambda: select_lines(q, k, 0.955))[0] / seconds(dense)[0] for _ in range(rounds)]  # noqa: B023
-        rows.append({"n": n, "selection_over_dense": median(choice), "pairs": choice})
-        for density in DENSITIES:
-            lines, pairs, work = scattered(n, density, generator), [], None
-            for _ in range(rounds):
-                base, _out = seconds(dense)
-                ours, (_out, work) = seconds(lambda: sparse_attention(query, key, value, lines))  # noqa: B023
-                pairs.append(base / ours)
-            assert work is not None
+        query, key = planted(n, torch.Generator().manual_seed(0))
+        for alpha in (0.955, 0.995):
+            pairs, lines = [], None
+            for _ in range(rounds if n < LONGEST * 2 else 1):
+                base, _out = seconds(
+                    lambda: functional.scaled_dot_product_attention(query[None], key[None], key[None], is_causal=True)  # noqa: B023
+                )
+                limit = sparse.DENSE_ABOVE
+                ours, lines = seconds(lambda: select.select_lines(query, key, alpha, dense_above=limit))  # noqa: B023
+                pairs.append(ours / base)
+            assert lines is not None
             rows.append({
-                "n": n, "cells": sum(work.cells) / HEADS, "computed": sum(work.computed) / HEADS,
-                "dense_heads": sum(work.dense), "times_faster": median(pairs), "pairs": pairs,
+                "n": n, "alpha": alpha, "cells": float(lines.density().mean()), "selection_over_dense": median(pairs),
+                "pairs": pairs,
             })  # fmt: skip
-            console.print(f"{n}: {rows[-1]['cells']:.1%} of cells, {median(pairs):.2f} times faster than dense")
+            _console.print(f"{n}: choice at alpha {alpha} is {median(pairs):.1%} of dense attention")
     return rows
 
 
-def decoding(contexts: list[int], rounds: int, console: Console) -> list[dict[str, Any]]:
+@contextmanager
+def stages() -> Iterator[Counter[str]]:
+    """Seconds by stage while it lasts."""
+    took: Counter[str] = Counter()
+    places = {
+        "choice": (serve, "select_lines"), "sample": (select, "attention_of"), "line sums": (select, "slash_lines"),
+        "sparse": (prefill, "sparse_attention"), "planning": (sparse, "plan_of"),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for name, (module, function) in places.items():
+            real = getattr(module, function)
+
+            def timed(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+                spent, out = seconds(lambda: real(*args, **kwargs))
+                took[name] += spent
+                return out
+
+            stack.enter_context(patch.object(module, function, timed))
+        yield took
+    took["greedy search"] = took.pop("choice") - took["sample"] - took["line sums"]
+    took["sparse attention"] = took.pop("sparse") - took["planning"]
+
+
+@torch.no_grad()
+def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+    """Forward passes under LoopServe and without."""
+    rows: list[dict[str, Any]] = []
+    for name in ("lines", "half", "flat"):
+        model = made("lines-512", 0).hf
+        for block in model.model.layers:
+            if name == "flat":
+                block.self_attn.q_proj.weight.zero_()
+            elif name == "lines":
+                block.self_attn.o_proj.weight.mul_(0.1)
+                block.mlp.down_proj.weight.mul_(0.1)
+        for n in lengths if name == "lines" else [n for n in lengths if n <= LONGEST]:
+            ids = ids_of(n, 0)
+
+            def forward(ids: Tensor = ids, model: Any = model) -> Any:
+                return model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
+
+            for alpha in (0.955, 0.995) if name == "lines" else (0.955,):
+                pairs, events, drift = [], [], 0.0
+                for _ in range(rounds if n < LONGEST else 1):
+                    base, alone = seconds(forward)
+                    with LoopServe(alpha=alpha, decode=False).on(model) as run:
+                        spent, ours = seconds(forward)
+                        events = run.events
+                    pairs.append(base / spent)
+                    drift = float((ours - alone).norm() / alone.norm())
+                with LoopServe(alpha=alpha, decode=False).on(model), stages() as took:
+                    spent, _out = seconds(forward)
+                took["rest of the model"] = spent - took.total()
+                data = [event.data for event in events if event.kind == "prefill"]
+                rows.append({
+                    "model": name, "n": n, "alpha": alpha, "times_faster": median(pairs), "pairs": pairs,
+                    "cells": sum(d["cells"] for d in data) / len(data), "logits_change": drift,
+                    "computed": sum(d["computed"] for d in data) / len(data),
+                    "dense_heads": sum(d["dense_heads"] for d in data), "heads": 8 * len(data), "seconds": dict(took),
+                })  # fmt: skip
+                _console.print(f"{name} {n}, alpha {alpha}: {median(pairs):.2f} times faster in all")
+    return rows
+
+
+def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
     """Milliseconds a step, everything against 1,024 chosen tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=HEADS,
-        num_key_value_heads=HEADS, vocab_size=256, max_position_embeddings=max(contexts) + 100,
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=8, vocab_size=256, max_position_embeddings=max(contexts) + 100,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     token = torch.zeros(1, 1, dtype=torch.long)
 
     def steps(n: int, policy: Progressive | None) -> list[float]:
         cache = DynamicCache(config=model.config)
-        for layer in range(2):
-            cache.update(torch.randn(1, HEADS, n, D_HEAD), torch.randn(1, HEADS, n, D_HEAD), layer)
+        for number in range(2):
+            cache.update(torch.randn(1, 8, n, D_HEAD), torch.randn(1, 8, n, D_HEAD), number)
         with nullcontext() if policy is None else policy.on(model), torch.no_grad():
             model(input_ids=token.expand(1, 20), past_key_values=cache, use_cache=True)
             return [
@@ -125,26 +251,84 @@ def decoding(contexts: list[int], rounds: int, console: Console) -> list[dict[st
             "between_selections_ms": median(median(a) for a in part),
             "mean_ms": median(sum(a) / len(a) for a in part), "times_faster": median(ratios), "pairs": ratios,
         })  # fmt: skip
-        console.print(f"context {n}: {rows[-1]['times_faster']:.2f} times faster over all steps")
+        _console.print(f"context {n}: {rows[-1]['times_faster']:.2f} times faster over all steps")
     return rows
+
+
+def draw(result: dict[str, Any]) -> Any:
+    """Four panels: layers by share of cells, for single columns and offsets; whole model by length; its stages."""
+    from plotly.subplots import make_subplots
+
+    from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+
+    purple = "#cc79a7"
+    titles = ("single columns", "single offsets", "whole prompt, 2 layers", "stages at alpha 0.995, share of the pass")
+    fig = make_subplots(1, 4, subplot_titles=titles, horizontal_spacing=0.06)
+    colours = dict(zip(LENGTHS, (GREY, BLUE, GREEN, ORANGE, RED), strict=True))
+    for column, kind in ((1, "vertical"), (2, "slash")):
+        for n in sorted({row["n"] for row in result["layer"]}):
+            some = [row for row in result["layer"] if (row["n"], row["kind"], row["how"]) == (n, kind, "compiled")]
+            fig.add_scatter(
+                x=[row["cells"] for row in some], y=[row["times_faster"] for row in some], name=f"n = {n:,}",
+                mode="lines+markers", line_color=colours.get(n), showlegend=column == 1, row=1, col=column,
+            )  # fmt: skip
+        fig.update_xaxes(type="log", title="cells on lines", tickformat=".0%", tickvals=DENSITIES, row=1, col=column)
+        fig.update_yaxes(type="log", range=[-0.3, 1.8], tickvals=[0.5, 1, 3, 10, 30], row=1, col=column)
+        fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=column)  # pyright: ignore
+    fig.update_yaxes(title="times faster than dense attention", row=1, col=1)
+    arms = (
+        ("lines", 0.955, BLUE, "lines, alpha 0.955"), ("lines", 0.995, GREEN, "lines, alpha 0.995"),
+        ("half", 0.955, ORANGE, "one layer of two on lines"), ("flat", 0.955, RED, "flat attention, all dense"),
+    )  # fmt: skip
+    for model, alpha, colour, title in arms:
+        some = [row for row in result["model"] if (row["model"], row["alpha"]) == (model, alpha)]
+        fig.add_scatter(
+            x=[row["n"] for row in some], y=[row["times_faster"] for row in some], mode="lines+markers",
+            name=title, line={"color": colour, "dash": "dash"}, row=1, col=3,
+        )  # fmt: skip
+    fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=3)  # pyright: ignore
+    fig.update_xaxes(type="log", tickvals=LENGTHS, ticktext=[f"{n // 1024}k" for n in LENGTHS], row=1, col=3)
+    fig.update_yaxes(title="times faster than the model alone", rangemode="tozero", row=1, col=3)
+    rows = [row for row in result["model"] if (row["model"], row["alpha"]) == ("lines", 0.995)]
+    names = ("sample", "line sums", "greedy search", "planning", "sparse attention", "rest of the model")
+    for name, colour in zip(names, (BLUE, purple, ORANGE, RED, GREEN, "#d0d0d0"), strict=True):
+        fig.add_bar(
+            x=[f"{row['n'] // 1024}k" for row in rows],
+            y=[row["seconds"].get(name, 0.0) / sum(row["seconds"].values()) for row in rows],
+            name=name, marker_color=colour, row=1, col=4,
+        )  # fmt: skip
+    fig.update_yaxes(tickformat=".0%", row=1, col=4)
+    fig.update_layout(
+        template="plotly_white", barmode="stack", width=1700, height=520, font={"size": 13},
+        title={"text": "LoopServe's prompts on one core, float32", "x": 0.01, "xanchor": "left"},
+    )  # fmt: skip
+    return fig
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--flex", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("figures/bench_loopserve.json"))
     args = parser.parse_args()
     torch.set_num_threads(1)
-    console, started = Console(stderr=True), time.perf_counter()
-    result = {
-        "prefill": prefill(args.lengths, args.rounds, console),
-        "decoding": decoding(args.contexts, args.rounds, console),
-    }
-    settings = {"lengths": args.lengths, "contexts": args.contexts, "rounds": args.rounds, "threads": 1}
+    started = time.perf_counter()
+    result: dict[str, Any] = {part: [] for part in PARTS}
+    for part in args.parts:
+        if part == "layer":
+            result[part] = layer(args.lengths, args.rounds, args.flex)
+        elif part == "decoding":
+            result[part] = decoding(args.contexts, args.rounds)
+        else:
+            result[part] = {"selection": selection, "model": whole_model}[part](args.lengths, args.rounds)
+    settings = {k: v for k, v in vars(args).items() if k != "out"} | {"threads": 1}
     write_atomic(args.out, record("bench-loopserve", result, settings, started=started))
+    if {"layer", "model"} <= set(args.parts):
+        write_atomic(args.out.with_suffix(".png"), draw(result).to_image(format="png", scale=2))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ _HOME = {  # public name -> where it lives
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "LoopGuard": "sinkscope.kv.loopguard.guard",
     "LoopServe": "sinkscope.kv.loopserve.serve",
+    "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.generate",
     "report": "sinkscope.report.build",
     "Result": "sinkscope.results",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from sinkscope.interventions.sink_detector import SinkDetector as SinkDetector
     from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
     from sinkscope.kv.loopguard.guard import LoopGuard as LoopGuard
+    from sinkscope.kv.loopserve.conversation import Conversation as Conversation
     from sinkscope.kv.loopserve.serve import LoopServe as LoopServe
     from sinkscope.models.load import load as load
     from sinkscope.models.names import models as models

@@ -45,6 +45,8 @@ _HOME = {  # kinds of sinkscope itself: imported when a file asks for one
     "loopbench": "sinkscope.bench.loopbench.tables",
     "loopbench-show": "sinkscope.bench.loopbench.show",
     "dialogues": "sinkscope.bench.dialogues.tables",
+    "dialogues-fidelity": "sinkscope.bench.dialogues.fidelity_table",
+    "dialogues-positions": "sinkscope.bench.dialogues.positions",
     "rotary": "sinkscope.attention.rotary",
     "loops": "sinkscope.loops.checker",
     "line-weights": "sinkscope.attention.lines",

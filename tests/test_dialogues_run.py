@@ -20,6 +20,7 @@ import torch
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
+from sinkscope.bench.dialogues.asking import cells_of
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
@@ -27,8 +28,11 @@ from sinkscope.bench.dialogues.tables import Answered, Dialogues, tabulate_dialo
 from sinkscope.bench.loopbench.store import Folder, read_folder, read_run
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
 from sinkscope.kv.loopserve.decode import tokens_read
+from sinkscope.kv.loopserve.prefill import _said
+from sinkscope.kv.loopserve.sparse import Sparsity
 from sinkscope.results import Result
 
 SOME = recall_dialogues(3, turns=2, total=160)
@@ -106,6 +110,47 @@ def test_batches_change_nothing(tmp_path: Path) -> None:
     assert _records(tmp_path / "1") == _records(tmp_path / "4")
 
 
+def test_cells_are_those_of_the_shape(tmp_path: Path) -> None:
+    """A-shape and Tri-shape counted cell by cell; MInference fills its share, and one line more would exceed it."""
+    methods = ["full", "a-shape:first=3:local=9", "tri-shape:first=3:local=9:dense_rows=7", "minference:budget=0.3",
+               "loopserve-p:alpha=0.5:shortest=0:dense_above=inf", "loopserve:alpha=0.9"]  # fmt: skip
+    hf, tokenizer = tiny_model("llama", num_hidden_layers=2)
+    run_dialogues(hf, SOME[:2], methods, out=tmp_path / "r", positions=["end"], batch_size=3, budget=64,
+                  tokenizer=tokenizer, max_new_tokens=3)  # fmt: skip
+    found = {(r.method, r.prompt): r for r in _records(tmp_path / "r")}
+    for (method, name), record in found.items():
+        n = record.prompt_tokens
+        seen = [sum(key < 3 or query - key < 9 for key in range(query + 1)) for query in range(n)]
+        if method == "full":
+            assert record.cells is None
+        elif "shape" in method:
+            cells = [query + 1 if "tri" in method and query >= n - 7 else seen[query] for query in range(n)]
+            assert record.cells == pytest.approx(sum(cells) / (n * (n + 1) / 2), abs=1e-4)
+        elif method.startswith("minference"):
+            assert record.cells is not None and 0.28 < record.cells <= 0.3
+        elif "inf" in method:
+            assert record.cells is not None and record.cells < 0.7
+        else:
+            assert record.cells == 1.0  # shorter than what it makes sparse
+        if not method.startswith("loopserve:") and record.read is not None:
+            steps = len(record.tokens) - 1
+            assert record.read == pytest.approx(n + (steps + 1) / 2), name
+    made = tabulate_dialogues([tmp_path / "r"])
+    shapes = _group(made, "a-shape:first=3:local=9", "all")
+    assert shapes.cells == fmean(r.cells or 0 for r in found.values() if r.method.startswith("a-shape"))
+    assert shapes.budget == 1.0 and _group(made, "minference", "all").budget == 0.3
+
+
+def test_heads_and_layers_that_were_dense_count_as_all_their_cells() -> None:
+    some = _said(Sparsity((0.2, 0.4), (0.5, 1.0), (False, True)))
+    assert some["attended"] == pytest.approx(0.6)
+    events = [
+        Event(row, 0, 9, layer, None, "prefill", data)
+        for row, layer, data in ((0, 0, some), (0, 1, {"dense": "sliding window"}), (1, 0, {"dense": "soft cap"}))
+    ]
+    assert [cells_of(events, row) for row in range(3)] == [pytest.approx(0.8), 1.0, None]
+
+
 def test_killed_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
 
@@ -156,7 +201,15 @@ def test_other_settings_and_a_second_writer_are_refused(tmp_path: Path) -> None:
 
 
 def _said(dialogue: str, turn: int, text: str, **changes: Any) -> Said:
-    given = {"method": "full", "position": "end", "tokens": (1, 2, 3), "read": 9.0, "prompt_tokens": 10, **changes}
+    given = {
+        "method": "full",
+        "position": "end",
+        "tokens": (1, 2, 3),
+        "read": 9.0,
+        "cells": None,
+        "prompt_tokens": 10,
+        **changes,
+    }
     return Said(model="f00", prompt=f"{dialogue} {given['position']} {turn}", dialogue=dialogue, turn=turn, text=text,
                 ended="eos", seconds=1.0, **given)  # fmt: skip
 
@@ -166,7 +219,8 @@ def _folder(path: Path, records: Sequence[Said], **changes: Any) -> Path:
     turns = [{"prompts": prompts, "answers": [answer], "depends": [], "answerable": known} for answer, known in
              (("the blue whale", True), ("yes", False))]  # fmt: skip
     dialogues = [{"id": f"q-{i}", "task": "qasper", "turns": turns, "classes": []} for i in range(2)]
-    with Folder(path, {"command": "dialogues", "model": MODEL, "budget": 64, **changes}, dialogues, Said) as store:
+    settings = {"command": "dialogues", "model": MODEL, "budget": 64, "history": "gold", **changes}
+    with Folder(path, settings, dialogues, Said) as store:
         store.append(records)
     return path
 
@@ -224,7 +278,7 @@ def test_figure_has_the_numbers_and_html_is_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--methods", "h20"], "method 'h20' is unknown: expected some of full, streaming"),
+        (["--methods", "h20"], "method 'h20' is unknown: did you mean 'h2o'? expected some of full, streaming"),
         (["--methods", ","], "no method is given"),
         (["--positions", "start"], "position 'start' is unknown: expected some of begin, middle, end"),
         (["--budget", "0"], "--budget 0: expected a whole number"),
@@ -232,6 +286,10 @@ def test_figure_has_the_numbers_and_html_is_escaped(tmp_path: Path) -> None:
         (["--budget", "48", "--methods", "snapkv"], "SnapKV: budget=48 is below"),
         (["--max-new-tokens", "40000"], "dialogue 'recall-0', turn 1, question at begin"),
         (["--chat"], "the tokenizer of recall has no chat template"),
+        (["--methods", "tova:budget=0.001"], "TOVA: budget=0.001 of a prompt of"),
+        (["--settings", "paper", "--budget", "64"], "--settings paper has budgets of its own"),
+        (["--settings", "equal", "--budget", "64"], "a share of 64: expected a share of the context"),
+        (["--settings", "equal"], "SnapKV: budget=0.125 of a prompt of"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -35,3 +36,10 @@ def test_gallery_is_made_of_what_lies_beside_the_pictures(tmp_path: Path) -> Non
     text = gallery.gallery(tmp_path)
     assert re.search(r"## sinks-a\n\n[A-Z][^\n]{20,}\.\n\n`sinkscope find-sinks --top-k 3`\n\n!", text)
     assert re.findall(r"!\[.*", text) == ["![sinks-a](../figures/sinks_a.png)"]
+
+
+def test_every_measurement_says_how_it_was_made() -> None:
+    for file in sorted((Path(__file__).parents[1] / "figures").glob("*.json")):
+        made = json.loads(file.read_text(encoding="utf-8"))["provenance"]
+        assert (made.get("argv") or made["command"]) and isinstance(made["seed"], int), file.name
+        assert {"python"} < set(made["versions"]), file.name

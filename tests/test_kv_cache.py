@@ -120,7 +120,6 @@ class Slow:
                 assert torch.equal(layer.values[b, h, there, 0], -layer.keys[b, h, there, 0])
                 lost.append(layer.slots - len(head))
         holes = torch.tensor(lost).view(-1, HEADS).float().mean(1)
-        layer._holes = None if layer.recount else layer._holes
         assert torch.equal(layer.holes(), holes)
         if layer.edited and not layer.ragged and layer.hidden is None:
             assert not any(lost)  # what lets a call go without a mask

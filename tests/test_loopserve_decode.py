@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve.decode import Progressive, tokens_read
 from sinkscope.kv.loopserve.working import work_on
+from sinkscope.kv.usage import Meter
 from sinkscope.models.target import Target
 
 IDS, MASK = prompts([30, 21], 14)
@@ -177,6 +179,59 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
     assert worked.extra("seen").shape == plain.extra("seen").shape
     if change != "crop":
         assert torch.equal(worked.extra("seen")[..., 10:], plain.extra("seen")[..., 10:])
+
+
+def test_usage_counts_the_whole_and_the_copy_beside_it() -> None:
+    """By hand: a batch with padding, so that the whole has holes and the copy does not have as many."""
+    model = model_of("llama")
+    ids, mask = prompts([20, 13], 6)
+    layers, size = model.config.num_hidden_layers, 2 * 2 * 8 * 4  # keys and values, kv heads, width, bytes
+    for gather in (True, False):
+        with Progressive(budget=8, every=4, after=1, gather=gather).on(model) as run:
+            decode(model, ids, mask, 20)
+        (usage,) = run.usage
+        assert usage.calls == 7
+        # 20 columns, then one by one to 26; 7 of the second row are padding.
+        torch.testing.assert_close(torch.tensor(usage.mean_tokens), torch.tensor([23.0, 16.0]))
+        assert usage.peak_tokens == [26.0, 19.0]
+        assert usage.logical_bytes == layers * size * (26 + 19)
+        # Selected at 21 and at 25: 21 + the copy of 8 and 4 new ones; then 25 + 8 and 1 new one.
+        assert usage.physical_bytes == layers * size * 2 * (25 + 9 if gather else 26)
+
+
+def test_usage_is_the_same_whoever_counts_before() -> None:
+    """Holes are counted by others too, between an edit and the meter's look; some layers have none."""
+    generator = torch.Generator().manual_seed(0)
+    layers, meter = [CacheLayer(), CacheLayer()], Meter()
+    counts: list[Tensor] = []
+
+    def note() -> None:
+        counts.append(sum((layer.slots - layer.holes()) / 2 for layer in layers))  # type: ignore
+        meter.note(layers)
+        want = [sum(int((layer.pos[row] >= 0).sum()) for layer in layers) / 4 for row in range(2)]
+        assert counts[-1].tolist() == want
+
+    for step in (10, 1, 1):
+        for layer in layers:
+            layer.fill(torch.zeros(2, 2, step, 4), torch.zeros(2, 2, step, 4), torch.arange(12).expand(2, -1))
+        note()
+    layers[0].evict(torch.arange(12).expand(2, 2, 12) >= 4)
+    layers[1].evict(torch.rand(2, 2, 12, generator=generator) < 0.5)
+    note()
+    layers[1].evict(torch.rand(2, 2, layers[1].slots, generator=generator) < 0.5)
+    note()
+    usage = meter.usage()
+    torch.testing.assert_close(torch.tensor(usage.mean_tokens), torch.stack(counts).mean(0))
+    assert usage.peak_tokens == [12.0, 12.0] and usage.logical_bytes == 2 * 2 * 2 * 12 * 4 * 4 * 2
+
+
+def test_a_copied_cache_is_put_together_apart_from_the_first() -> None:
+    worked = CacheLayer()
+    worked.fill(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), torch.arange(6)[None])
+    work_on(worked, torch.arange(6).expand(1, 2, 6) >= 4)
+    other = copy.deepcopy(worked)
+    other.settle()
+    assert other.slots == 6 and worked.slots == 2
 
 
 def test_a_loop_guard_cuts_the_whole_cache() -> None:

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.loopserve.lines import HeadLines, recovered
-from sinkscope.kv.loopserve.select import check_selection, minference_lines, sample_queries, select_lines, slash_lines
+from sinkscope.kv.loopserve.select import (
+    _least_share,
+    check_selection,
+    minference_lines,
+    sample_queries,
+    select_lines,
+    slash_lines,
+)
 
 VARIANTS: Any = ("exact", "faithful")
 
@@ -202,7 +209,7 @@ def test_online_choice_beats_a_fixed_one_on_attention_that_moves() -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [((0.0, 48, "exact"), "alpha=0.0"), ((1.5, 48, "exact"), "alpha=1.5"), ((0.9, 0, "exact"), "sample=0"),
-     ((0.9, 48, "best"), "variant='best'")],
+     ((0.9, 48, "best"), "variant='best'"), ((0.9, 48, "exact", 49), "recent=49"), ((0.9, 48, "exact", -1), "recent=-1")],
 )  # fmt: skip
 def test_settings_that_make_no_sense(values: Any, word: str) -> None:
     with pytest.raises(SinkscopeError, match=word):
@@ -212,3 +219,19 @@ def test_settings_that_make_no_sense(values: Any, word: str) -> None:
         select_lines(query, key, 0.0)
     with pytest.raises(SinkscopeError, match="vertical=0"):
         minference_lines(query, key, 0)
+
+
+@pytest.mark.parametrize("sharp", [0.0, 0.5, 2.0])
+def test_flat_attention_is_known_before_lines_are_chosen(sharp: float) -> None:
+    """No set of cells of the sample does with fewer than the bound says, and for flat attention it says nearly all."""
+    query, key = tensors(4, 120, 120, 4, sharp)
+    probs, at = probs_of(query, key), torch.arange(120)
+    for alpha in (0.3, 0.9):
+        bound = _least_share(probs, at, alpha)
+        for head in range(4):
+            falling = probs[head].flatten().sort(descending=True).values.double().cumsum(0)
+            needed = int((falling < alpha * 120).sum()) + 1  # the heaviest cells, wherever they are
+            assert 0 < float(bound[head]) <= needed / (120 * 121 / 2) + 1e-6
+    if not sharp:
+        assert (_least_share(probs, at, 0.955) > 0.85).all()
+        assert (select_lines(query, key, 0.955, dense_above=0.75).density() == 1).all()

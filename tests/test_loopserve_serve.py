@@ -183,7 +183,7 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family: str, wh
 @pytest.mark.parametrize(
     ("settings", "words"),
     [({"alpha": 0.0}, "alpha=0.0"), ({"alpha": 1.2}, "alpha=1.2"), ({"budget": 0}, "budget=0"),
-     ({"interval": 0}, "every=0"), ({"first": -1}, "after=-1"), ({"sample": 0}, "sample=0"),
+     ({"interval": 0}, "interval=0"), ({"first": -1}, "first=-1"), ({"sample": 0}, "sample=0"),
      ({"prefill": False, "decode": False}, "nothing would be done"), ({"shortest": -1}, "shortest=-1")],
 )  # fmt: skip
 def test_settings_that_make_no_sense(settings: Any, words: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.kv.loopserve import blocks as blocks_module
+from sinkscope.kv.loopserve import lone as lone_module
 from sinkscope.kv.loopserve import sparse
 from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.kv.loopserve.lone import Lone, lone
 from sinkscope.kv.loopserve.select import select_lines
 from sinkscope.kv.loopserve.sparse import sparse_attention
+
+LONE, SLOW = lone(16, 12, torch.device("cpu")), lone(16, 12, torch.device("meta"))
 
 
 def inputs(heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,86 +58,110 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
     queries=st.integers(1, 70), past=st.integers(0, 50), vertical=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
     slash=st.sampled_from([0.0, 0.03, 0.3, 1.0]), blocks=st.sampled_from([(4,), (7,), (16, 32), (128,)]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), seed=st.integers(0, 999),
-    lone=st.sampled_from([0, 2, 99]),
+    by=st.sampled_from([LONE, SLOW, replace(LONE, cost=0.0), replace(SLOW, cost=99.0)]),
 )  # fmt: skip
 def test_equal_to_dense_attention_under_the_same_mask(
-    queries: int, past: int, vertical: float, slash: float, blocks: Any, dtype: Any, seed: int, lone: int
+    queries: int, past: int, vertical: float, slash: float, blocks: Any, dtype: Any, seed: int, by: Lone
 ) -> None:
     query, key, value = (t.to(dtype) for t in inputs(4, 2, queries, queries + past, seed))
     lines = drawn(4, queries + past, queries, vertical, slash, seed)
-    before, sparse.BLOCKS, sparse.LONE = (sparse.BLOCKS, sparse.LONE), blocks, lone
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks_module, "BLOCKS", blocks)
+        patch.setattr(sparse, "lone", lambda *_: by)
         out, what = sparse_attention(query, key, value, lines, dense_above=1e9)
-    finally:
-        sparse.BLOCKS, sparse.LONE = before
     atol = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=atol, rtol=0)
     assert out.dtype == dtype
     assert what.dense == (False,) * 4
     torch.testing.assert_close(torch.tensor(what.cells), lines.density())
-    if lone:
+    if by.cost >= 1:
         assert all(done >= cells - 1e-6 for done, cells in zip(what.computed, what.cells, strict=True))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(600, 600), (300, 700)])
-def test_equal_over_several_blocks_of_the_usual_size(queries: int, keys: int) -> None:
+@pytest.mark.parametrize("by", [LONE, SLOW])
+def test_equal_over_several_blocks_of_the_usual_size(
+    queries: int, keys: int, by: Lone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     query, key, value = inputs(2, 1, queries, keys)
     lines = drawn(2, keys, queries, 0.02, 0.0)
-    lines.slash[:, :9] = lines.slash[:, 100] = lines.slash[1, 400:420] = True
+    lines.slash[:, :9] = lines.slash[:, 100] = lines.slash[1, 200:420] = True
     lines.slash[0, 170::80] = True  # lone lines, across the vertical ones
-    assert sparse.plan_of(lines, 0).lone
-    out, what = sparse_attention(query, key, value, lines)
+    monkeypatch.setattr(sparse, "lone", lambda *_: by)
+    monkeypatch.setattr(blocks_module, "BLOCKS", (64,))
+    plans = [blocks_module.plan_of(lines, head, by.cost) for head in range(2)]
+    assert set(range(170, 500, 80)) <= set(plans[0].lone) and plans[1].bands[0] == (200, 419)
+    out, what = sparse_attention(query, key, value, lines, dense_above=2.0)
     assert not any(what.dense)
     torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
-    assert max(what.computed) < 0.6
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(40, 40), (20, 60)])
 def test_dense_where_that_is_faster(queries: int, keys: int) -> None:
-    """Scattered offsets would be computed nearly all: those heads are dense, the other stays sparse."""
+    """Nearly all cells of one head are on lines: it is dense, the other stays sparse."""
     query, key, value = inputs(2, 1, queries, keys)
     lines = drawn(2, keys, queries, 0.0, 0.0)
     lines.slash[1] = True
-    before, sparse.BLOCKS, part, sparse._PART = sparse.BLOCKS, (4,), sparse._PART, 0
-    try:
-        out, what = sparse_attention(query, key, value, lines)
-    finally:
-        sparse.BLOCKS, sparse._PART = before, part
+    out, what = sparse_attention(query, key, value, lines)
     assert what.dense == (False, True) and what.computed[1] == 1.0
     torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
-    lines.slash[1, 1::2] = False  # half of the cells are on lines, and all are computed
-    out, what = sparse_attention(query, key, value, lines, dense_above=0.3)
+    lines.slash[1, 1::2] = False  # half of the cells are on lines
+    out, what = sparse_attention(query, key, value, lines, dense_above=0.02)
     assert what.dense == (True, True)
     everything = drawn(2, keys, queries, 1.0, 0.0)
     torch.testing.assert_close(out.double(), masked(query, key, value, everything), atol=1e-5, rtol=0)
 
 
-def test_only_the_parts_that_are_needed_are_computed() -> None:
-    """Cells computed, counted in the matrix products themselves, are what is reported (less overheads)."""
+def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells computed, counted where the products are made, are what is reported."""
     query, key, value = inputs(1, 1, 512, 1024)
     lines = drawn(1, 1024, 512, 0.03, 0.0)
-    lines.slash[0, :5] = lines.slash[0, 300] = True
-    counted, real = [0], torch.mm
+    lines.slash[0, :300] = lines.slash[0, 400] = lines.slash[0, 1000] = True
+    counted, alone, real = [0], [0], torch.mm
 
     def mm(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         counted[0] += a.shape[0] * b.shape[1]
         return real(a, b, out=out)
 
-    torch.mm = mm  # pyright: ignore
-    try:
-        _, what = sparse_attention(query, key, value, lines)
-    finally:
-        torch.mm = real
+    def scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+        LONE.scores(query, key, opened, offsets, start, out)
+        alone[0] += sum(min(len(query), start + len(query) - offset) for offset in offsets.tolist())
+
+    monkeypatch.setattr(sparse, "lone", lambda *_: replace(LONE, scores=scores))
+    monkeypatch.setattr(blocks_module, "BLOCKS", (64,))
+    monkeypatch.setattr(torch, "mm", mm)
+    _, what = sparse_attention(query, key, value, lines)
     every = int(lines.lengths().sum())
-    plan = sparse.plan_of(lines, 0)
-    overhead = sum(
-        min(plan.block, 1024 - s) * sparse._PART * len(plan.parts(s, min(1024, s + plan.block)))
-        for s in range(512, 1024, plan.block)
-    )
-    overhead += sparse.LONE * 512  # line 300 lies apart
-    assert counted[0] + overhead == round(what.computed[0] * every)
-    assert counted[0] < 0.35 * every
-    assert counted[0] + 512 >= int(lines.cells()[0])
+    assert alone[0] == 512 + 24  # rows that reach back 400 and 1,000
+    assert counted[0] + LONE.cost * alone[0] == pytest.approx(what.computed[0] * every)
+    assert int(lines.cells()[0]) <= counted[0] + alone[0] < 0.7 * every
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    offsets=st.sets(st.integers(1, 40), max_size=8), block=st.sampled_from([1, 4, 9]),
+    cost=st.sampled_from([0.5, 1.5, 6.0, 50.0]),
+)  # fmt: skip
+def test_bands_are_the_cheapest_there_are(offsets: set[int], block: int, cost: float) -> None:
+    """Against all ways to split the offsets into bands and lone ones."""
+    ordered = [0, *sorted(offsets)]
+    opening = block + blocks_module._PART / block
+
+    def price(bands: list[tuple[int, int]], single: list[int]) -> float:
+        return sum(opening + high - low for low, high in bands) + cost * len(single)
+
+    def best(rest: list[int]) -> float:
+        if not rest:
+            return 0.0
+        together = min(opening + rest[i] - rest[0] + best(rest[i + 1 :]) for i in range(len(rest)))
+        return min(cost + best(rest[1:]), together)
+
+    bands, single = blocks_module.bands_of(ordered, block, cost)
+    assert price(bands, single) == pytest.approx(best(ordered))
+    assert sorted([*single, *(o for o in ordered if any(low <= o <= high for low, high in bands))]) == ordered
+    assert bands == sorted(bands, reverse=True) and single == sorted(single)
+    for (low, _), (_, high) in pairwise(bands):
+        assert low - high > block
 
 
 def test_with_lines_that_were_selected() -> None:
@@ -154,3 +186,63 @@ def test_lines_that_do_not_fit() -> None:
     lines.slash[1, 0] = False
     with pytest.raises(SinkscopeError, match="main diagonal"):
         sparse_attention(query, key, value, lines)
+
+
+def test_heads_in_threads_are_the_same_and_leave_no_trace() -> None:
+    query, key, value = inputs(4, 2, 300, 300)
+    lines = drawn(4, 300, 300, 0.02, 0.03)
+    one, _ = sparse_attention(query, key, value, lines)
+    torch.set_num_threads(3)
+    try:
+        with torch.inference_mode():
+            three, what = sparse_attention(query, key, value, lines)
+        threads = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(1)
+    assert threads == 3 and not any(what.dense)
+    torch.testing.assert_close(three.clone(), one, atol=1e-6, rtol=0)
+
+
+def test_without_a_compiler_it_says_so_once_and_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    query, key, value = inputs(2, 1, 300, 300)
+    lines = drawn(2, 300, 300, 0.0, 0.03)
+    with_one, _ = sparse_attention(query, key, value, lines, dense_above=99.0)
+    bad = tmp_path / "cc"
+    bad.write_text("#!/bin/sh\necho 'no such thing' >&2\nexit 1\n")
+    bad.chmod(0o755)
+    for path, command, words in (("", None, "no C compiler"), (str(tmp_path), "cc", "cc failed: no such thing")):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.setenv("CC", command) if command else monkeypatch.delenv("CC", raising=False)
+        lone_module._library.cache_clear()
+        with pytest.warns(UserWarning, match=words) as said:
+            out, what = sparse_attention(query, key, value, lines, dense_above=99.0)
+            sparse_attention(query, key, value, lines, dense_above=99.0)
+        assert len(said) == 1 and "\n" not in str(said[0].message)
+        torch.testing.assert_close(out, with_one, atol=1e-5, rtol=0)
+        assert min(what.computed) > 0.2 and what.kernel == "blocks, lone lines not compiled"
+    lone_module._library.cache_clear()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    widths=st.sampled_from([(1, 3), (16, 12), (70, 33)]), start=st.integers(0, 30), rows=st.integers(1, 40),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_compiled_lone_lines_are_those_of_pytorch(widths: tuple[int, int], start: int, rows: int, seed: int) -> None:
+    fast, keys, generator = lone(*widths, torch.device("cpu")), start + rows, torch.Generator().manual_seed(seed)
+    assert fast.compiled and not SLOW.compiled
+    query, key, value = (
+        torch.randn(n, width, generator=generator)
+        for n, width in ((rows, widths[0]), (keys, widths[0]), (keys, widths[1]))
+    )
+    offsets = torch.randperm(keys, generator=generator)[: 1 + keys // 2].sort().values
+    some = torch.rand(keys, generator=generator) < 0.8
+    scores, probs, out = [], torch.rand(rows, len(offsets) + 3, generator=generator), []
+    for by in (fast, SLOW):
+        scores.append(torch.zeros(rows, len(offsets) + 3))
+        by.scores(query, key, some, offsets, start, scores[-1])
+        out.append(torch.ones(rows, widths[1]))
+        by.sums(probs, value, offsets, start, out[-1])
+    torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)
+    assert (scores[0][:, len(offsets) :] == 0).all()  # not theirs

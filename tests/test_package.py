@@ -151,7 +151,7 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
         for folder in ("models/bundled", "models/recall", "text", "bench/loopbench/data")
         for file in (ROOT / "sinkscope" / folder).iterdir()
         if file.is_file()
-    } | {"sinkscope/py.typed"}
+    } | {"sinkscope/py.typed", "sinkscope/bench/dialogues/questions.jsonl"}
     assert data <= set(zipfile.ZipFile(wheel).namelist())
     assert data <= {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
 

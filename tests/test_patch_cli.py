@@ -48,6 +48,24 @@ def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["kind"], found["result"]["neurons"]) == ("patch-eval", [list(n) for n in o.truth.neurons])
 
 
+def test_a_patch_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of another name it is told, of another shape refused, before anything is measured."""
+    o = organism("llama", 2)
+    o.save("model")
+    _text(o, here)
+    size = {"family": "llama", "n_layers": o.model.config.num_hidden_layers}
+    SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size}).save("p.json")
+    words = "patch eval --model model --text text.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
+    assert main(words) == 0
+    assert _said(capsys)[1] == "p.json was made for bundled, not for model\n"
+    Path("out.json").unlink()
+    SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size, "n_layers": 99}).save("p.json")
+    assert main(words) == 2
+    out, err = _said(capsys)
+    assert (out, err.count("\n"), Path("out.json").exists()) == ("", 1, False)
+    assert "was made for bundled, whose n_layers is 99, and that of model is" in err
+
+
 def test_refusal_is_an_error_and_no_sink_is_not(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

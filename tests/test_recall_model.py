@@ -160,7 +160,7 @@ def test_script_makes_the_weights_of_the_package() -> None:
 def test_python_of_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (Path(__file__).parents[1] / f"docs/{page}.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    source = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
     exec(compile(source, page, "exec"), {})
 
 

@@ -175,6 +175,9 @@ def line_overlap(
     if len(rows) < 2:
         raise SinkscopeError("one text cannot be compared with another: expected two or more")
     asked = [] if texts is not None or not max_new_tokens else questions(made, data, count, length, max_new_tokens)
+    shortest = min((len(question.placed("end")) for question in asked), default=window)
+    if window > shortest:
+        raise SinkscopeError(f"--window {window}: expected at most {shortest}, the tokens of the shortest prompt")
     generator = torch.Generator().manual_seed(seed)
     chosen: dict[int, list[_Chosen]] = {layer: [] for layer in wanted}
     done = 0

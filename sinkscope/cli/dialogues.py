@@ -29,27 +29,32 @@ class FormName(StrEnum):
 
 @group.command("build")
 def build_command(
-    task: Annotated[str, typer.Option(help="A task of LongBench, such as qasper, or recall (no source needed).")],
+    task: Annotated[str, typer.Option(help="A task of LongBench (qasper), of SCBench (scbench_kv), or recall.")],
     out: Annotated[str, typer.Option(metavar="FILE", help="Where the dialogues are written, as JSON lines.")],
     source: Annotated[
-        str | None, typer.Option(metavar="PATH|hub", help="LongBench's .jsonl file, its folder or data.zip, or hub.")
+        str | None, typer.Option(metavar="PATH|hub", help="The task's file, its folder, LongBench's data.zip, or hub.")
     ] = None,
     form: Annotated[FormName, typer.Option(help="The algorithms as printed, or repaired.")] = FormName.repaired,
-    turns: Annotated[int | None, typer.Option(min=1, show_default="the paper's: 2 or 3; recall 3")] = None,
+    turns: Annotated[int | None, typer.Option(min=1, show_default="the paper's: 2 or 3; recall 3; scbench all")] = None,
     count: Annotated[
-        int | None, typer.Option(min=1, help="Dialogues.", show_default="the paper's: 500 or 199; recall 100")
+        int | None,
+        typer.Option(min=1, help="Dialogues.", show_default="the paper's: 500, 199; recall 100; scbench all"),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Count tokens with the tokenizer of this model.")] = None,
     revision: Revision = None,
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Count tokens with this tokenizer, instead of --model.")
     ] = None,
-    total_tokens: Annotated[int, typer.Option(min=1, help="recall: tokens of all turns, of unequal lengths.")] = 768,
-    hops: Annotated[int, typer.Option(min=1, help="recall: facts that an answer runs through.")] = 2,
+    total_tokens: Annotated[
+        int | None, typer.Option(min=1, help="recall: tokens of all turns, of unequal lengths.", show_default="768")
+    ] = None,
+    hops: Annotated[
+        int | None, typer.Option(min=1, help="recall: facts that an answer runs through.", show_default="2")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace --out if it is there.")] = False,
     seed: Seed = 0,
 ) -> None:
-    """Make dialogues from LongBench's files, beside the paper's numbers, or for the recall model."""
+    """Make dialogues from files of LongBench, beside the paper's numbers, or SCBench, or for the recall model."""
     if out == "-":
         raise SinkscopeError("--out -: give the dialogues a file of their own, such as qasper.jsonl")
 
@@ -64,24 +69,37 @@ def build_command(
         if source is not None or model is not None or tokenizer is not None:
             raise SinkscopeError("--source, --model and --tokenizer mean nothing for recall, which is made up")
         wanted, n = turns or 3, count or 100
-        made = recall_dialogues(n, turns=wanted, total=total_tokens, hops=hops, seed=seed)
-        print(f"recall        {n} dialogues of {wanted} turns, {total_tokens} tokens, {hops} hops")
+        total, facts = total_tokens or 768, hops or 2
+        made = recall_dialogues(n, turns=wanted, total=total, hops=facts, seed=seed)
+        print(f"recall        {n} dialogues of {wanted} turns, {total} tokens, {facts} hops")
         note(f"wrote {write_dialogues(made, out).name}")
         return
 
-    from sinkscope.bench.dialogues.build import build
+    from sinkscope.bench.dialogues.build import Built, build
+    from sinkscope.bench.dialogues.scbench import BuiltShared, build_shared
     from sinkscope.bench.dialogues.tasks import task_of
     from sinkscope.bench.loopbench.longbench import read_longbench
     from sinkscope.bench.loopbench.prompts import manifest_path
     from sinkscope.bench.loopbench.tokens import open_tokenizer
     from sinkscope.output import write_atomic
 
-    task_of(task)
+    shared = task.startswith("scbench")
+    if not shared:
+        task_of(task)
+    if total_tokens is not None or hops is not None:
+        raise SinkscopeError(f"--total-tokens and --hops are of recall: leave them out for {task}")
+    if shared and form is not FormName.repaired:
+        raise SinkscopeError(f"--form means nothing for {task}, whose dialogues are there already")
     if source is None:
-        raise SinkscopeError(f"--task {task} is made from LongBench's {task}.jsonl: give --source PATH or hub")
+        whose = "SCBench" if shared else "LongBench"
+        raise SinkscopeError(f"--task {task} is made from {whose}'s {task}.jsonl: give --source PATH or hub")
     counting = open_tokenizer(model, tokenizer, revision)[0] if model is not None or tokenizer is not None else None
-    records = read_longbench(task, source)
-    built = build(task, records, form=form.value, turns=turns, count=count, seed=seed, tokenizer=counting)
+    built: Built | BuiltShared
+    if shared:
+        built = build_shared(task, source, turns=turns, count=count, tokenizer=counting)
+    else:
+        records = read_longbench(task, source)
+        built = build(task, records, form=form.value, turns=turns, count=count, seed=seed, tokenizer=counting)
     file = write_dialogues(built.dialogues, out)
     manifest = write_atomic(manifest_path(out), json.dumps(built.manifest, indent=1, ensure_ascii=False) + "\n")
     print(built.text())

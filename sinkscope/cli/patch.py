@@ -123,7 +123,7 @@ def eval_command(
     from sinkscope.interventions.patch_file import read_patch
     from sinkscope.sinks.evaluate import evaluate_patch
 
-    read_patch(patch)  # before a model is opened
+    made_for = (read_patch(patch)["model"] or {}).get("name")  # before a model is opened
     with Progress() as progress:
         result = evaluate_patch(
             open_model(model, backend, revision=revision, device=device, dtype=dtype),
@@ -143,3 +143,5 @@ def eval_command(
             progress=progress,
         )
     deliver(result, json, html, png)
+    if made_for not in (None, result.model.name):
+        note(f"{patch.name} was made for {made_for}, not for {result.model.name}")

@@ -31,6 +31,8 @@ _DRAWN = (
     "loopbench",
     "loopbench-show",
     "dialogues",
+    "dialogues-fidelity",
+    "dialogues-positions",
     "rotary",
     "loops",
     "line-weights",

@@ -27,8 +27,8 @@ def draw(result: Any) -> go.Figure:
     rows = ("share of sequences above half<br>of BOS's norm, by position", "sequences above it at half of<br>their "
             "positions or more", "sequences above a threshold<br>somewhere, longest")  # fmt: skip
     fig: Any = make_subplots(
-        rows=3, cols=len(contexts), subplot_titles=[names.get(c, c) for c in contexts], horizontal_spacing=0.05,
-        vertical_spacing=0.11, shared_yaxes=True,
+        rows=3, cols=len(contexts), subplot_titles=[names.get(c, html.escape(c)) for c in contexts],
+        horizontal_spacing=0.05, vertical_spacing=0.11, shared_yaxes=True,
     )  # fmt: skip
     for column, context in enumerate(contexts, 1):
         mine = [a for a in result.attacks if a.context == context]

@@ -24,8 +24,8 @@ def draw(result: Any) -> go.Figure:
     everything = "all" if any(d.harmless == "all" for d in rows) else rows[0].harmless
     names = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "behind a chat prefix"}
     fig: Any = make_subplots(
-        rows=2, cols=len(contexts), subplot_titles=[names.get(c, c) for c in contexts], horizontal_spacing=0.05,
-        vertical_spacing=0.14, shared_yaxes=True,
+        rows=2, cols=len(contexts), subplot_titles=[names.get(c, html.escape(c)) for c in contexts],
+        horizontal_spacing=0.05, vertical_spacing=0.14, shared_yaxes=True,
     )  # fmt: skip
     rules = list(dict.fromkeys((d.hits, d.window) for d in rows))
     lowest = 3e-4  # where a rate of zero is drawn on the logarithmic axis
@@ -36,7 +36,7 @@ def draw(result: Any) -> go.Figure:
         for d in mine:
             if d.length == longest and d.harmless == everything and d.roc:
                 color = BLUE if d.attack == "cluster" else GREEN
-                name = f"{d.attack}, {d.hits} of {d.window}"
+                name = f"{html.escape(d.attack)}, {d.hits} of {d.window}"
                 fig.add_scatter(
                     x=rates, y=d.roc, mode="lines+markers", name=name, legendgroup=name,
                     line={"color": color, "dash": _DASHES[rules.index((d.hits, d.window)) % len(_DASHES)]},
@@ -74,13 +74,13 @@ def draw(result: Any) -> go.Figure:
 
 
 def _alarms(fig: Any, mine: list[Any], rules: list[tuple[int, int]], column: int) -> None:
-    longest = max(d.length for d in mine)
+    longest = max((d.length for d in mine), default=0)
     for rule, color in zip(rules, (GREY, BLUE, ORANGE, GREEN), strict=False):
         ours = [d for d in mine if d.length == longest and (d.hits, d.window) == rule and d.harmless != "all"]
         name = f"false alarms, {rule[0]} of {rule[1]}"
         fig.add_bar(
-            x=[d.harmless for d in ours], y=[d.false_alarms.share for d in ours], name=name, legendgroup=name,
-            marker_color=color, showlegend=not any(t.name == name for t in fig.data),
+            x=[html.escape(d.harmless) for d in ours], y=[d.false_alarms.share for d in ours], name=name,
+            legendgroup=name, marker_color=color, showlegend=not any(t.name == name for t in fig.data),
             error_y={
                 "array": [d.false_alarms.high - d.false_alarms.share for d in ours],
                 "arrayminus": [d.false_alarms.share - d.false_alarms.low for d in ours], "thickness": 1, "width": 3,

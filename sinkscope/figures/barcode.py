@@ -81,7 +81,8 @@ def _marks(fig: Any, result: Any, h: Any, row: int, late: int) -> None:
         for step in steps:
             fig.add_hline(
                 step, line={"color": ORANGE, "width": 1}, row=row, col=1,
-                annotation={"text": kind if step == steps[0] else "", "font": {"size": 9, "color": ORANGE}},
+                annotation={"text": html.escape(kind) if step == steps[0] else "",
+                            "font": {"size": 9, "color": ORANGE}},
             )  # fmt: skip
             if step >= h.late.first_step:
                 fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=row, col=late)

@@ -10,28 +10,30 @@ from plotly.subplots import make_subplots
 
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.methods import METHODS
-from sinkscope.bench.dialogues.tables import ALL, label
+from sinkscope.bench.dialogues.tables import ALL, head_of, label, name_of, title
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
 _COLOURS: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
-_DOTS = ("#000000", GREY, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#b8a000", "#00a08a", "#882255")
+_DOTS = (
+    "#000000", GREY, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#b8a000", "#00a08a", "#882255", "#3f6f2a",
+    "#1f4fd8", "#ff7f6b", "#9a6bff", "#5c8a8a",
+)  # fmt: skip
+_SYMBOLS = ("diamond", "circle", "square", "cross", "x", "triangle-up", "star")
 
 
 def draw(result: Any) -> go.Figure:
-    """A row per task and model: bars by method and position with 95 % intervals; score against tokens read."""
-    heads = list(dict.fromkeys((g.task, g.model) for g in result.groups))
+    """A row per task, model, history and cache: bars with 95 % intervals; score against tokens read."""
+    heads = list(dict.fromkeys(map(head_of, result.groups)))
     titles = [
-        title
-        for task, model in heads
-        for title in (f"{html.escape(task)} by {html.escape(model)}: score", "Score over tokens read per step")
+        text for head in heads for text in (f"{html.escape(title(head))}: score", "Score over tokens read per step")
     ]
     fig = make_subplots(
         rows=len(heads), cols=2, subplot_titles=titles, column_widths=[0.62, 0.38], horizontal_spacing=0.08,
         vertical_spacing=0.3 / len(heads),
     )  # fmt: skip
-    methods, shown = list(METHODS), set[str]()
+    dots, shown = _dots([g.method for g in result.groups]), set[str]()
     for row, head in enumerate(heads, 1):
-        mine = [g for g in result.groups if (g.task, g.model) == head]
+        mine = [g for g in result.groups if head_of(g) == head]
         for place in POSITIONS:
             bars = [g for g in mine if g.position == place]
             if bars:
@@ -39,26 +41,41 @@ def draw(result: Any) -> go.Figure:
         for g in mine:
             if g.position == ALL and g.read is not None:
                 fig.add_scatter(
-                    x=[g.read], y=[g.score], mode="markers", name=g.method, legendgroup=g.method,
-                    showlegend=g.method not in shown, text=[label(g)],
-                    marker={"color": _DOTS[methods.index(g.method) % len(_DOTS)], "size": 10, "symbol": "diamond"},
+                    x=[g.read], y=[g.score], mode="markers", name=html.escape(g.method), legendgroup=g.method,
+                    showlegend=g.method not in shown, text=[html.escape(label(g))],
+                    marker=dots[g.method],
                     hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>", row=row, col=2,
                 )  # fmt: skip
                 shown.add(g.method)
         fig.update_yaxes(tickformat=".0%", range=[-0.03, 1.05], row=row)
         fig.update_xaxes(title_text="tokens read per decoding step", row=row, col=2)
+        names = list(dict.fromkeys(html.escape(label(g)) for g in mine))
+        fig.update_xaxes(categoryorder="array", categoryarray=names, row=row, col=1)
     fig.update_layout(
         title={"text": "Dialogues, by position of the question", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1300, height=130 + 380 * len(heads), barmode="group", font={"size": 13},
+        template="plotly_white", width=1300, barmode="group", font={"size": 13},
+        height=max(130 + 380 * len(heads), 200 + 31 * (len(POSITIONS) + len(shown))),
         margin={"l": 70, "r": 20, "t": 90, "b": 90}, legend={"x": 1.01, "y": 1},
     )  # fmt: skip
     return fig
 
 
+def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
+    """A colour for every method, a symbol for every way it is set."""
+    kinds: dict[str, list[str]] = {name: [] for name in METHODS}
+    for method in dict.fromkeys(methods):
+        kinds.setdefault(name_of(method), []).append(method)
+    return {
+        method: {"color": _DOTS[i % len(_DOTS)], "size": 10, "symbol": _SYMBOLS[k % len(_SYMBOLS)]}
+        for i, kind in enumerate(kinds.values())
+        for k, method in enumerate(kind)
+    }
+
+
 def _bars(fig: Any, bars: list[Any], place: str, row: int) -> None:
     fig.add_bar(
-        x=[label(g) for g in bars], y=[g.score for g in bars], name=f"question at {place}", legendgroup=place,
-        showlegend=row == 1, marker_color=_COLOURS[place],
+        x=[html.escape(label(g)) for g in bars], y=[g.score for g in bars], name=f"question at {place}",
+        legendgroup=place, showlegend=row == 1, marker_color=_COLOURS[place],
         error_y={
             "type": "data", "symmetric": False, "thickness": 1, "array": [g.high - g.score for g in bars],
             "arrayminus": [g.score - g.low for g in bars],

@@ -14,7 +14,7 @@ from sinkscope.results import cell
 
 def draw(result: Any) -> go.Figure:
     """What each layer's heads carry, which head marks which first token, and how the heads look at themselves."""
-    found = "no sink" if result.sink_layer is None else result.answer
+    found = "no sink" if result.sink_layer is None else html.escape(result.answer)
     if result.marking_layer is not None:
         found = f"first token marked by heads of layer {result.marking_layer} ({found})"
     marked = result.marking_layer is not None

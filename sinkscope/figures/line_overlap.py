@@ -71,8 +71,9 @@ def _heads(fig: Any, result: Any, field: str, col: int) -> None:
 def _positions(fig: Any, t: Any) -> None:
     for budget, color, values in _by_budget(t, [p.overlap for p in t.positions]):
         fig.add_bar(
-            x=[p.position for p in t.positions], y=values, name=f"{budget:.0%} of the tokens", marker_color=color,
-            hovertemplate="%{x}: %{y:.1%}<extra>" + f"{budget:.0%} of the tokens</extra>", row=2, col=1,
+            x=[html.escape(p.position) for p in t.positions], y=values, name=f"{budget:.0%} of the tokens",
+            marker_color=color, row=2, col=1,
+            hovertemplate="%{x}: %{y:.1%}<extra>" + f"{budget:.0%} of the tokens</extra>",
         )  # fmt: skip
     for _, color, values in _by_budget(t, [t.random]):
         fig.add_hline(values[0], line={"color": color, "dash": "dot", "width": 1}, row=2, col=1)

@@ -27,7 +27,7 @@ def draw(result: Any) -> go.Figure:
     fig = make_subplots(
         rows=len(titles) // 2, cols=2, subplot_titles=titles, vertical_spacing=0.22, horizontal_spacing=0.08
     )
-    methods = list(dict.fromkeys(g.method for g in result.groups))
+    methods = list(dict.fromkeys(g.method for g in (*result.groups, *result.ablation)))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(methods)}
     _rates(fig, result)
     _survival(fig, result, colours)
@@ -55,8 +55,8 @@ def _rates(fig: Any, result: Any) -> None:
     for i, (bench, model) in enumerate(pairs):
         mine = [g for g in result.groups if (g.bench, g.model) == (bench, model)]
         fig.add_bar(
-            x=[g.method for g in mine], y=[g.loop for g in mine], name=_label(bench, model), legendgroup="rates",
-            marker_color=_COLOURS[i % len(_COLOURS)], opacity=0.75,
+            x=[html.escape(g.method) for g in mine], y=[g.loop for g in mine], name=_label(bench, model),
+            legendgroup="rates", marker_color=_COLOURS[i % len(_COLOURS)], opacity=0.75,
             error_y={
                 "type": "data", "symmetric": False, "thickness": 1,
                 "array": [g.loop_high - g.loop for g in mine], "arrayminus": [g.loop - g.loop_low for g in mine],
@@ -116,4 +116,4 @@ def _interventions(fig: Any, g: Any, colour: str, several: bool) -> None:
 
 
 def _label(bench: str, model: str) -> str:
-    return f"{title(bench)}, {html.escape(model)}"
+    return f"{html.escape(title(bench))}, {html.escape(model)}"

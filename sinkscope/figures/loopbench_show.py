@@ -19,8 +19,8 @@ def draw(result: Any) -> go.Figure:
     for i, o in enumerate(result.outputs):
         colour = _COLOURS[i % len(_COLOURS)]
         fig.add_scatter(
-            x=o.steps, y=o.window_ttr, mode="lines", name=f"{o.method} ({o.ended})", line={"color": colour},
-            legendgroup=o.method, hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
+            x=o.steps, y=o.window_ttr, mode="lines", name=f"{html.escape(o.method)} ({o.ended})",
+            line={"color": colour}, legendgroup=o.method, hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
         )  # fmt: skip
         fig.add_scatter(
             x=[o.steps[-1]], y=[o.window_ttr[-1]], mode="markers", marker={"color": colour, "size": 8},

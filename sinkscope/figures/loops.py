@@ -14,7 +14,7 @@ _SHOWN = 40  # records with a curve of their own: more cannot be told apart
 
 def draw(result: Any) -> go.Figure:
     """Diversity of the window over the tokens, a line per record, with the onset and the detection of each loop."""
-    theta = result.settings["theta_ttr"]
+    theta, window = result.settings["theta_ttr"], html.escape(str(result.settings["window"]))
     fig: Any = go.Figure()
     shown = sorted(result.records, key=lambda r: not r.loop)[:_SHOWN]
     legends: set[str] = set()
@@ -32,7 +32,7 @@ def draw(result: Any) -> go.Figure:
         legend={"orientation": "h", "y": -0.16, "x": 1.0, "xanchor": "right", "yanchor": "top"},
     )  # fmt: skip
     fig.update_xaxes(title_text="tokens", rangemode="tozero")
-    fig.update_yaxes(title_text=f"type-token ratio of the last {result.settings['window']} tokens", range=[0, 1.03])
+    fig.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
     return fig
 
 

@@ -54,7 +54,7 @@ def _control(separators: Any) -> str:
 
 def _name(separator: Any) -> str:
     expert = "" if separator.expert is None else f" of expert {separator.expert}"
-    return f"{separator.method} {separator.neuron}{expert}"
+    return f"{html.escape(separator.method)} {separator.neuron}{expert}"
 
 
 def _scatter(fig: Any, points: Any, name: str, first: bool, held: bool, x: Any, y: Any, col: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
@@ -43,8 +44,8 @@ def make_policy(name: str, **options: Any) -> Policy:
     """
     if name not in POLICIES:
         raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(POLICIES)}")
-    fields = POLICIES[name].__dataclass_fields__
-    odd = [option for option in options if option not in fields]
+    known = [field.name for field in fields(POLICIES[name])]
+    odd = [option for option in options if option not in known]
     if odd:
-        raise SinkscopeError(f"policy {name!r} has no {odd[0]!r}; it has: {', '.join(fields)}")
+        raise SinkscopeError(f"policy {name!r} has no {odd[0]!r}; it has: {', '.join(known)}")
     return POLICIES[name](**options)

@@ -35,6 +35,7 @@ class CacheLayer(DynamicLayer):
         reorders: how often rows changed places (beam search).
         rebased: keys were rotated to positions without gaps, and new tokens have to follow them.
         before_edit: called by `settle`, before anything but appending happens; a policy may have put parts aside.
+        aside: what it has put aside: the layer as it was, while this one works on a copy of a part; None: nothing.
         whole: known to have no holes; if not, `holes` counts them.
     """
 
@@ -46,7 +47,8 @@ class CacheLayer(DynamicLayer):
         self.reorders = 0
         self.rebased = False
         self.whole = False
-        self.before_edit: Callable[[], None] | None = None
+        self.before_edit: Callable[[CacheLayer], None] | None = None
+        self.aside: CacheLayer | None = None
         self._holes: Tensor | None = None  # [batch]
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
         self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there at the last edit
@@ -72,18 +74,14 @@ class CacheLayer(DynamicLayer):
             self._pos = torch.cat([self._pos, tail[:, None].expand(rows, heads, new)], -1)
         return self._pos
 
-    @property
-    def recount(self) -> bool:
-        """`holes` would have to count again."""
-        return self._holes is None and not self.whole
-
     def holes(self) -> Float[Tensor, " batch"]:
-        """Slots of a row that hold no token, mean over kv heads."""
-        if self.whole:
-            return torch.zeros(len(self.pos), device=self.pos.device)
+        """Slots of a row that hold no token, mean over kv heads; the same tensor until the next edit."""
         if self._holes is None:
             # New slots of single-token calls are never holes, so this stands until the next edit.
-            self._holes = (self.pos < 0).sum(-1).float().mean(1)
+            if self.whole:
+                self._holes = torch.zeros(len(self.pos), device=self.pos.device)
+            else:
+                self._holes = (self.pos < 0).sum(-1).float().mean(1)
         return self._holes
 
     @property
@@ -195,7 +193,7 @@ class CacheLayer(DynamicLayer):
     def settle(self) -> None:
         """Hold everything again that a policy has put aside."""
         if self.before_edit is not None:
-            self.before_edit()
+            self.before_edit(self)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens. What was evicted before does not come back."""
@@ -225,7 +223,7 @@ class CacheLayer(DynamicLayer):
     def reset(self) -> None:
         """Empty, as new."""
         super().reset()
-        self.before_edit = None
+        self.before_edit = self.aside = None
         self.keys = self.values = None  # some versions of transformers only set them to zero
         self.is_initialized = False
         self.seen, self.edited, self.ragged, self.rebased, self.whole = 0, False, False, False, False

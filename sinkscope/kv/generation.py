@@ -20,11 +20,19 @@ def follow_generate(session: Session) -> Iterator[None]:
     """For the length of a `with`, `generate` tells the session when it reads a prompt; assistants are refused.
 
     Raises:
-        UnsupportedError: inside, by `generate`: assisted generation beside a policy that acts on single tokens.
+        UnsupportedError: inside, by `generate`: assisted generation, or none with a cache, beside a policy that acts on
+            single tokens.
     """
     model: Any = session.target.hf
 
     def prefill(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs["model_kwargs"] if "model_kwargs" in kwargs else args[2]
+        if session.acts_on_tokens and not given.get("use_cache") and given.get("past_key_values") is None:
+            raise UnsupportedError(
+                "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
+                "use_cache=True, or without them",
+                page="kv-session",
+            )
         session.prompting = True
         try:
             return type(model)._prefill(model, *args, **kwargs)

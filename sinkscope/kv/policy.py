@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.rebase import Rotary
 from sinkscope.kv.session import Moment, Session
@@ -77,9 +78,10 @@ class Policy(Intervention):
     """Every layer and head keeps the same positions; needed for `positions="rebased"`."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         name = type(self).__name__
-        whole = isinstance(self.budget, int) and not isinstance(self.budget, bool)
-        if isinstance(self.budget, bool) or (whole and self.budget < 1) or (not whole and not 0 < self.budget <= 1):
+        whole = isinstance(self.budget, int)
+        if (whole and self.budget < 1) or (not whole and not 0 < self.budget <= 1):
             raise SinkscopeError(
                 f"{name}: budget={self.budget!r}: expected a number of tokens from 1, or a fraction of the prompt "
                 "above 0.0 and up to 1.0",
@@ -93,13 +95,8 @@ class Policy(Intervention):
                 "always kept: raise the budget or protect fewer",
                 page="kv-budget",
             )
-        if self.every != "prefill" and (isinstance(self.every, str) or self.every < 1):
+        if self.every != "prefill" and self.every < 1:
             raise SinkscopeError(f'{name}: every={self.every!r}: expected a number of tokens from 1, or "prefill"')
-        for field, known in (
-            ("mode", ("evict", "select")), ("positions", ("original", "rebased")), ("reduce", ("mean", "max", "sum"))
-        ):  # fmt: skip
-            if getattr(self, field) not in known:
-                raise SinkscopeError(f"{name}: {field}={getattr(self, field)!r}: expected one of {', '.join(known)}")
         if self.positions == "rebased" and not self.UNIFORM:
             raise UnsupportedError(
                 f"{name} keeps other positions in every head, so new positions cannot be given: use "

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv._fields import check_fields
 from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import SparsePrompts
 from sinkscope.kv.loopserve.select import minference_lines
@@ -41,6 +42,7 @@ class AShape(Intervention):
     local: int = 4096
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.first < 0 or self.local < 1:
             raise SinkscopeError(
                 f"{type(self).__name__}: first={self.first}, local={self.local}: expected a number of tokens from 0, "
@@ -106,6 +108,7 @@ class MInference(Intervention):
     last: int = 64
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if min(self.vertical, self.slash, self.last) < 1:
             raise SinkscopeError(
                 f"MInference: vertical={self.vertical}, slash={self.slash}, last={self.last}: expected numbers from 1"

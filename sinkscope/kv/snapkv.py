@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.kv._fields import check_fields
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.session import Session
 
@@ -39,12 +40,11 @@ class SnapKV(Policy):
     every: int | Literal["prefill"] = "prefill"
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
             raise SinkscopeError(
                 f"SnapKV: window={self.window}, kernel={self.kernel}: expected a window from 1 and an odd kernel from 1"
             )
-        if self.pooling not in ("avg", "max"):
-            raise SinkscopeError(f"SnapKV: pooling={self.pooling!r}: expected one of avg, max")
         object.__setattr__(self, "last", max(self.last, self.window))
         super().__post_init__()
 

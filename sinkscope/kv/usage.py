@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from operator import mul
+from operator import is_, mul
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ class Usage:
         mean_tokens: per row: cached tokens after a call, mean over calls, layers and kv heads.
         peak_tokens: per row: the most there were after one call, mean over layers and kv heads.
         logical_bytes: most bytes of keys and values of the tokens that are held, all rows and layers.
-        physical_bytes: most bytes allocated for them, holes and padding included.
+        physical_bytes: most bytes allocated for them: holes, padding, and copies that are read instead, included.
     """
 
     calls: int
@@ -42,7 +42,7 @@ class Meter:
     physical: int = 0
     _widths: list[int] = field(default_factory=list)  # bytes per slot of each layer, all kv heads
     _lost: Tensor | None = None  # slots without a token, per row, all layers together
-    _whole: bool = False  # there are none
+    _counts: list[Tensor] = field(default_factory=list)  # the layers' own counts of them; empty: there are none
     _pending: int = 0  # calls since that number changed; their slots in all layers, and the most in one call
     _slots: int = 0
     _most: int = 0
@@ -59,16 +59,18 @@ class Meter:
         batch = first.keys.shape[0]
         if not self._widths:
             self._widths = [_bytes(layer) for layer in layers]
-        slots = [layer.slots for layer in layers]
         self.calls += 1
-        self.physical = max(self.physical, batch * sum(map(mul, slots, self._widths)))
-        whole = all(layer.whole for layer in layers)
-        known = self._lost is not None and len(self._lost) == batch and whole == self._whole
-        if not known or not (whole or not any(layer.recount for layer in layers)):
+        # What a copy was taken of is what is held; the copy is only allocated.
+        wholes = [layer.aside or layer for layer in layers]
+        slots = [whole.slots + layer.seen - whole.seen for layer, whole in zip(layers, wholes, strict=True)]
+        allocated = [layer.slots + (layer.aside.slots if layer.aside else 0) for layer in layers]
+        self.physical = max(self.physical, batch * sum(map(mul, allocated, self._widths)))
+        counts = [] if all(layer.whole for layer in wholes) else [layer.holes() for layer in wholes]
+        same = len(counts) == len(self._counts) and all(map(is_, counts, self._counts))
+        if self._lost is None or len(self._lost) != batch or not same:
             self._settle()
-            device, self._whole = first.keys.device, whole
-            holes = [torch.zeros(batch, device=device)] if whole else [layer.holes().to(device) for layer in layers]
-            self._lost = torch.stack(holes).sum(0)
+            device, self._counts = first.keys.device, counts
+            self._lost = torch.stack([n.to(device) for n in counts]).sum(0) if counts else torch.zeros(batch).to(device)
         self._pending, self._slots, self._most = (
             self._pending + 1,
             self._slots + sum(slots),

@@ -127,7 +127,8 @@ def evaluate_patch(
         progress: called as `progress(what, done, total)`.
 
     Raises:
-        SinkscopeError: bad input; lm-eval is missing; an unknown task (the message says which are near).
+        SinkscopeError: bad input; the patch was made for a model of another shape; lm-eval is missing; an unknown task
+            (the message says which are near).
     """
     if patch is None:
         raise SinkscopeError("no patch given: make one with `sinkscope patch make --out patch.json`", page="patch-file")
@@ -146,6 +147,7 @@ def evaluate_patch(
         model, tokenizer=tokenizer, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
     )
     made = setup(live, tokenizer=tokenizer, bos=bos, text=text, seed=seed)
+    _check_made_for(made, edit)
     control = random_patch(made, edit)
     edits = (None, edit, control)
     ids = held_out(made, pieces, length)
@@ -193,6 +195,18 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
             value = post if patch.site == "post" or up is None else up
             calibrated[Site(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
+
+
+def _check_made_for(made: Setup, patch: SinkPatch) -> None:
+    """A fine-tune of the patch's model, or the same one under another name, is fine."""
+    here, there = asdict(made.info()), dict(patch.model or {})
+    odd = [key for key in ("family", "n_layers", "d_model", "d_mlp") if there.get(key, here[key]) != here[key]]
+    if odd:
+        raise SinkscopeError(
+            f"the patch was made for {there.get('name')}, whose {odd[0]} is {there[odd[0]]}, and that of "
+            f"{here['name']} is {here[odd[0]]}: give that model, or make a patch for this one",
+            page="patch-file",
+        )
 
 
 def _paired(before: Tensor, after: Tensor) -> Change:

@@ -40,7 +40,7 @@ class Dialogue:
 
     Attributes:
         id: unique in its set.
-        task: name of the set: "recall" or a task of LongBench.
+        task: name of the set: "recall", or a task of LongBench or SCBench.
         turns: in order.
         classes: names that the answer is one of, for classification.
     """

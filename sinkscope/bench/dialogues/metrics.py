@@ -1,4 +1,4 @@
-"""Scores of answers, 0 to 1, by LongBench's definitions (Bai et al. 2024); exact match for the recall model."""
+"""Scores of answers, 0 to 1, by LongBench's definitions (Bai et al. 2024) and SCBench's; exact match for our own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sinkscope.bench.dialogues.words import END
 from sinkscope.errors import SinkscopeError
 
 _FIRST_LINE = {"trec", "samsum"}  # LongBench scores the first line of what was said
+_ANY_CASE = {"scbench_qa_eng"}  # SCBench looks for the answer in any case
 
 
 def score(
@@ -20,11 +21,11 @@ def score(
     """The score of what was said against the best of the right answers.
 
     Args:
-        metric: "f1", "rouge-l", "accuracy" or "exact".
+        metric: "f1", "rouge-l", "accuracy", "exact" or "contains".
         said: by the model.
         answers: right ones, at least one.
         classes: names that the answer is one of, for "accuracy".
-        task: of LongBench, some of which are scored by the first line.
+        task: some of LongBench are scored by the first line, some of SCBench in any case.
 
     Raises:
         SinkscopeError: unknown metric, or the library of "rouge-l" is not there.
@@ -35,15 +36,22 @@ def score(
         return max(accuracy(said, answer, classes) for answer in answers)
     if metric == "rouge-l":
         return rouge_l(said, answers)
-    scores = {"f1": f1, "exact": exact}
+    if task in _ANY_CASE:
+        said, answers = said.upper(), [answer.upper() for answer in answers]
+    scores = {"f1": f1, "exact": exact, "contains": contains}
     if metric not in scores:
-        raise SinkscopeError(f"metric {metric!r} is unknown: expected f1, rouge-l, accuracy or exact")
+        raise SinkscopeError(f"metric {metric!r} is unknown: expected f1, rouge-l, accuracy, exact or contains")
     return max(scores[metric](said, answer) for answer in answers)
 
 
 def exact(said: str, answer: str) -> float:
     """1 where the words are the same, up to the end mark of the recall model, which decoders may leave out."""
     return float(_until_end(said) == _until_end(answer))
+
+
+def contains(said: str, answer: str) -> float:
+    """1 where the answer is in what was said (SCBench, Li et al. 2025)."""
+    return float(answer in said)
 
 
 def _until_end(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.methods import METHODS
+from sinkscope.bench.dialogues.methods import METHODS, Budget, split_spec
 from sinkscope.bench.dialogues.metrics import score
 from sinkscope.bench.dialogues.run import COMMAND, Said, metric_of
 from sinkscope.bench.loopbench.store import Contents, read_folder
@@ -28,8 +28,10 @@ class Answered:
     Attributes:
         task: name of the set.
         model: name of the model.
-        budget: of cached tokens; 1.0 for "full".
-        method: its name.
+        history: "gold": turns come after right answers; "model": after the method's own.
+        cache: "fresh": every turn reads everything anew; "grow": one cache over the turns.
+        budget: of cached tokens, or the share of the context; 1.0 for methods that have none.
+        method: its name, with the settings that were given.
         position: of the question, or "all".
         dialogues: how many.
         questions: turns in them.
@@ -40,11 +42,15 @@ class Answered:
         same: share of answers that equal those of "full" token for token; None: "full" was not run.
         prompt_tokens: mean length of the conversation when the answer begins.
         read: cached tokens that a decoding step attends to, mean over questions; None: all answers were one token.
+        cells: share of a prompt's causal cells that attention covers, mean over questions; None: the method leaves
+            prompts to the model.
         length: mean tokens of an answer.
     """
 
     task: str
     model: str
+    history: str
+    cache: str
     budget: int | float
     method: str
     position: str
@@ -57,6 +63,7 @@ class Answered:
     same: float | None
     prompt_tokens: float
     read: float | None
+    cells: float | None
     length: float
 
 
@@ -65,29 +72,57 @@ class Dialogues(Result):
     """Dialogues answered by several methods.
 
     Attributes:
-        groups: by task, model, budget, method and position.
+        groups: by task, model, history, method, budget and position.
     """
 
     kind: ClassVar[str] = "dialogues"
-    percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "same")
+    percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "same", "cells")
 
     groups: tuple[Answered, ...]
 
     def summary(self) -> str:
         """A line per task, model and budget: the score of each method over all positions."""
-        heads = dict.fromkeys((g.task, g.model) for g in self.groups)
         return "\n".join(
-            f"{task} by {model}: "
-            + ", ".join(
-                label(g) + f" {g.score:.1%}" for g in self.groups if (g.task, g.model, g.position) == (task, model, ALL)
-            )
-            for task, model in heads
+            f"{title(head)}: "
+            + ", ".join(label(g) + f" {g.score:.1%}" for g in self.groups if head_of(g) == head and g.position == ALL)
+            for head in dict.fromkeys(map(head_of, self.groups))
         )
 
 
-def label(group: Answered) -> str:
+def head_of(group: Answered) -> tuple[str, str, str, str]:
+    """What groups have to share to be compared: task, model, history and cache."""
+    return group.task, group.model, group.history, group.cache
+
+
+def title(head: tuple[str, str, str, str]) -> str:
+    """The same in words."""
+    task, model, history, cache = head
+    own = " after its own answers" if history == "model" else ""
+    return f"{task} by {model}{own}" + (" on one cache" if cache == "grow" else "")
+
+
+def label(group: Any) -> str:
     """Method and budget."""
-    return group.method if group.method == "full" else f"{group.method} {group.budget}"
+    return f"{group.method} {group.budget}" if sized(group) else group.method
+
+
+def sized(group: Any) -> bool:
+    """It has a budget."""
+    kind = METHODS.get(name_of(group.method))
+    return kind is None or kind.sized or group.budget != 1.0
+
+
+def name_of(method: str) -> str:
+    """A method without its settings."""
+    return method.partition(":")[0]
+
+
+def written(method: str, usual: Budget) -> tuple[str, Budget]:
+    """Of a method in a record: its text without the budget, and the budget, the run's where it has none of its own."""
+    text, own = split_spec(method)
+    if own is None:
+        own = usual if METHODS[name_of(method)].sized else 1.0
+    return text, own
 
 
 def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
@@ -108,8 +143,8 @@ def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
         if not run.records:
             raise SinkscopeError(f"{run.name} has no answer in it yet: run the same command again")
         for group in _groups(run):
-            key = (group.task, group.model, group.budget, group.method, group.position)
-            if key in groups and (group.method != "full" or groups[key] != group):
+            key = (*head_of(group), group.budget, group.method, group.position)
+            if key in groups and (sized(group) or groups[key] != group):
                 raise SinkscopeError(
                     f"{run.name} and another folder both hold {label(group)} on {group.task} by {group.model}: give "
                     "one of them"
@@ -118,8 +153,13 @@ def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
     order, places = list(METHODS), (*POSITIONS, ALL)
     found = sorted(
         groups.values(),
-        key=lambda g: (g.task, g.model, order.index(g.method), g.budget, places.index(g.position)),
+        key=lambda g: (*head_of(g), order.index(name_of(g.method)), g.method, g.budget, places.index(g.position)),
     )
+    return Dialogues(**envelope(runs, started), groups=tuple(found))
+
+
+def envelope(runs: Sequence[Contents[Any]], started: float) -> dict[str, Any]:
+    """Model, settings and provenance of a table over some runs."""
     settings = [run.settings for run in runs]
     models = {each["model"]["fingerprint"]: each["model"] for each in settings}
     names = ", ".join(dict.fromkeys(str(each["name"]) for each in models.values()))
@@ -132,22 +172,21 @@ def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
     def common(key: str) -> str:
         return ", ".join(dict.fromkeys(str(each.get(key)) for each in settings))
 
-    return Dialogues(
-        model=model,
-        settings={"runs": [{"folder": run.name, **run.settings, "dialogues": len(run.prompts)} for run in runs]},
-        provenance=provenance(
+    return {
+        "model": model,
+        "settings": {"runs": [{"folder": run.name, **run.settings, "dialogues": len(run.prompts)} for run in runs]},
+        "provenance": provenance(
             started=started, device=common("device"), dtype=common("dtype"), attention=common("attention"), bos=None,
             seed=0,
         ),
-        groups=tuple(found),
-    )  # fmt: skip
+    }  # fmt: skip
 
 
 def _groups(run: Contents[Said]) -> list[Answered]:
     full = {record.prompt: record.tokens for record in run.records if record.method == "full"}
     parts: dict[tuple[str, str, str], list[Said]] = {}
     for record in run.records:
-        if record.dialogue not in run.prompts or record.method not in METHODS:
+        if record.dialogue not in run.prompts or name_of(record.method) not in METHODS:
             raise SinkscopeError(
                 f"{run.name} is damaged: {record.method} answers {record.dialogue!r}, one of which is not of this run; "
                 "run into another folder"
@@ -170,11 +209,14 @@ def _group(
     rate = wilson(sum(scores), len(scores))
     same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
     reads = [record.read for record in records if record.read is not None]
+    cells = [record.cells for record in records if record.cells is not None]
+    text, budget = written(method, run.settings["budget"])
     return Answered(
-        task=task, model=str(run.settings["model"]["name"]),
-        budget=1.0 if method == "full" else run.settings["budget"], method=method, position=place,
+        task=task, model=str(run.settings["model"]["name"]), history=str(run.settings["history"]),
+        cache=str(run.settings.get("cache", "fresh")),
+        budget=budget, method=text, position=place,
         dialogues=len({record.dialogue for record in records}), questions=len(records), unanswerable=unanswerable,
         score=rate.share, low=rate.low, high=rate.high, same=fmean(same) if same else None,
         prompt_tokens=fmean(record.prompt_tokens for record in records), read=fmean(reads) if reads else None,
-        length=fmean(len(record.tokens) for record in records),
+        cells=fmean(cells) if cells else None, length=fmean(len(record.tokens) for record in records),
     )  # fmt: skip

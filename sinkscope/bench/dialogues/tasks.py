@@ -8,7 +8,7 @@ from typing import Literal
 from sinkscope.errors import SinkscopeError
 
 Family = Literal["qa", "summary", "few-shot"]
-Metric = Literal["f1", "rouge-l", "accuracy", "exact"]
+Metric = Literal["f1", "rouge-l", "accuracy", "exact", "contains"]
 PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
 """Table 4's own row: over all sets together."""
 
@@ -62,5 +62,5 @@ def task_of(name: str) -> Task:
         SinkscopeError: there is none; the message lists all.
     """
     if name not in TASKS:
-        raise SinkscopeError(f"task {name!r} is unknown: expected one of {', '.join(TASKS)}")
+        raise SinkscopeError(f"task {name!r} is unknown: expected one of {', '.join(TASKS)}, recall, or scbench_...")
     return TASKS[name]

@@ -230,7 +230,7 @@ def read_folder(folder: str | os.PathLike[str], kind: type[R], command: str) -> 
     Args:
         folder: what was given to --out.
         kind: class of its records.
-        command: whose `run` wrote it; other commands than loopbench say so in the setting "command".
+        command: whose `run` wrote it, or, in two words, which; others than loopbench's say so in the setting "command".
 
     Raises:
         SinkscopeError: another command's folder, or none, or a file in it is damaged (with the line).
@@ -238,7 +238,8 @@ def read_folder(folder: str | os.PathLike[str], kind: type[R], command: str) -> 
     path, name = Path(folder), str(folder)
     settings = _read_json(path / SETTINGS, name) if (path / SETTINGS).is_file() else None
     if settings is None or (isinstance(settings, dict) and settings.get("command", "loopbench") != command):
-        raise SinkscopeError(f"{name} is no folder of `sinkscope {command} run`: give what was given to its --out")
+        run = command if " " in command else f"{command} run"
+        raise SinkscopeError(f"{name} is no folder of `sinkscope {run}`: give what was given to its --out")
     model = settings.get("model") if isinstance(settings, dict) else None
     if not isinstance(model, dict) or set(model) != {field.name for field in fields(ModelInfo)}:
         raise SinkscopeError(f"{name}/{SETTINGS} is damaged: it names no model; run into another folder")

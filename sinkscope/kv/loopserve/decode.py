@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Run
+from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.working import work_on
 from sinkscope.kv.policy import At, Policy
@@ -66,8 +67,8 @@ class Progressive(Policy):
             when the prompt has been read, by its last queries.
         mode: "select": the cache stays whole. "evict": what is not chosen is freed, and cannot come back.
         gather: selected keys and values are copied once per selection, so that steps between read and append to the
-            copy alone, and everything that looks at the cache (`run.usage`) sees the copy; at the next turn, and when
-            the run ends, the cache is whole. Without it the rest is hidden by a mask: the same tokens, more time.
+            copy alone; `run.usage` has the tokens of the whole, and the bytes of both. At the next turn, and when the
+            run ends, the cache is whole. Without it the rest is hidden by a mask: the same tokens, more time.
 
     Raises:
         SinkscopeError: an interval below 1, a negative `after`, and as for every policy.
@@ -84,12 +85,13 @@ class Progressive(Policy):
     gather: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.every == "prefill" or self.after < 0:
+        check_fields(self)
+        if self.every == "prefill" or self.every < 1 or self.after < 0:
             raise SinkscopeError(
                 f"{type(self).__name__}: every={self.every!r}, after={self.after}: expected an interval from 1 and a "
                 "number of steps from 0"
             )
+        super().__post_init__()
 
     @property
     def interval(self) -> int:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.base import Event
+from sinkscope.interventions.base import Event, Run
+from sinkscope.kv.loopserve import flex
 from sinkscope.kv.loopserve.lines import HeadLines
-from sinkscope.kv.loopserve.sparse import Sparsity, sparse_attention
+from sinkscope.kv.loopserve.sparse import Kernel, Sparsity, sparse_attention
 from sinkscope.kv.moments import Prompt
 from sinkscope.kv.session import Session
+
+_FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
+
+
+def follow_lines(run: Run, fn: Callable[[int, int, HeadLines], None]) -> None:
+    """Call `fn(layer, row, lines)` for every row of a prompt that is read along lines in this run; one `fn` a run."""
+    _FOLLOWERS[run] = fn
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,18 +32,20 @@ class SparsePrompts:
     Attributes:
         name: for errors.
         choose: lines for `query [head query d_head]`, `key [kv_head key d_head]` and the factor on the scores.
-        dense_above: share of computed cells above which a head is dense.
+        dense_above: share of computed cells above which a head is dense; None: that of the kernel.
         shortest: prompts with fewer keys are left to the model.
         dense_rows: the last queries attend to everything.
-        cpu_only: leave prompts on other devices to the model.
+        kernel: as for `sparse_attention`.
+        in_blocks: also on other devices than a CPU; else those without FlexAttention leave prompts to the model.
     """
 
     name: str
     choose: Callable[[Tensor, Tensor, float | None], HeadLines]
-    dense_above: float = torch.inf
+    dense_above: float | None = torch.inf
     shortest: int = 0
     dense_rows: int = 0
-    cpu_only: bool = False
+    kernel: Kernel = "auto"
+    in_blocks: bool = True
 
     def enter(self, session: Session) -> None:
         """Replace the attention of prompts.
@@ -62,7 +73,9 @@ class SparsePrompts:
                 real, held = prompt.query_pos[row] >= 0, prompt.pos[row, 0] >= 0
                 if not bool(real.any()):
                     continue
-                made, found[row] = self._row(prompt, row, real, held)
+                made, found[row], lines = self._row(prompt, row, real, held)
+                if (follow := _FOLLOWERS.get(session.run)) is not None:
+                    follow(prompt.layer, row, lines)
                 out[row, real] = made.transpose(0, 1).to(out.dtype)
         step, at, layer = call.step, prompt.query_pos, prompt.layer
         keys, queries = (prompt.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)
@@ -80,37 +93,47 @@ class SparsePrompts:
         session.run.log(events)
         return out
 
-    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity]:
-        query, key, value = prompt.query[row, :, real], prompt.key[row, :, held], prompt.value[row, :, held]
+    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity, HeadLines]:
+        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        if not bool(real.all()):
+            query = query[:, real]
+        if not bool(held.all()):
+            key, value = key[:, held], value[:, held]
         scaling = prompt.settings.get("scaling")
         scaling = None if scaling is None else float(scaling)
         heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         whole = min(self.dense_rows, queries)
         if not whole:
             lines = self.choose(query, key, scaling)
-            return sparse_attention(query, key, value, lines, scaling=scaling, dense_above=self.dense_above)
+            limit, kernel = self.dense_above, self.kernel
+            made = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel)
+            return *made, lines
         every = torch.ones(heads, keys, dtype=torch.bool, device=query.device)
         last = HeadLines(every, every, whole)
         out, what = sparse_attention(query[:, -whole:], key, value, last, scaling=scaling, dense_above=0.0)
         if whole == queries:
-            return out, what
+            return out, what, last
         query, key, value = query[:, :-whole], key[:, :-whole], value[:, :-whole]
         lines = self.choose(query, key, scaling)
-        before, some = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=self.dense_above)
+        limit, kernel = self.dense_above, self.kernel
+        before, some = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel)
         share = int(lines.lengths().sum())
         share = share / (share + int(last.lengths().sum()))
         cells, computed = (
             tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed)
         )  # fmt: skip
-        return torch.cat([before, out], 1), Sparsity(cells, computed, some.dense)
+        return torch.cat([before, out], 1), Sparsity(cells, computed, some.dense, some.kernel), lines
 
     def _why_dense(self, prompt: Prompt) -> str | None:
         """Why the model's own attention has to be, or is better, used; None: it is not."""
         keys, settings = prompt.key.shape[2], prompt.settings
         if keys < self.shortest:
             return f"fewer than {self.shortest} keys"
-        if self.cpu_only and prompt.query.device.type != "cpu":
-            return f"on {prompt.query.device.type}"
+        device = prompt.query.device.type
+        if device != "cpu" and not self.in_blocks:
+            missing = flex.why_not(prompt.query[0], prompt.value[0]) if self.kernel != "blocks" else "not asked for"
+            if missing is not None:
+                return f"on {device} without FlexAttention: {missing}"
         if prompt.window is not None and keys > prompt.window:
             return "sliding window"
         if settings.get("softcap") is not None:
@@ -122,6 +145,8 @@ class SparsePrompts:
         return None
 
 
-def _said(what: Sparsity) -> dict[str, float | int]:
-    mean = torch.tensor([what.cells, what.computed]).mean(1).tolist()
-    return {"cells": mean[0], "computed": mean[1], "dense_heads": sum(what.dense)}
+def _said(what: Sparsity) -> dict[str, float | int | str]:
+    attended = [1.0 if dense else cells for cells, dense in zip(what.cells, what.dense, strict=True)]
+    mean = torch.tensor([what.cells, what.computed, attended]).mean(1).tolist()
+    shares = {"cells": mean[0], "computed": mean[1], "attended": mean[2]}
+    return shares | {"dense_heads": sum(what.dense), "kernel": what.kernel}

@@ -3,6 +3,7 @@
 Algorithm 5 leaves things open. Settled here so:
 
 - *Sample*: query rows drawn uniformly without replacement, by a seed. Fewer queries than the sample: all of them.
+  `recent` puts the last queries into it: what only they attend to is on no line of a sample without them.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1, weights those of the sample:
   a sample is a fixed share of all rows, so their ratio orders lines alike.
 - *Always kept*: the main diagonal and position 0, so that every query sees something.
@@ -30,24 +31,28 @@ from sinkscope.kv.loopserve.lines import HeadLines, attention_of
 Variant = Literal["exact", "faithful"]
 
 
-def check_selection(alpha: float, sample: int, variant: str) -> None:
+def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) -> None:
     """Refuse settings that make no sense.
 
     Raises:
-        SinkscopeError: alpha outside (0, 1], a sample below 1, an unknown variant.
+        SinkscopeError: alpha outside (0, 1], a sample below 1 or `recent`, an unknown variant.
     """
     if not 0 < alpha <= 1:
         raise SinkscopeError(f"alpha={alpha!r}: expected a share of the attention weight above 0 and up to 1")
     if sample < 1:
         raise SinkscopeError(f"sample={sample!r}: expected a number of queries from 1, such as 48")
+    if not 0 <= recent <= sample:
+        raise SinkscopeError(f"recent={recent!r}: expected a number of queries from 0 to sample={sample}")
     if variant not in ("exact", "faithful"):
         raise SinkscopeError(f'variant={variant!r}: expected "exact" or "faithful"')
 
 
-def sample_queries(queries: int, sample: int, seed: int = 0) -> Int[Tensor, " row"]:
-    """Numbers of the sampled queries, in rising order."""
+def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) -> Int[Tensor, " row"]:
+    """Numbers of the sampled queries, in rising order; the last `recent` are among them whatever is drawn."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randperm(queries, generator=generator)[:sample].sort().values
+    before = max(0, queries - recent)
+    drawn = torch.randperm(before, generator=generator)[: sample - recent].sort().values
+    return torch.cat([drawn, torch.arange(before, queries)])
 
 
 def select_lines(
@@ -56,6 +61,7 @@ def select_lines(
     alpha: float = 0.955,
     *,
     sample: int = 48,
+    recent: int = 0,
     variant: Variant = "exact",
     scaling: float | None = None,
     seed: int = 0,
@@ -68,15 +74,16 @@ def select_lines(
         key: of all positions, after rotary; query heads share them in groups.
         alpha: share of the sampled attention weight that the lines hold at least.
         sample: queries looked at.
+        recent: of these the last ones, the others are drawn from those before.
         variant: "exact" or "faithful", see above.
         scaling: factor on the scores; None: one over the root of `d_head`.
         seed: of the sample.
         dense_above: share of cells above which the exact variant gives a head up: it gets all lines.
 
     Raises:
-        SinkscopeError: alpha outside (0, 1], a sample below 1, an unknown variant.
+        SinkscopeError: alpha outside (0, 1], a sample below 1 or `recent`, an unknown variant.
     """
-    check_selection(alpha, sample, variant)
+    check_selection(alpha, sample, variant, recent)
     heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     none = torch.zeros(heads, keys, dtype=torch.bool, device=query.device)
     start = HeadLines(none, none.clone(), queries)
@@ -84,7 +91,7 @@ def select_lines(
     if alpha == 1:
         start.vertical[:] = True
         return start
-    rows = sample_queries(queries, sample, seed).to(query.device)
+    rows = sample_queries(queries, sample, seed, recent).to(query.device)
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
     if variant == "faithful":
@@ -148,50 +155,69 @@ def slash_lines(
     return total, largest
 
 
-def _exact(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float) -> HeadLines:
-    """Greedy by what a line adds to the sample per cell that it adds to the matrix."""
-    heads, rows, keys = probs.shape
-    chosen = torch.cat([lines.vertical, lines.slash], 1)
-    left = probs.masked_fill(lines.rows(at), 0.0)  # what no chosen line has
-    missing = left.sum((1, 2), dtype=torch.float64) - (1 - alpha) * probs.sum((1, 2), dtype=torch.float64)
-    lengths = lines.lengths()
-    weights = torch.cat([left.sum(1), slash_lines(left, at)[0]], 1)
-    done = torch.zeros(heads, dtype=torch.bool, device=probs.device)
-    batch = 1
-    while True:
-        now = HeadLines(chosen[:, :keys], chosen[:, keys:], lines.queries)
-        crossed = now.crossed(now.slash)
-        cells = (chosen.view(heads, 2, keys).sum(1) * lengths - now.vertical * crossed).sum(1)
-        hopeless = ~done & (missing > 0) & (cells > dense_above * lengths.sum())
-        chosen[hopeless] = True
+def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float) -> HeadLines:
+    """Greedy by what a line adds to the sample per cell that it adds to the matrix; `left` is what no line has yet."""
+    heads, rows, keys = left.shape
+    past, count = lines.past, torch.arange(rows, device=at.device)
+    flat = _least_share(left, at, alpha) > dense_above
+    left[:, :, 0] = 0.0  # lines that are chosen already; what stands in for a missing cell, further down
+    left[:, count, at] = 0.0
+    lengths = lines.lengths().float()
+    weights = torch.stack([left.sum(1), slash_lines(left, at)[0]], 1)
+    chosen = torch.stack([lines.vertical, lines.slash], 1).float()  # [head kind line]; flat: vertical ones first
+    missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
+    weights[:, :, 0] = -torch.inf
+    chosen[flat] = 1.0
+    done, batch, every = flat, 1, float(lengths.sum())
+    while not bool(done.all()):
+        crossed = chosen.flip(1).cumsum(2).flip(2)  # as `HeadLines.crossed`, for both kinds
+        if past:
+            before = torch.nn.functional.pad(chosen.flip(1)[:, :, :past].cumsum(2).flip(2), (0, 1))
+            crossed[:, :, : past + 1] -= before
+        cells = (chosen @ lengths).sum(1) - (chosen[:, 0] * crossed[:, 0]).sum(1)
+        hopeless = ~done & (missing > 0) & (cells > dense_above * every)
+        chosen[hopeless] = 1.0
         done |= (missing <= 0) | hopeless
-        if bool(done.all()):
-            break
-        fresh = torch.cat([lengths - crossed, lengths - now.crossed(now.vertical)], 1)
-        ratio = (weights.clamp(min=0) / fresh.clamp(min=1)).masked_fill(chosen, -1.0)
-        best, index = ratio.topk(min(batch, 2 * keys), dim=1)
-        gain = weights.gather(1, index)
+        ratio = weights / crossed.neg_().add_(lengths).clamp_(min=1)
+        best, index = ratio.view(heads, -1).topk(min(batch, 2 * keys), dim=1)
+        gain = weights.view(heads, -1).gather(1, index)
         # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
-        take = (gain.cumsum(1) - gain < missing[:, None]) & (best >= 0) & ~done[:, None]
+        take = (gain.cumsum(1) - gain < missing[:, None]) & (best > 0) & ~done[:, None]
         stuck = ~done & (best[:, 0] <= 0)  # nothing but rounding is left
-        chosen[stuck] = True
+        chosen[stuck] = 1.0
         done |= stuck
-        chosen.scatter_(1, index, take | chosen.gather(1, index))
-        for slash in (False, True):
-            of_kind = take & ((index >= keys) == slash)
-            line = index % keys
-            column = (at[None, :, None] - line[:, None]) if slash else line[:, None].expand(-1, rows, -1)
-            there = of_kind[:, None] & (column >= 0) & (column <= at[None, :, None])
-            column = column.clamp(min=0)
-            cells = left.gather(2, column) * there
-            other = column if slash else (at[None, :, None] - column).clamp(min=0) + keys
-            weights.scatter_add_(1, other.flatten(1), -cells.flatten(1))
-            weights.scatter_add_(1, index, -cells.sum(1))
-            left.scatter_add_(2, column, -cells)  # exactly 0: a cell less itself
+        index = index * take  # line 0, chosen long since, stands in for those that are not taken
+        chosen.view(heads, -1).scatter_(1, index, 1.0)
+        weights.view(heads, -1).scatter_(1, index, -torch.inf)
+        vertical = (index * (index < keys))[:, None].expand(-1, rows, -1)
+        slash = (index - keys)[:, None]
+        slash = torch.where(slash > 0, at[:, None] - slash, 0).clamp_(min=0)
+        for column, other in ((vertical, lambda column: (at[:, None] - column).clamp_(min=0) + keys), (slash, None)):
+            cells = left.gather(2, column)
+            left.scatter_(2, column, 0.0)
+            crossing = column if other is None else other(column)
+            weights.view(heads, -1).scatter_add_(1, crossing.flatten(1), -cells.flatten(1))
             missing -= cells.sum((1, 2), dtype=torch.float64)
-        # The first lines one by one, later ones in batches of a fifth of what there is: rounds, not lines, cost time.
-        batch = max(1, int(chosen.sum(1).masked_fill(done, 0).max()) // 5)
-    return HeadLines(chosen[:, :keys].contiguous(), chosen[:, keys:].contiguous(), lines.queries)
+        # The first lines one by one, later ones in batches: rounds cost time, not lines. A fifth of what there is takes
+        # about 1 % more cells; on a GPU, where rounds are dear, as many as there are take about 6 % more.
+        batch = max(1, int(chosen.sum((1, 2)).masked_fill(done, 0).max()) // (5 if left.device.type == "cpu" else 1))
+    chosen = chosen.bool()
+    return HeadLines(chosen[:, 0].contiguous(), chosen[:, 1].contiguous(), lines.queries)
+
+
+def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
+    """Share of a sample's cells that any choice of cells needs at least to hold alpha of its weight, for every head.
+
+    By Cauchy and Schwarz a set that holds m of a row has at least m^2 / (sum of squares of the row) cells; the fewest
+    in all are needed if rows that have to be long hold less than all, m = min(1, level / length).
+    """
+    length = torch.linalg.vector_norm(probs, dim=2).double().square().reciprocal()
+    low, high = torch.zeros_like(length[:, :1]), length.amax(1, keepdim=True)
+    for _ in range(20):
+        level = (low + high) / 2
+        enough = (level / length).clamp(max=1).mean(1, keepdim=True) >= alpha
+        low, high = torch.where(enough, low, level), torch.where(enough, level, high)
+    return ((low / length).clamp(max=1).square() * length).sum(1) / (at + 1).sum()
 
 
 def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv._fields import check_fields
 from sinkscope.kv.loopserve.decode import Progressive
 from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import SparsePrompts
 from sinkscope.kv.loopserve.select import Variant, check_selection, select_lines
-from sinkscope.kv.loopserve.sparse import DENSE_ABOVE
+from sinkscope.kv.loopserve.sparse import DENSE_ABOVE, Kernel
 from sinkscope.kv.session import Session
 
 
@@ -30,8 +31,9 @@ class LoopServe(Intervention):
     exactly what it does without.
 
     Every prompt is an event of kind "prefill" per row and layer, with `data` "keys", "queries" and either "dense" (why
-    it was read by the model's own attention) or "cells" and "computed" (shares of the causal cells, mean over heads)
-    and "dense_heads" (number of heads for which computing everything is faster). See `tokens_read` for decoding.
+    it was read by the model's own attention) or "cells" and "computed" (shares of the causal cells, mean over heads),
+    "dense_heads" (number of heads for which computing everything is faster) and "kernel" (what computed the others).
+    See `tokens_read` for decoding.
 
     Attributes:
         alpha: share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
@@ -39,13 +41,16 @@ class LoopServe(Intervention):
         budget: tokens that each layer and kv head reads while decoding, beside those since the last selection.
         interval: tokens between selections, and queries that vote (n_d).
         sample: queries whose attention the lines are chosen by.
+        recent: so many of them are the last of the prompt, the others are drawn. 0, as in the paper: all are drawn, and
+            what the end of the prompt alone attends to, such as the facts that a question asks for, may be on no line.
         first: decoding steps that read everything; 0 selects as soon as the prompt has been read.
         prefill: sparse prompts. Alone ("-P" in the paper): `decode=False`.
         decode: progressive selection. Alone ("-D"): `prefill=False`.
         variant: of the choice of lines, "exact" or "faithful" (`select_lines`).
         shortest: prompts that attend to fewer keys are read by the model's own attention, which is faster there.
-        dense_above: share of computed cells above which a head is computed densely. None: 0.6 on a CPU; elsewhere all
-            is dense: a loop over blocks of queries does not pay against the kernels of a GPU.
+        dense_above: share of computed cells above which a head is computed densely. None: 0.75, on CUDA 0.5, and
+            everything on devices without FlexAttention, where a loop over blocks of queries does not pay.
+        kernel: what computes the lines, "blocks", "flex" or "auto" (`sparse_attention`).
 
     Raises:
         SinkscopeError: alpha outside (0, 1], an interval or sample below 1, and as for every policy.
@@ -60,18 +65,26 @@ class LoopServe(Intervention):
     budget: int | float = 1024
     interval: int = 16
     sample: int = 48
+    recent: int = 0
     first: int = 16
     prefill: bool = True
     decode: bool = True
     variant: Variant = "exact"
     shortest: int = 2048
     dense_above: float | None = None
+    kernel: Kernel = "auto"
 
     def __post_init__(self) -> None:
-        check_selection(self.alpha, self.sample, self.variant)
+        check_fields(self)
+        check_selection(self.alpha, self.sample, self.variant, self.recent)
         if self.shortest < 0 or (self.dense_above is not None and self.dense_above < 0):
             raise SinkscopeError(
                 f"shortest={self.shortest!r}, dense_above={self.dense_above!r}: expected numbers from 0"
+            )
+        if self.interval < 1 or self.first < 0:
+            raise SinkscopeError(
+                f"interval={self.interval}, first={self.first}: expected an interval from 1 and a number of steps from "
+                "0"
             )
         if not self.prefill and not self.decode:
             raise SinkscopeError("prefill=False, decode=False: nothing would be done; leave one of them on")
@@ -86,14 +99,17 @@ class LoopServe(Intervention):
         """Replace attention of prompts, and own the cache."""
         session = Session.of(run)
         if self.prefill and self.alpha < 1:
-            limit, cpu_only = self.dense_above, self.dense_above is None
-            limit = DENSE_ABOVE if limit is None else limit
-            choose = partial(self._lines, limit)
-            SparsePrompts("LoopServe", choose, limit, self.shortest, cpu_only=cpu_only).enter(session)
+            limit = self.dense_above
+            choose = partial(self._lines, DENSE_ABOVE if limit is None else limit)
+            prompts = SparsePrompts(
+                "LoopServe", choose, limit, self.shortest, kernel=self.kernel, in_blocks=limit is not None
+            )
+            prompts.enter(session)
         if self.decode:
             self.decoding.enter(run, key)
 
     def _lines(self, limit: float, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
         return select_lines(
-            query, key, self.alpha, sample=self.sample, variant=self.variant, scaling=scaling, dense_above=limit
-        )
+            query, key, self.alpha, sample=self.sample, recent=self.recent, variant=self.variant, scaling=scaling,
+            dense_above=limit,
+        )  # fmt: skip

@@ -1,16 +1,15 @@
-"""Attention that computes chosen lines only, on any device, without a compiler (after MInference, Jiang et al. 2024).
+"""Attention that computes chosen lines only (after MInference, Jiang et al. 2024).
 
-A block of queries needs two kinds of keys: the columns of the vertical lines, gathered once per head, and for every
-group of neighbouring offsets a band, which for these queries is a range of keys. Columns inside of a band's range are
-computed with the band and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
-A lone slash line would cost a range as long as the block for one cell in each row: it is computed row by row instead.
-What all this costs is known before, and a head for which it is more than `dense_above` of dense attention is dense.
+Head by head in blocks of queries (`blocks.py`), or on a GPU in one call of FlexAttention (`flex.py`). What that costs
+is known before, and a head for which it is more than `dense_above` of dense attention is dense.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -18,15 +17,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.kv.loopserve import flex
+from sinkscope.kv.loopserve.blocks import head_in_blocks, plan_of
 from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.kv.loopserve.lone import lone
 
-BLOCKS = (64, 128, 256)
-"""Queries at a time; the cheapest is taken, head by head."""
-LONE = 24
-"""Columns whose product takes as long as one lone slash line."""
-_PART = 16  # columns whose product takes as long as the overhead of one more matrix product
-DENSE_ABOVE = 0.6
-"""Share of computed cells above which plain attention is as fast (measured on a CPU, float32, 4,096 positions)."""
+Kernel = Literal["auto", "blocks", "flex"]
+DENSE_ABOVE = 0.75
+"""Share of computed cells above which plain attention is as fast (measured on a CPU, float32)."""
+FLEX_DENSE_ABOVE = 0.5
+"""The same for FlexAttention, whose masks cost time in every block."""
 
 
 @dataclass(frozen=True)
@@ -37,42 +37,13 @@ class Sparsity:
         cells: share of the causal cells that lie on the lines.
         computed: share that was computed, in whole blocks, or what takes as long; 1.0 where attention was dense.
         dense: the head was computed by plain attention, because that is faster.
+        kernel: what computed the others: "blocks", "blocks, lone lines not compiled" or "flex".
     """
 
     cells: tuple[float, ...]
     computed: tuple[float, ...]
     dense: tuple[bool, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """How one head is computed.
-
-    Attributes:
-        block: queries at a time.
-        bands: (lowest, highest) offset of each, highest offsets first; the last begins at 0.
-        lone: offsets that are computed row by row.
-        columns: vertical lines, in rising order.
-        cost: cells that are computed, or take as long.
-    """
-
-    block: int
-    bands: list[tuple[int, int]]
-    lone: list[int]
-    columns: list[int]
-    cost: float
-
-    def parts(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
-        """For queries at positions `start` to `stop`: (first column, end column, first key, end of keys), in turns."""
-        found, seen, taken = [], 0, 0
-        for low, high in self.bands:
-            begin, end = max(0, start - high), stop - low
-            if end <= 0:
-                continue
-            until = bisect_left(self.columns, begin, lo=taken)
-            found.append((taken, until, max(begin, seen), end))
-            seen, taken = end, bisect_left(self.columns, end, lo=until)
-        return found
+    kernel: str = "blocks"
 
 
 def sparse_attention(
@@ -82,7 +53,8 @@ def sparse_attention(
     lines: HeadLines,
     *,
     scaling: float | None = None,
-    dense_above: float = DENSE_ABOVE,
+    dense_above: float | None = None,
+    kernel: Kernel = "auto",
 ) -> tuple[Float[Tensor, "head query d_value"], Sparsity]:
     """Causal attention on the lines of every head; the queries are the last of the positions.
 
@@ -92,13 +64,18 @@ def sparse_attention(
         value: of all positions.
         lines: for every query head. The main diagonal must be among them.
         scaling: factor on the scores; None: one over the root of `d_head`.
-        dense_above: share of computed cells above which a head is computed densely, with all its cells.
+        dense_above: share of computed cells above which a head is computed densely, with all its cells. None: 0.75 in
+            blocks, 0.5 with FlexAttention.
+        kernel: "blocks": a loop over blocks of queries; "flex": FlexAttention in blocks of 128 by 128, compiled in the
+            first call (10 to 20 s); "auto": "flex" on CUDA, else "blocks". Where FlexAttention cannot be had a warning
+            says so, once, and it is "blocks".
 
     Returns:
-        The output, in the type of `value`, computed in float32; and what was computed.
+        The output, in the type of `value`, computed in float32 (by FlexAttention: in the type of the inputs, added up
+        in float32); and what was computed.
 
     Raises:
-        SinkscopeError: lines of another shape, or a head without the main diagonal.
+        SinkscopeError: lines of another shape, a head without the main diagonal, an unknown kernel.
     """
     heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     if lines.vertical.shape != (heads, keys) or lines.queries != queries or not bool(lines.slash[:, 0].all()):
@@ -106,133 +83,114 @@ def sparse_attention(
             f"lines of {tuple(lines.vertical.shape)} with {lines.queries} queries for {heads} heads, {queries} queries "
             f"and {keys} keys: expected lines of this shape, the main diagonal among them"
         )
+    check_kernel(kernel)
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-    groups, every = heads // key.shape[0], int(lines.lengths().sum())
-    plans = [plan_of(lines, head) for head in range(heads)]
-    dense = tuple(plan.cost > dense_above * every for plan in plans)
-    out = torch.empty(heads, queries, value.shape[-1], device=query.device, dtype=value.dtype)
-    for head, plan in enumerate(plans):
-        q, k, v = query[head].float(), key[head // groups].float(), value[head // groups].float()
-        out[head] = _dense(q, k, v, scaling) if dense[head] else _head(q * scaling, k, v, lines.slash[head], plan)
-    computed = tuple(1.0 if full else plan.cost / every for full, plan in zip(dense, plans, strict=True))
-    return out, Sparsity(tuple(lines.density().tolist()), computed, dense)
+    tensors = (query, key, value)
+    if kernel == "flex" or (kernel == "auto" and query.device.type == "cuda"):
+        made = _by_flex(tensors, lines, scaling, FLEX_DENSE_ABOVE if dense_above is None else dense_above)
+        if made is not None:
+            return made
+    return _in_blocks(tensors, lines, scaling, DENSE_ABOVE if dense_above is None else dense_above)
 
 
-def plan_of(lines: HeadLines, head: int) -> _Plan:
-    """The cheapest way to compute a head."""
-    columns = lines.vertical[head].nonzero().flatten().tolist()
-    offsets = lines.slash[head].nonzero().flatten().tolist()
-    keys, past = lines.vertical.shape[1], lines.past
-    plans: list[_Plan] = []
-    for block in BLOCKS:
-        bands = _bands(offsets, block)
-        lone = [offset for offset in offsets if not any(low <= offset <= high for low, high in bands)]
-        plan = _Plan(block, bands, lone, columns, 0.0)
-        cost = float(LONE * sum(min(keys - offset, lines.queries) for offset in lone))
-        for start in range(past, keys, block):
-            stop = min(keys, start + block)
-            for first, until, begin, end in plan.parts(start, stop):
-                cost += (stop - start) * (until - first + end - begin + _PART)
-        plans.append(_Plan(block, bands, lone, columns, cost))
-        if lines.queries <= block:
-            break
-    return min(plans, key=lambda plan: plan.cost)
+def check_kernel(kernel: str) -> None:
+    """Refuse an unknown kernel.
+
+    Raises:
+        SinkscopeError: it is none of `Kernel`.
+    """
+    if kernel not in get_args(Kernel):
+        raise SinkscopeError(f'kernel={kernel!r}: expected "auto", "blocks" or "flex"')
 
 
-def _bands(offsets: list[int], block: int) -> list[tuple[int, int]]:
-    """Ranges of offsets that are cheaper together than one by one, the highest first."""
-    groups = [[offsets[0]]]
-    for offset in offsets[1:]:
-        if offset - groups[-1][-1] <= max(1, LONE):
-            groups[-1].append(offset)
-        else:
-            groups.append([offset])
-    bands = [(0, groups[0][-1])]
-    for group in groups[1:]:
-        if len(group) * LONE < group[-1] - group[0] + block:
-            continue
-        if group[0] - bands[-1][1] <= block:  # their ranges of keys touch
-            bands[-1] = (bands[-1][0], group[-1])
-        else:
-            bands.append((group[0], group[-1]))
-    return bands[::-1]
+_Three = tuple[Tensor, Tensor, Tensor]
 
 
-def _head(query: Tensor, key: Tensor, value: Tensor, slash: Tensor, plan: _Plan) -> Tensor:
-    """One head, block by block; `query` is scaled."""
-    queries, keys = len(query), len(key)
-    past, device = keys - queries, key.device
-    index = torch.tensor(plan.columns, device=device, dtype=torch.long)
-    some_keys, some_values = key.index_select(0, index), value.index_select(0, index)
-    other = torch.ones(keys, dtype=torch.bool, device=device)
-    other[index] = False  # no vertical line
-    out = torch.empty(queries, value.shape[-1], device=device)
-    masks = [_band(slash, low, high, plan.block) for low, high in plan.bands]
-    for start in range(past, keys, plan.block):
-        stop = min(keys, start + plan.block)
-        rows = stop - start
-        parts = plan.parts(start, stop)
-        lone = [offset for offset in plan.lone if offset < stop]
-        width = sum(until - first + end - begin for first, until, begin, end in parts) + len(lone)
-        scores = torch.empty(rows, width, device=device)
-        q, held = query[start - past : stop - past], 0
-        pieces: list[tuple[Tensor, Tensor]] = []
-        for number, (first, until, begin, end) in enumerate(parts, len(plan.bands) - len(parts)):
-            if until > first:
-                piece = scores[:, held : held + until - first]
-                torch.mm(q, some_keys[first:until].T, out=piece)
-                pieces.append((piece, some_values[first:until]))
-                held += until - first
-            piece = scores[:, held : held + end - begin]
-            torch.mm(q, key[begin:end].T, out=piece)
-            low, high = plan.bands[number]
-            off, shift = masks[number], begin - (start - high)
-            blocked = off[:rows, shift : shift + end - begin] & other[begin:end]
-            if low == 0:
-                blocked = blocked | _future(rows, end - begin, device)
-            piece.masked_fill_(blocked, -torch.inf)
-            pieces.append((piece, value[begin:end]))
-            held += end - begin
-        for column, offset in enumerate(lone, held):
-            begin = max(0, offset - start)  # rows before it have no such key
-            at = slice(start + begin - offset, stop - offset)
-            scores[:begin, column] = -torch.inf
-            # Cells on vertical lines are there already.
-            scores[begin:, column] = (q[begin:] * key[at]).sum(1).masked_fill_(~other[at], -torch.inf)
-        torch.softmax(scores, -1, out=scores)
-        block = out[start - past : stop - past].zero_()
-        for piece, values in pieces:
-            block.addmm_(piece, values)
-        for column, offset in enumerate(lone, held):
-            begin = max(0, offset - start)
-            block[begin:].addcmul_(scores[begin:, column, None], value[start + begin - offset : stop - offset])
-    return out
+def _in_blocks(tensors: _Three, lines: HeadLines, scaling: float, dense_above: float) -> tuple[Tensor, Sparsity]:
+    query, key, value = tensors
+    groups, every = len(query) // len(key), int(lines.lengths().sum())
+    cells = lines.density().tolist()
+    by = lone(query.shape[-1], value.shape[-1], query.device)
+    # Lines that fill more than that already need no plan.
+    plans = [plan_of(lines, head, by.cost) if cells[head] <= dense_above else None for head in range(len(query))]
+    costs = [1.0 if plan is None else plan.cost / every for plan in plans]
+    dense = tuple(plan is None or cost > dense_above for plan, cost in zip(plans, costs, strict=True))
+    out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
+
+    def compute(head: int) -> None:
+        q, k, v = query[head].float() * scaling, key[head // groups].float(), value[head // groups].float()
+        columns, plan = lines.vertical[head].nonzero().flatten(), plans[head]
+        assert plan is not None
+        out[head] = head_in_blocks(q, k.contiguous(), v.contiguous(), columns, lines.slash[head], plan, by)
+
+    _side_by_side(compute, [head for head in range(len(query)) if not dense[head]], query.device)
+    _dense(tensors, dense, scaling, out)
+    computed = tuple(1.0 if full else cost for full, cost in zip(dense, costs, strict=True))
+    return out, Sparsity(tuple(cells), computed, dense, "blocks" if by.compiled else "blocks, lone lines not compiled")
 
 
-def _band(slash: Tensor, low: int, high: int, block: int) -> Tensor:
-    """Cells on no slash line of the band: `[row column]`, for a range that begins `high` before the block."""
-    index = torch.arange(block, device=slash.device)[:, None] + high
-    index = index - torch.arange(high - low + block, device=slash.device)
-    inside = (index >= low) & (index <= high)
-    return ~(slash[index.clamp(0, len(slash) - 1)] & inside)
+def _by_flex(tensors: _Three, lines: HeadLines, scaling: float, dense_above: float) -> tuple[Tensor, Sparsity] | None:
+    query, key, value = tensors
+    if flex.why_not(query, value) is not None:
+        return None
+    blocks, every = flex.blocks_of(lines), int(lines.lengths().sum())
+    costs = (blocks.cells() / every).tolist()
+    dense = tuple(cost > dense_above for cost in costs)
+    out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
+    sparse = torch.tensor([head for head, full in enumerate(dense) if not full], device=query.device)
+    if len(sparse):
+        of_head = sparse // (len(query) // len(key))
+        some = HeadLines(lines.vertical[sparse], lines.slash[sparse], lines.queries)
+        made = flex.flex_heads(query[sparse], key, value, some, blocks.of(sparse), of_head, scaling)
+        if made is None:
+            return None
+        out[sparse] = made.to(out.dtype)
+    _dense(tensors, dense, scaling, out)
+    computed = tuple(1.0 if full else cost for full, cost in zip(dense, costs, strict=True))
+    return out, Sparsity(tuple(lines.density().tolist()), computed, dense, "flex")
 
 
-def _future(rows: int, columns: int, device: torch.device) -> Tensor:
-    """The last columns are the queries themselves."""
-    return torch.ones(rows, columns, dtype=torch.bool, device=device).triu(columns - rows + 1)
+def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torch.device) -> None:
+    """Heads in threads of their own, since the products of one head are too small to be shared out."""
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or min(threads, len(heads)) < 2:
+        for head in heads:
+            compute(head)
+        return
+    inference = torch.is_inference_mode_enabled()
+
+    def work(head: int) -> None:
+        with torch.inference_mode(inference):
+            compute(head)
+
+    try:
+        with ThreadPoolExecutor(min(threads, len(heads)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            list(pool.map(work, heads))
+    finally:
+        torch.set_num_threads(threads)  # what threads set is also the start value of new ones
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Plain causal attention; with four dimensions, for others PyTorch builds the whole matrix."""
-    queries, keys = len(query), len(key)
-    q, k, v = query[None, None], key[None, None], value[None, None]
+def _dense(tensors: _Three, dense: tuple[bool, ...], scaling: float, out: Tensor) -> None:
+    """Plain causal attention of some heads; with four dimensions, for others PyTorch builds the whole matrix."""
+    heads = [head for head, full in enumerate(dense) if full]
+    if not heads:
+        return
+    query, key, value = tensors
+    index: Tensor | slice = slice(None)
+    if len(heads) < len(query):
+        index = torch.tensor(heads, device=query.device)
+        of_head = index // (len(query) // len(key))
+        query, key, value = query[index], key[of_head], value[of_head]
+    q, k, v = query[None].to(value.dtype), key[None].to(value.dtype), value[None]
+    queries, keys, grouped = q.shape[2], k.shape[2], len(query) > len(key)
     if queries == keys:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling)[0, 0]
-    outputs: list[Tensor] = []
+        made = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        out[index] = made[0]
+        return
     for start in range(0, queries, 1024):
         stop = min(queries, start + 1024)
         end = keys - queries + stop
-        mask = ~_future(stop - start, end, query.device)
+        mask = torch.ones(stop - start, end, dtype=torch.bool, device=q.device).tril(end - (stop - start))
         some = (q[:, :, start:stop], k[:, :, :end], v[:, :, :end])
-        outputs.append(scaled_dot_product_attention(*some, attn_mask=mask, scale=scaling)[0, 0])
-    return torch.cat(outputs)
+        made = scaled_dot_product_attention(*some, attn_mask=mask, scale=scaling, enable_gqa=grouped)
+        out[index, start:stop] = made[0]

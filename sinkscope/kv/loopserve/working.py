@@ -6,7 +6,7 @@ copy, a step costs what the copy is long, and putting the whole back costs once 
 
 from __future__ import annotations
 
-from typing import Any
+import copy
 
 import torch
 from jaxtyping import Bool
@@ -23,20 +23,20 @@ def work_on(kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
     Single tokens may come in between; anything else settles the layer by itself, or asks for it before.
     """
     kv.settle()
-    whole = dict(vars(kv))
-    seen, slots = kv.seen, kv.slots
+    whole = copy.copy(kv)
     kv.evict(keep)
-    kv.before_edit = lambda: _put_back(kv, whole, seen, slots)
+    kv.aside, kv.before_edit = whole, _put_back
 
 
-def _put_back(kv: CacheLayer, whole: dict[str, Any], seen: int, slots: int) -> None:
-    new = kv.seen - seen
+def _put_back(kv: CacheLayer) -> None:
+    whole = kv.aside
+    assert whole is not None
+    new, slots = kv.seen - whole.seen, whole.slots
     assert kv.keys is not None and kv.values is not None
     keys, values = kv.keys[..., kv.slots - new :, :], kv.values[..., kv.slots - new :, :]
     names = list(vars(kv)["_extra"])
     extra = {name: kv.extra(name)[..., kv.slots - new :] for name in names}
-    vars(kv).update({name: held for name, held in whole.items() if name not in _GOES_ON})
-    vars(kv)["_holes"] = None  # whoever counts holes counted those of the copy last
+    vars(kv).update({name: held for name, held in vars(whole).items() if name not in _GOES_ON})
     if not new:
         return
     assert kv.keys is not None and kv.values is not None

@@ -1,0 +1,1 @@
+"""Tables and figures of LoopServe (Li et al. 2025)."""

@@ -1,0 +1,146 @@
+"""LoopServe's settings one by one on ordinary text: how far the next tokens are from those of full attention.
+
+    python -m experiments.loopserve.fidelity [--count 6] [--work runs] [--out figures]
+
+The model in the package reads 1,024 tokens of the text that ships and then the 96 that follow, token by token, under
+every setting (`sinkscope dialogues fidelity --along gold`). It answers nothing, but its attention is a trained model's,
+so settings differ by degrees and not by right or wrong, as on the recall model. KL is of the whole vocabulary, in nats.
+Controls: the whole cache, which is at 0, and a random part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from experiments.loopguard.drawn import save
+from experiments.loopserve import paper
+from experiments.loopserve.runs import LONGBENCH, specs
+from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, legends
+from experiments.record import record
+from sinkscope._console import Progress
+from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
+from sinkscope.bench.dialogues.fidelity_table import Near
+from sinkscope.bench.loopbench.store import read_folder
+from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
+from sinkscope.models.load import load
+
+PROMPT, ANSWER = 1024, 96
+BUDGETS = (64, 128, 256, 512, 1024)
+
+# (panel, curve, text of the method with {} for the value, values); without a budget, an eighth of the context
+CURVES: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
+    ("alpha", "sample drawn at random", "loopserve-p:alpha={}", ALPHAS),
+    ("alpha", "with the last 16 queries", "loopserve-p-last:shortest=0:alpha={}", ALPHAS),
+    ("sample", "drawn, alpha 0.955", "loopserve-p:sample={}", SAMPLES),
+    ("budget", "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
+    ("budget", "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
+    ("budget", "random part, anew", "random-progressive:budget={}", BUDGETS),
+    ("budget", "last 32 and a random part", "random:window=32:budget={}", BUDGETS),
+    ("interval", "LoopServe-D, first=0", "loopserve-d:first=0:interval={}", INTERVALS),
+    ("interval", "random part, anew", "random-progressive:every={}", INTERVALS),
+    ("window", "LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", paper.WINDOWS),
+    ("window", "SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", paper.WINDOWS),
+    ("first", "chosen from everything", "loopserve-d:first={}", (0, 16)),
+    ("first", "chosen from what is left", "progressive:mode=evict:after={}", (0, 16)),
+)
+TITLE = f"Text model, one setting at a time: ordinary text, {PROMPT} tokens and {ANSWER} more (dots: texts)"
+TITLES = {
+    "alpha": "alpha of the prompt's half", "sample": "queries in the sample", "budget": "budget",
+    "interval": "interval (12.5 %)", "window": f"observation window (budget {FIXED})",
+    "first": "first steps that read all (12.5 %)",
+}  # fmt: skip
+ALONE = ("loopserve", "loopserve-p", "loopserve-d")
+
+
+def row_of(records: Sequence[Near], method: str) -> dict[str, Any]:
+    """Means over the tokens of all answers; `late` is the KL of the answer's second half."""
+    mine = [each for each in records if each.method == method]
+    kl = [value for each in mine for value in each.kl]
+    late = [value for each in mine for value in each.kl[len(each.kl) // 2 :]]
+    agree = [value for each in mine for value in each.agree]
+    kept = [value for each in mine for value in each.kept]
+    cells = [each.cells for each in mine if each.cells is not None]
+    return {
+        "method": method, "answers": len(mine), "tokens": len(kl), "kl": fmean(kl), "late": fmean(late),
+        "kl_by_answer": [fmean(each.kl) for each in mine], "agree": fmean(agree), "kept": fmean(kept),
+        "cells": fmean(cells) if cells else None,
+    }  # fmt: skip
+
+
+def _said(row: dict[str, Any]) -> str:
+    cells = "" if row["cells"] is None else f", cells {row['cells']:.0%}"
+    return (f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}, attention kept {row['kept']:.1%}"
+            f"{cells}")  # fmt: skip
+
+
+def figure(points: Sequence[dict[str, Any]]) -> Any:
+    """A panel per setting: mean KL, a dot per text."""
+    from plotly.subplots import make_subplots
+
+    fig: Any = make_subplots(
+        rows=2, cols=3, subplot_titles=list(TITLES.values()), horizontal_spacing=0.05, vertical_spacing=0.22
+    )
+    for number, panel in enumerate(TITLES):
+        mine, at = [p for p in points if p["figure"] == panel], {"row": number // 3 + 1, "col": number % 3 + 1}
+        for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREY, RED), strict=False):
+            line = [point for point in mine if point["curve"] == curve]
+            x, legend = [str(point["value"]) for point in line], f"legend{number + 1}" if number else "legend"
+            fig.add_scatter(x=x, y=[p["kl"] for p in line], name=curve, mode="lines+markers", line_color=colour,
+                            legend=legend, **at)  # fmt: skip
+            dots = [(a, value) for a, point in zip(x, line, strict=True) for value in point["kl_by_answer"]]
+            fig.add_scatter(x=[a for a, _ in dots], y=[b for _, b in dots], mode="markers", showlegend=False,
+                            marker={"color": colour, "size": 4, "opacity": 0.35}, **at)  # fmt: skip
+    fig.update_xaxes(type="category")
+    fig.update_yaxes(rangemode="tozero")
+    fig.update_yaxes(title="KL to full attention, nats", col=1)
+    return fig.update_layout(
+        title={"text": TITLE, "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1500, height=950, font={"size": 12}, margin={"l": 70, "r": 20, "t": 90, "b": 60},
+        **legends(fig, len(TITLES)),
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.fidelity", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--count", type=int, default=6, help="texts")
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the answers")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    model = load(None, backend="hf")
+    texts = text_dialogues(model.tokenizer, args.count, prompt_tokens=PROMPT, answer_tokens=ANSWER)
+    methods = {(panel, curve, value): specs([text.format(value)])[0]
+               for panel, curve, text, values in CURVES for value in values}  # fmt: skip
+    alone = specs(ALONE)
+    with Progress() as progress:
+        folder = run_fidelity(
+            model, texts, list(dict.fromkeys([*alone, *methods.values()])), out=args.work / "fidelity", along="gold",
+            max_new_tokens=ANSWER, progress=progress,
+        )  # fmt: skip
+    records = read_folder(folder, Near, "dialogues fidelity").records
+    points = [{"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
+              for (panel, curve, value), method in methods.items()]  # fmt: skip
+    halves = [row_of(records, method) for method in alone]
+    for point in points:
+        print(f"{point['figure']:<9} {point['curve']:<26} {point['value']:>6}", _said(point))
+    for row in halves:
+        print(f"{row['method']:<40}", _said(row))
+    settings = {"prompt_tokens": PROMPT, "answer_tokens": ANSWER, "texts": [asdict(text)["id"] for text in texts],
+                "along": "gold", "model": "bundled", "time": "one thread"}  # fmt: skip
+    text = record("loopserve-fidelity", {"points": points, "halves": halves}, settings, started=started)
+    save("loopserve_fidelity", text, figure(points), args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Figure 2 (d) of the LoopServe paper: accuracy by position of the question.
+
+    python -m experiments.loopserve.figure2d [--count 40] [--out figures]
+
+The recall model answers dialogues of one turn with the whole cache, SnapKV, AdaKV and Progressive, LoopServe's decoding
+half, at an equal budget (`sinkscope dialogues run` and `table`). A panel each for answers of 1, 2 and 7 facts, 3, 6 and
+21 tokens. Controls are the whole cache, which is right at every position, and StreamingLLM, which keeps the last tokens
+whatever is asked. Progressive reads everything for the first 16 tokens of an answer, so a shorter one is that of the
+whole cache; with `-0` it chooses from the first step on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope._console import Progress
+from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.recall import recall_dialogues
+from sinkscope.bench.dialogues.run import run_dialogues
+from sinkscope.bench.dialogues.tables import Answered, tabulate_dialogues
+from sinkscope.figures.style import BLUE, GREEN, ORANGE
+from sinkscope.models.load import load
+
+METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0")
+HOPS = (1, 2, 7)
+
+
+def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: Progress) -> list[dict[str, Any]]:
+    """Accuracy with its interval by method and position."""
+    dialogues = recall_dialogues(count, turns=1, total=tokens, hops=hops)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dialogues(model, dialogues, METHODS, out=folder, budget=budget, batch_size=10, progress=progress)
+        found = tabulate_dialogues([folder]).groups
+    return [_point(group) for group in found if group.position in POSITIONS]
+
+
+def _point(group: Answered) -> dict[str, Any]:
+    return {
+        "method": group.method, "position": group.position, "questions": group.questions, "accuracy": group.score,
+        "low": group.low, "high": group.high, "read": group.read, "answer_tokens": group.length,
+    }  # fmt: skip
+
+
+def figure(panels: Sequence[dict[str, Any]], budget: int) -> Any:
+    """A panel for each number of facts: bars by method and position."""
+    from plotly.subplots import make_subplots
+
+    fig: Any = make_subplots(
+        rows=1, cols=len(panels), shared_yaxes=True, horizontal_spacing=0.03,
+        subplot_titles=[f"{p['hops']} fact{'s' * (p['hops'] > 1)}: answers of {3 * p['hops']} tokens" for p in panels],
+    )  # fmt: skip
+    for column, panel in enumerate(panels, 1):
+        for place, colour in zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True):
+            bars = [point for point in panel["points"] if point["position"] == place]
+            fig.add_bar(
+                x=[html.escape(b["method"]) for b in bars], y=[b["accuracy"] for b in bars],
+                name=f"question at {place}", legendgroup=place, showlegend=column == 1, marker_color=colour,
+                error_y={
+                    "type": "data", "symmetric": False, "thickness": 1,
+                    "array": [b["high"] - b["accuracy"] for b in bars],
+                    "arrayminus": [b["accuracy"] - b["low"] for b in bars],
+                },
+                row=1, col=column,
+            )  # fmt: skip
+    fig.update_yaxes(range=[-0.02, 1.05], tickformat=".0%")
+    fig.update_yaxes(title_text="right answers", row=1, col=1)
+    title = f"Accuracy by position of the question, {budget} cached tokens (recall model)"
+    return fig.update_layout(
+        title={"text": title, "x": 0.01, "xanchor": "left"}, template="plotly_white", barmode="group", width=1500,
+        height=520, font={"size": 13}, margin={"l": 60, "r": 20, "t": 90, "b": 60},
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.18},
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.figure2d", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--count", type=int, default=40, help="questions of each panel and position")
+    parser.add_argument("--tokens", type=int, default=400, help="of a prompt")
+    parser.add_argument("--budget", type=int, default=96, help="cached tokens per layer and kv head")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    started, model = time.perf_counter(), load("recall", backend="hf")
+    with Progress() as progress:
+        panels: list[dict[str, Any]] = [
+            {"hops": hops, "points": measure(model, hops, args.count, args.tokens, args.budget, progress)}
+            for hops in HOPS
+        ]
+    settings = {
+        "model": "recall", "count": args.count, "turns": 1, "tokens": args.tokens, "budget": args.budget,
+        "hops": HOPS, "methods": METHODS, "controls": ["full", "streaming"],
+    }  # fmt: skip
+    text = record("loopserve-fig2d", {"panels": panels}, settings, started=started)
+    save("loopserve_fig2d", text, figure(panels, args.budget), args.out)
+    for panel in panels:
+        for method in METHODS:
+            points = [p for p in panel["points"] if p["method"] == method]
+            shown = ", ".join(f"{p['position']} {p['accuracy']:.0%}" for p in points)
+            print(f"{panel['hops']} facts, {method}: {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,345 @@
+"""Latency and memory of a turn, by context and by length of the answer: full attention, LoopServe, its halves, others.
+
+    python -m experiments.loopserve.latency [--contexts 2048 4096 ...] [--rounds 3] [--long 32768] [--out figures]
+
+After Figs. 5 a, 9 a and 13 of Li et al. 2025 (LoopServe). The model has random weights and planted lines (half of the
+heads attend to one offset, half to marked tokens, a tenth of the text), so attention is as sparse as it is in trained
+models; `cells` says how many cells were chosen. It is narrow: at width 512 attention has the share of the time that it
+has at eight times the context at width 4,096.
+
+A run reads the prompt, then the same given tokens one by one in every arm, and every call is timed: the prompt is the
+time to the first token, and answers of 40, 80 and 120 tokens are the beginnings of one run. What a policy does with
+the cache after the prompt falls into the first step. Arms are interleaved, in rotating order; a ratio is the median
+over rounds of full over arm in the same round. Time is the processor time of the one thread that does all the work.
+Each run is a fresh copy of the process, and `peak` says how far its memory rose; bytes of keys and values are those
+that `run.usage` counts. Runs are kept in the JSON as they come: interrupted, the same command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from experiments.bench_lines import MARKED, SHAPES, VOCAB, made
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope._console import note
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.interventions.base import Intervention
+from sinkscope.kv import H2O, AdaKV, SnapKV
+from sinkscope.kv.loopserve import LoopServe, tokens_read
+from sinkscope.kv.shapes import MInference
+from sinkscope.models.target import Target
+from sinkscope.output import write_atomic
+
+NAME = "loopserve_latency"
+OUTPUTS = (40, 80, 120)
+SMALL = 3e-4
+WARM = 164
+LIMITS = {"h2o": 4096, "minference": 16384}  # longest context: the slowest prompts
+STYLES = {
+    "full": (GREY, "solid"), "loopserve": (BLUE, "solid"), "loopserve-p": (BLUE, "dot"), "loopserve-d": (BLUE, "dash"),
+    "snapkv": (ORANGE, "solid"), "adakv": (ORANGE, "dash"), "h2o": (GREEN, "solid"), "minference": (RED, "solid"),
+}  # fmt: skip
+NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads")
+TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
+Clock = Callable[[], float]
+Run = dict[str, Any]
+
+
+def arms(budget: int, shortest: int, dense_above: float | None = None) -> dict[str, Intervention | None]:
+    """At the settings of the paper's table 7 where `budget` is 1,024."""
+    serve: dict[str, Any] = {"budget": budget, "shortest": shortest, "dense_above": dense_above}
+    return {
+        "full": None, "loopserve": LoopServe(**serve), "loopserve-p": LoopServe(decode=False, **serve),
+        "loopserve-d": LoopServe(prefill=False, **serve), "snapkv": SnapKV(budget=budget),
+        "adakv": AdaKV(budget=budget), "h2o": H2O(budget=budget), "minference": MInference(),
+    }  # fmt: skip
+
+
+def shape_of(name: str, seed: int) -> Target:
+    """Planted lines in every layer: what layers write is small beside what the lines are made of."""
+    target = made(name, seed)
+    with torch.no_grad():
+        for layer in target.hf.model.layers:
+            layer.self_attn.o_proj.weight *= SMALL
+            layer.mlp.down_proj.weight *= SMALL
+    return target
+
+
+def text(length: int, seed: int, marked: float) -> Tensor:
+    """Random tokens, a share of them marked: `[1 pos]`."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(MARKED, VOCAB, (1, length), generator=generator)
+    ids[:, torch.rand(length, generator=generator) < marked] = MARKED - 1
+    return ids
+
+
+@torch.no_grad()
+def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, clock: Clock) -> Run:
+    """Read `context` tokens at once and the others one by one.
+
+    Returns:
+        "seconds" of every call, the prompt first; the most cached "tokens" there were after a call, their "logical" and
+        "physical" bytes, and "answering", physical bytes at the end; "read" tokens per decoding step; shares of "cells"
+        chosen and "computed" in the prompt, and "dense_heads", mean over layers (None: plain attention).
+    """
+    cache, seconds = DynamicCache(config=target.hf.config), list[float]()
+    with edit.on(target) if edit is not None else nullcontext() as run:
+        for begin, end in [(0, context), *((i, i + 1) for i in range(context, ids.shape[1]))]:
+            start = clock()
+            target.hf(input_ids=ids[:, begin:end], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            seconds.append(round(clock() - start, 7))
+        usage = run.usage if run is not None else []
+        events = [] if run is None else [e.data for e in run.events if e.kind == "prefill" and "cells" in e.data]
+        read = tokens_read(run) if run is not None else []
+        parts = [part for layer in cache.layers for part in (layer, getattr(layer, "aside", None)) if part is not None]
+        held = sum(part.keys.nbytes + part.values.nbytes for part in parts)  # type: ignore[union-attr]
+    return {
+        "seconds": seconds, "tokens": usage[0].peak_tokens[0] if usage else ids.shape[1],
+        "logical": usage[0].logical_bytes if usage else held,
+        "physical": usage[0].physical_bytes if usage else held, "answering": held, "read": read[0][0] if read else None,
+        **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("cells", "computed", "dense_heads")},
+    }  # fmt: skip
+
+
+def _status(name: str) -> int | None:
+    """A line of this process's memory, in bytes (Linux)."""
+    file = Path("/proc/self/status")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
+
+
+def fresh(work: Callable[[], Run]) -> Run:
+    """Do it in a copy of this process; "peak": bytes by which its memory rose (None where nothing tells)."""
+
+    def child(pipe: Any) -> None:
+        before = _status("VmRSS")
+        if before is not None:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
+        found = work()
+        after = _status("VmHWM")
+        pipe.send({**found, "peak": after - before if after is not None and before is not None else None})
+
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=child, args=(there,))
+    process.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:
+        raise SystemExit("error: a run ended without a result (see above; was there enough memory?)") from None
+    except KeyboardInterrupt:
+        process.terminate()
+        raise
+    finally:
+        process.join()
+
+
+def plan(args: argparse.Namespace) -> list[tuple[int, int, str]]:
+    """(context, round, arm) in the order in which they are run."""
+    found: list[tuple[int, int, str]] = []
+    for context, rounds in [*((n, args.rounds) for n in args.contexts), *((n, 1) for n in args.long)]:
+        names = [arm for arm in args.arms if context <= LIMITS.get(arm, context)]
+        for number in range(rounds):
+            turned = number % len(names)
+            found += [(context, number, arm) for arm in names[turned:] + names[:turned]]
+    return found
+
+
+def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]:
+    """A row per context and arm: medians over rounds, and ratios to full attention in the same round."""
+    rows: list[dict[str, Any]] = []
+    full = {(r["context"], r["round"]): r for r in runs if r["arm"] == "full"}
+    for context, arm in dict.fromkeys((r["context"], r["arm"]) for r in runs):
+        mine = [r for r in runs if (r["context"], r["arm"]) == (context, arm) and (context, r["round"]) in full]
+        if not mine:
+            continue
+        pairs = [(full[context, r["round"]]["seconds"], r["seconds"]) for r in mine]
+
+        def faster(part: slice, pairs: list[tuple[list[float], list[float]]] = pairs) -> float:
+            return statistics.median(sum(a[part]) / sum(b[part]) for a, b in pairs)
+
+        rows.append({
+            "context": context, "arm": arm, "rounds": len(mine),
+            "first_seconds": statistics.median(r["seconds"][0] for r in mine),
+            "ms_per_token": statistics.median(1e3 * statistics.fmean(r["seconds"][1:]) for r in mine),
+            "seconds": {str(n): statistics.median(sum(r["seconds"][: 1 + n]) for r in mine) for n in outputs},
+            "first_times_faster": faster(slice(1)), "per_token_times_faster": faster(slice(1, None)),
+            "times_faster": {str(n): faster(slice(1 + n)) for n in outputs},
+            **{k: mine[-1][k] for k in NOTED},
+            "peak": max((r["peak"] for r in mine if r["peak"] is not None), default=None),
+        })  # fmt: skip
+    return rows
+
+
+def figure(rows: list[dict[str, Any]], outputs: Sequence[int]) -> Any:
+    """Times and ratios by context, by length of the answer, and memory."""
+    from plotly.subplots import make_subplots
+
+    most = max(r["rounds"] for r in rows)
+    shown = max(r["context"] for r in rows if r["rounds"] == most)
+    last = str(outputs[-1])
+    titles = (
+        f"prompt and {last} tokens, against full", "prompt alone, against full", "a token of the answer, against full",
+        f"by length of the answer at {shown:,}", "keys and values while answering", "peak of memory above the model",
+    )  # fmt: skip
+    fig = make_subplots(2, 3, subplot_titles=titles, horizontal_spacing=0.07, vertical_spacing=0.16)
+    for arm, (color, dash) in STYLES.items():
+        mine = [r for r in rows if r["arm"] == arm]
+        if not mine:
+            continue
+        line, x = {"color": color, "dash": dash}, [r["context"] for r in mine]
+
+        def draw(
+            at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: dict[str, Any] = line
+        ) -> None:
+            fig.add_scatter(
+                x=x, y=y, name=arm, legendgroup=arm, mode="lines+markers", line=line, row=at[0], col=at[1],
+                showlegend=at == (1, 1),
+            )  # fmt: skip
+
+        draw((1, 1), x, [r["times_faster"][last] for r in mine])
+        draw((1, 2), x, [r["first_times_faster"] for r in mine])
+        draw((1, 3), x, [r["per_token_times_faster"] for r in mine])
+        by_output = [r for r in mine if r["context"] == shown]
+        draw((2, 1), outputs, [by_output[0]["seconds"][str(n)] for n in outputs] if by_output else [])
+        draw((2, 2), x, [r["answering"] / 2**20 for r in mine])
+        draw((2, 3), x, [None if r["peak"] is None else r["peak"] / 2**20 for r in mine])
+    ticks = sorted({r["context"] for r in rows})
+    for row, col in ((1, 1), (1, 2), (1, 3), (2, 2), (2, 3)):
+        fig.update_xaxes(
+            type="log", tickvals=ticks, ticktext=[f"{n:,}" for n in ticks], title="tokens of context", row=row, col=col
+        )
+    for col in (1, 2, 3):
+        fig.update_yaxes(title="times faster", type="log", tickvals=TICKS, row=1, col=col)
+        fig.add_hline(1, line={"color": GREY, "width": 1}, row=1, col=col)
+    fig.update_xaxes(title="tokens of the answer", tickvals=list(outputs), row=2, col=1)
+    fig.update_yaxes(title="seconds", rangemode="tozero", row=2, col=1)
+    for col in (2, 3):
+        fig.update_yaxes(
+            title="MiB", type="log", tickvals=[b * 10**e for e in range(5) for b in (1, 2, 5)], row=2, col=col
+        )
+    return fig.update_layout(
+        title={"text": "A turn: latency and memory", "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1500,
+        height=860, font={"size": 13}, legend={"orientation": "h", "y": -0.1}, margin={"l": 60, "r": 30, "t": 90},
+    )  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.latency", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--long", type=int, nargs="*", default=[], help="contexts with a single round")
+    parser.add_argument("--outputs", type=int, nargs="+", default=list(OUTPUTS))
+    parser.add_argument("--arms", nargs="+", choices=list(STYLES), default=list(STYLES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--shortest", type=int, default=2048, help="prompts below are dense under LoopServe")
+    parser.add_argument("--shape", default="lines-512", choices=sorted(SHAPES))
+    parser.add_argument("--marked", type=float, default=0.1, help="share of marked tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="tiny, to see that it works")
+    parser.add_argument("--again", action="store_true", help="forget the runs that are there")
+    parser.add_argument("--out", type=Path, default=Path("figures"), help="folder of the figure")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.contexts, args.long, args.outputs, args.rounds, args.budget, args.shortest = (
+            [160],
+            [256],
+            [4, 20],
+            1,
+            80,
+            0,
+        )
+    args.outputs = sorted(set(args.outputs))
+    args.long = [n for n in args.long if n not in args.contexts]
+    if "full" not in args.arms or min(*args.contexts, *args.outputs, args.rounds) < 1:
+        parser.error("expected `full` among the arms, and contexts, outputs and rounds from 1")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    args = parse(argv)
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "again")} | {"threads": 1}
+    settings["left_out"] = left_out(args)
+    file = args.out / f"{NAME}.json"
+    runs = [] if args.again else _earlier(file, settings)
+    done = {(r["context"], r["round"], r["arm"]) for r in runs}
+    todo = [one for one in plan(args) if one not in done]
+    target, choices = shape_of(args.shape, args.seed), arms(args.budget, args.shortest)
+    longest = max([*args.contexts, *args.long]) + args.outputs[-1]
+    ids = text(longest, args.seed, args.marked)
+    for arm, edit in arms(args.budget, 0).items():  # libraries are loaded, loops compiled
+        if arm in args.arms:
+            turn(target, edit, ids[:, :WARM], WARM - 4, time.thread_time)
+    weights, spent = [_work(*one) for one in todo], 0.0
+
+    def written(complete: bool) -> str:
+        result = {"rows": rows_of(runs, args.outputs), "runs": runs, "complete": complete}
+        return record("loopserve-latency", result, settings, started=started, seed=args.seed)
+
+    for number, (context, turn_number, arm) in enumerate(todo):
+        began = time.perf_counter()
+        found = fresh(
+            lambda n=context, a=arm: turn(target, choices[a], ids[:, : n + args.outputs[-1]], n, time.thread_time)
+        )
+        load = round(os.getloadavg()[0], 2)
+        runs.append({"context": context, "round": turn_number, "arm": arm, "load": load, **found})
+        write_atomic(file, written(False))
+        spent += time.perf_counter() - began
+        left = spent / sum(weights[: number + 1]) * sum(weights[number + 1 :])
+        note(
+            f"{number + 1}/{len(todo)} {arm} at {context}: first token {found['seconds'][0]:.2f} s, "
+            f"{1e3 * statistics.fmean(found['seconds'][1:]):.1f} ms a token; about {left:.0f} s left"
+        )
+    save(NAME, written(True), figure(rows_of(runs, args.outputs), args.outputs), args.out)
+    for row in rows_of(runs, args.outputs):
+        print(json.dumps(row))
+
+
+def _work(context: int, _round: int, arm: str) -> float:
+    """How long a run takes, up to a factor: for the time left."""
+    return context + (6 if arm in ("h2o", "minference") else 1) * context**2 / 4096
+
+
+def left_out(args: argparse.Namespace) -> list[str]:
+    found = [f"{n}: one round" for n in args.long]
+    every = [*args.contexts, *args.long]
+    found += [f"{arm} above {n}" for arm, n in LIMITS.items() if arm in args.arms and max(every) > n]
+    return found + [f"context {n}" for n in (2048, 4096, 8192, 16384, 32768) if n not in every]
+
+
+def _earlier(file: Path, settings: dict[str, Any]) -> list[Run]:
+    """Runs of the same settings that are there already."""
+    try:
+        held = json.loads(file.read_text())
+        runs = held["result"]["runs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    if json.loads(json.dumps(settings)) != held.get("settings"):
+        note(f"{file.name} is of other settings: starting anew")
+        return []
+    note(f"{len(runs)} runs are there already (--again: measure them anew)")
+    return runs
+
+
+if __name__ == "__main__":
+    main()

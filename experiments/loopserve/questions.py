@@ -1,0 +1,75 @@
+"""How often the rules of `sinkscope dialogues positions` are right on messages of real users.
+
+    python -m experiments.loopserve.questions data/arena-hard-v0.1/question.jsonl [--out figures]
+
+The file is Arena-Hard's (github.com/lmarena/arena-hard-auto; Li et al. 2024): 500 prompts that users of Chatbot Arena
+wrote. Of those in ASCII with less than 900 characters and at least two ends of sentence or line, 60 were drawn,
+labelled by hand and used to better the rules (development), and then 60 others (held-out), labelled before the rules
+were run on them; the rules were not changed after. Labels lie beside this file, by the prompts' uid. The sample in the
+package, which is our own writing, is measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from experiments.record import record
+from sinkscope._console import note
+from sinkscope._rate import wilson
+from sinkscope.bench.dialogues.questions import accuracy, locate
+from sinkscope.bench.dialogues.rows import read_rows
+from sinkscope.errors import SinkscopeError
+from sinkscope.output import write_atomic
+
+LABELS = Path(__file__).with_name("question_labels.jsonl")
+
+
+def measure(prompts: dict[str, str], part: str) -> dict[str, Any]:
+    """Share of labels that the rules give, its interval, and the pairs of label and what the rules say."""
+    rows = [json.loads(line) for line in LABELS.read_text(encoding="utf-8").splitlines()]
+    mine = [row for row in rows if row["part"] == part]
+    missing = [row["uid"] for row in mine if row["uid"] not in prompts]
+    if missing:
+        raise SinkscopeError(f"the file has no prompt {missing[0]}: give arena-hard-v0.1/question.jsonl")
+    pairs = Counter((row["label"], locate(prompts[row["uid"]]).place) for row in mine)
+    right = sum(count for (label, said), count in pairs.items() if label == said)
+    return {
+        "messages": len(mine), "right": right, **asdict(wilson(right, len(mine))),
+        "always_end": sum(row["label"] == "end" for row in mine) / len(mine),
+        "pairs": [{"label": label, "rules": said, "count": n} for (label, said), n in sorted(pairs.items())],
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.questions", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("file", type=Path, help="Arena-Hard's question.jsonl")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    rows = [row for _, row in read_rows(args.file, "arena-hard-v0.1/question.jsonl")]
+    prompts = {row["uid"]: row["prompt"] for row in rows}
+    result = {
+        "arena_hard": {part: measure(prompts, part) for part in ("development", "held-out")},
+        "packaged": {part: asdict(accuracy(part)) for part in ("development", "held-out")},
+    }
+    digest = hashlib.sha256(args.file.read_bytes()).hexdigest()
+    settings = {"file": args.file.name, "sha256": digest, "control": "always_end: the rule that always says end"}
+    text = record("loopserve-questions", result, settings, started=started)
+    write_atomic(args.out / "loopserve_questions.json", text)
+    for source, parts in result.items():
+        for part, found in parts.items():
+            note(f"{source}, {part}: {found['right']} of {found['messages']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""LoopServe's settings one by one, on dialogues of the recall model (Figs. 5 c, 5 d, 10, 11).
+
+    python -m experiments.loopserve.sweeps [--work runs] [--out figures]
+
+Swept are alpha and the sample of the prompt's half (loopserve-p); the budget, the interval, the first steps that read
+everything, and choosing against evicting of the decoding half; and the observation window of SnapKV and of that half,
+which is its interval. Contexts are 512 to 1,800 tokens, so beside the paper's budgets there are smaller ones that bite.
+Controls: everything, a random part, and for the sample one that always holds the last queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.loopguard.drawn import save
+from experiments.loopserve import paper
+from experiments.loopserve.runs import (
+    ALL,
+    LONGBENCH,
+    SWEPT_CHAIN,
+    SWEPT_KEPT,
+    Suite,
+    answers,
+    rows_of,
+    settings_of,
+    specs,
+)
+from experiments.record import record
+from sinkscope.figures.style import BLUE, GREY, ORANGE
+
+ALPHAS = (0.9, 0.955, *paper.ALPHAS)
+BUDGETS = (32, 64, 128, *paper.BUDGETS)
+SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
+
+# (figure, suite, curve, text of the method with {} for the value, values)
+CURVES: tuple[tuple[str, Suite, str, str, tuple[float, ...]], ...] = (
+    ("alpha", SWEPT_KEPT, "sample drawn at random", "loopserve-p:alpha={}", ALPHAS),
+    ("alpha", SWEPT_KEPT, "with the last 16 queries", "loopserve-p-last:shortest=0:alpha={}", ALPHAS),
+    ("sample", SWEPT_KEPT, "drawn, alpha 0.955", "loopserve-p:alpha=0.955:sample={}", SAMPLES),
+    ("sample", SWEPT_KEPT, "drawn, alpha 0.995", "loopserve-p:alpha=0.995:sample={}", SAMPLES),
+    (
+        "sample",
+        SWEPT_KEPT,
+        "with last queries, alpha 0.995",
+        "loopserve-p-last:shortest=0:alpha=0.995:sample={}",
+        SAMPLES,
+    ),
+    ("budget, one fact", SWEPT_KEPT, "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
+    ("budget, one fact", SWEPT_KEPT, "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
+    ("budget, one fact", SWEPT_KEPT, "random part", "random:window=32:budget={}", BUDGETS),
+    ("budget, chain", SWEPT_CHAIN, "LoopServe-D", "loopserve-d:budget={}", BUDGETS),
+    ("budget, chain", SWEPT_CHAIN, "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
+    ("budget, chain", SWEPT_CHAIN, "random part, anew", "random-progressive:budget={}", BUDGETS),
+    ("window", SWEPT_KEPT, "LoopServe-D, first=0", f"loopserve-d:first=0:budget={FIXED}:interval={{}}", paper.WINDOWS),
+    ("window", SWEPT_KEPT, "SnapKV", f"snapkv:budget={FIXED}:kernel=7:pooling=max:window={{}}", paper.WINDOWS),
+    ("interval, chain", SWEPT_CHAIN, "LoopServe-D", "loopserve-d:interval={}", INTERVALS),
+    ("interval, chain", SWEPT_CHAIN, "LoopServe-D, first=0", "loopserve-d:first=0:interval={}", INTERVALS),
+    ("first, chain", SWEPT_CHAIN, "chosen from everything", "loopserve-d:first={}", (0, 16)),
+    ("first, chain", SWEPT_CHAIN, "chosen from what is left", "progressive:mode=evict:after={}", (0, 16)),
+)
+TITLE = "Recall model, one setting at a time: right answers; of chains, what is said before the first mistake"
+TITLES = {
+    "alpha": "alpha of the prompt's half (one fact)", "sample": "queries in the sample (one fact)",
+    "budget, one fact": "budget (one fact)", "window": f"observation window (one fact, budget {FIXED})",
+    "budget, chain": "budget (chain of eight)", "interval, chain": "interval (chain of eight, 12.5 %)",
+    "first, chain": "first steps that read all (chain of eight)",
+}  # fmt: skip
+
+
+def methods_of(suite: Suite) -> dict[tuple[str, str, float], str]:
+    """Method of every point of the curves on a suite, by figure, curve and value."""
+    return {
+        (figure, curve, value): specs([text.format(value)])[0]
+        for figure, at, curve, text, values in CURVES
+        if at == suite
+        for value in values
+    }
+
+
+def figure(points: Sequence[dict[str, Any]]) -> Any:
+    """A panel per setting: right answers with intervals where one fact is asked, else how far answers go."""
+    from plotly.subplots import make_subplots
+
+    fig: Any = make_subplots(
+        rows=2, cols=4, subplot_titles=list(TITLES.values()), horizontal_spacing=0.045, vertical_spacing=0.2
+    )
+    for number, panel in enumerate(TITLES):
+        mine = [point for point in points if point["figure"] == panel and point["position"] == ALL]
+        at = {"row": number // 4 + 1, "col": number % 4 + 1}
+        for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREY), strict=False):
+            line = [point for point in mine if point["curve"] == curve]
+            x, exact = [str(point["value"]) for point in line], "chain" not in panel
+            y = [point["score" if exact else "prefix"] for point in line]
+            error = {"array": [p["high"] - p["score"] for p in line], "thickness": 1, "color": colour,
+                     "arrayminus": [p["score"] - p["low"] for p in line]} if exact else None  # fmt: skip
+            fig.add_scatter(x=x, y=y, error_y=error, name=curve, mode="lines+markers", line_color=colour,
+                            legend=f"legend{number + 1}" if number else "legend", **at)  # fmt: skip
+            if panel == "alpha" and any(point["cells"] is not None for point in line):
+                cells = [1.0 if point["cells"] is None else point["cells"] for point in line]
+                fig.add_scatter(x=x, y=cells, name=f"{curve}: cells computed", mode="lines", legend="legend",
+                                line={"color": colour, "dash": "dot"}, **at)  # fmt: skip
+    fig.update_xaxes(type="category")
+    fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
+    return fig.update_layout(
+        title={"text": TITLE, "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1700, height=950, font={"size": 12}, margin={"l": 50, "r": 20, "t": 90, "b": 40},
+        **legends(fig, len(TITLES)),
+    )  # fmt: skip
+
+
+def legends(fig: Any, panels: int) -> dict[str, Any]:
+    """A legend under each panel."""
+    found: dict[str, Any] = {}
+    for number in range(panels):
+        name = str(number + 1) if number else ""
+        x, y = fig.layout[f"xaxis{name}"].domain, fig.layout[f"yaxis{name}"].domain
+        found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "xanchor": "left", "yanchor": "top"}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.sweeps", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the recall model's answers")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    points, full = list[dict[str, Any]](), list[dict[str, Any]]()
+    for suite in (SWEPT_KEPT, SWEPT_CHAIN):
+        methods = methods_of(suite)
+        said = answers(suite, ["full", *dict.fromkeys(methods.values())], args.work)
+        full += rows_of(suite, said, "full")
+        for (panel, curve, value), method in methods.items():
+            points += [{"figure": panel, "curve": curve, "value": value, **row} for row in rows_of(suite, said, method)]
+    for point in points:
+        if point["position"] == ALL:
+            print(f"{point['figure']:<18} {point['curve']:<30} {point['value']:>6} {point['score']:>5.0%} "
+                  f"({point['low']:.0%} to {point['high']:.0%}) {point['prefix']:>5.0%}")  # fmt: skip
+    result = {"points": points, "full": full}
+    settings = settings_of([SWEPT_KEPT, SWEPT_CHAIN])
+    save("loopserve_sweeps", record("loopserve-sweeps", result, settings, started=started), figure(points), args.out)
+
+
+if __name__ == "__main__":
+    main()

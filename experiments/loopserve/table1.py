@@ -1,0 +1,185 @@
+"""LoopServe's Tables 1 and 8 beside what was measured, and the same comparison on dialogues of the recall model.
+
+    python -m experiments.loopserve.table1 [--runs FOLDER ...] [--work runs] [--out figures]
+
+`--runs` are folders of `sinkscope dialogues run` on LongBench's dialogues by the paper's models; without them "not run"
+stands there. The recall model answers dialogues of three turns at an eighth of the context for every method, once with
+one fact an answer (the prompt's last token looks for it) and once with a chain of eight (each found only when the one
+before is written), and longer ones at the sizes of Table 7. Controls: everything, and a random part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.loopguard.drawn import save
+from experiments.loopserve import paper
+from experiments.loopserve.runs import (
+    CHAIN,
+    KEPT,
+    LONG,
+    LONGBENCH,
+    SHARE,
+    answers,
+    rows_of,
+    settings_of,
+    specs,
+)
+from experiments.record import record
+from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.methods import split_spec
+from sinkscope.bench.dialogues.tables import tabulate_dialogues
+from sinkscope.bench.dialogues.tasks import TASKS
+from sinkscope.figures.style import BLUE, GREEN, ORANGE
+
+COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
+NOT_RUN = "not run"
+OWN = (
+    "full", "h2o", f"snapkv:{LONGBENCH}", f"adakv:{LONGBENCH}", "streaming", "tova", "a-shape", "tri-shape",
+    "minference", "loopserve", "loopserve-0", "loopserve-p", "loopserve-d", "loopserve-d:first=0", "random:window=32",
+)  # fmt: skip
+LONGER = (*paper.METHODS, "loopserve-p", "loopserve-d", "random:window=32")
+
+
+def paper_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Table 1, a row per model, position, task and method: the paper's number and ours, percent, None for none."""
+    ours = measured(folders)
+    return [
+        {"model": model, "position": place, "task": task, "method": method, "paper": number,
+         "ours": ours.get((model, place, task, method))}
+        for model, places in paper.TABLE1.items()
+        for place, tasks in places.items()
+        for task, numbers in tasks.items()
+        for method, number in numbers.items()
+    ]  # fmt: skip
+
+
+def table8_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Table 8: Llama-3.2-3B-Instruct, questions at the end."""
+    ours = measured(folders)
+    return [
+        {"model": "llama-3.2-3b", "position": "end", "task": task, "method": method, "paper": number,
+         "ours": ours.get(("llama-3.2-3b", "end", task, method))}
+        for method, numbers in paper.TABLE8.items()
+        for task, number in numbers.items()
+    ]  # fmt: skip
+
+
+def measured(folders: Sequence[str]) -> dict[tuple[str, str, str, str], float]:
+    """Percent by the paper's name of the model, position, task and method, from finished runs.
+
+    Where one method was run with several settings, the last one counts.
+    """
+    found: dict[tuple[str, str, str, str], float] = {}
+    for group in tabulate_dialogues(folders).groups if folders else ():
+        model = next((name for name in (*paper.MODELS, "llama-3.2-3b") if name in group.model.lower()), None)
+        if model is not None and group.task in TASKS:
+            found[model, group.position, group.task, split_spec(group.method)[0].split(":")[0]] = 100 * group.score
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line per position and task; "paper / ours" for each method."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lines = ["| model | question | task | " + " | ".join(methods) + " |", "|---" * (3 + len(methods)) + "|"]
+    places = dict.fromkeys((row["model"], row["position"], row["task"]) for row in rows)
+    by = {(row["model"], row["position"], row["task"], row["method"]): row for row in rows}
+    for place in places:
+        cells = [by[(*place, method)] for method in methods]
+        said = [f"{_number(row['paper'], 'lost')} / {_number(row['ours'], NOT_RUN)}" for row in cells]
+        lines.append(f"| {' | '.join(place)} | {' | '.join(said)} |")
+    return "\n".join(lines)
+
+
+def _number(value: float | None, none: str) -> str:
+    return none if value is None else f"{value:.2f}"
+
+
+def own_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a line per suite and method; exact answers, and the share before the first mistake, by position."""
+    head = "| suite | method | " + " | ".join(POSITIONS) + " | all (95 %) | before the first mistake | read | cells |"
+    lines = [head, "|---" * 9 + "|"]
+    for suite, method in dict.fromkeys((row["suite"], row["method"]) for row in rows):
+        by = {row["position"]: row for row in rows if (row["suite"], row["method"]) == (suite, method)}
+        all_ = by["all"]
+        lines.append(
+            f"| {suite} | {method} | " + " | ".join(f"{by[place]['score']:.0%}" for place in POSITIONS)
+            + f" | {all_['score']:.0%} ({all_['low']:.0%} to {all_['high']:.0%}) | {all_['prefix']:.0%} | "
+            + f"{_share(all_['read'], all_['prompt_tokens'])} | {_share(all_['cells'], 1)} |"
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _share(value: float | None, of: float) -> str:
+    return "all" if value is None else f"{value / of:.0%}"
+
+
+def short(spec: str) -> str:
+    """The method's name, and what is not in it."""
+    return spec.split(":")[0] + ("-0" if ":first=0" in spec and "loopserve" in spec else "")
+
+
+def figure(rows: Sequence[dict[str, Any]]) -> Any:
+    """Bars by method and position: the paper's means, and ours."""
+    from plotly.subplots import make_subplots
+
+    titles = ["paper, Llama-3.1-8B: mean of ten sets, of the full cache's", "one fact, 12.5 %: answers that are right",
+              "chain of eight, 12.5 %: of an answer, before its first mistake",
+              "chain of eight, Table 7's sizes: the same"]  # fmt: skip
+    fig: Any = make_subplots(rows=2, cols=2, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.2)
+    for place in POSITIONS:
+        full = paper.mean("llama-3.1", place, "full")
+        shown = [
+            ([*paper.METHODS], [paper.mean("llama-3.1", place, name) / full for name in paper.METHODS], None),
+            *(_bars(rows, suite, place, key) for suite, key in
+              ((KEPT.name, "score"), (CHAIN.name, "prefix"), (LONG.name, "prefix"))),
+        ]  # fmt: skip
+        for number, (names, values, error) in enumerate(shown):
+            fig.add_bar(
+                x=names, y=values, name=f"question at {place}", marker_color=COLOURS[place], legendgroup=place,
+                showlegend=not number, error_y=error, row=number // 2 + 1, col=number % 2 + 1,
+            )  # fmt: skip
+    fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
+    return fig.update_layout(
+        title={"text": "Question at the begin, in the middle, at the end", "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1500, height=900, font={"size": 13}, barmode="group",
+        legend={"orientation": "h", "y": 1.1, "x": 0.55}, margin={"l": 50, "r": 20, "t": 110, "b": 90},
+    )  # fmt: skip
+
+
+def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:
+    mine = [row for row in rows if (row["suite"], row["position"]) == (suite, place)]
+    error = None
+    if key == "score":
+        error = {"array": [row["high"] - row["score"] for row in mine], "thickness": 1, "width": 2,
+                 "arrayminus": [row["score"] - row["low"] for row in mine], "color": "#888"}  # fmt: skip
+    return [short(row["method"]) for row in mine], [row[key] for row in mine], error
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.table1", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--runs", nargs="*", default=[], help="folders of `sinkscope dialogues run`")
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the recall model's answers")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    table1, table8 = paper_rows(args.runs), table8_rows(args.runs)
+    rows: list[dict[str, Any]] = []
+    plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER, "paper"))]
+    for suite, methods in plan:
+        said = answers(suite, methods, args.work)
+        rows += [row for method in methods for row in rows_of(suite, said, method)]
+    print(table(table1), table(table8), own_table(rows), sep="\n\n")
+    settings = settings_of([suite for suite, _ in plan]) | {"share": SHARE, "runs": len(args.runs)}
+    result = {"table1": table1, "table8": table8, "recall": rows}
+    save("loopserve_table1", record("loopserve-table1", result, settings, started=started), figure(rows), args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Dialogues of nine turns (Fig. 12), answered by the recall model at a fixed budget.
+
+    python -m experiments.loopserve.turns [--work runs] [--out figures]
+
+The context grows from turn to turn, to 2,700 tokens and the answers; the budget stays at 128 tokens, as the paper's
+stays at 1,024 while Qasper's dialogues grow. MInference, which has no budget, computes an eighth of the prompt's cells.
+Once every turn is read anew with all before it, as in the other tables. Then one cache grows over the dialogue, and what
+a method threw away in one turn is missing in the next; there also with chains of seven facts. Right answers are the
+history. Controls: everything, a random part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.loopguard.drawn import save
+from experiments.loopserve.paper import TURNS
+from experiments.loopserve.runs import LONGBENCH, NINE, NINE_CHAIN, NINE_GROWN, answers, settings_of, specs, turns_of
+from experiments.record import record
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+
+BUDGET = 128
+NAMES = {
+    "whole cache": "full", "LoopServe": f"loopserve:budget={BUDGET}", "LoopServe-D": f"loopserve-d:budget={BUDGET}",
+    "LoopServe-D, first=0": f"loopserve-d:first=0:budget={BUDGET}", "SnapKV": f"snapkv:{LONGBENCH}:budget={BUDGET}",
+    "AdaKV": f"adakv:{LONGBENCH}:budget={BUDGET}", "MInference": "minference",
+    "random part": f"random:window=32:budget={BUDGET}",
+}  # fmt: skip
+LINES = (
+    ("#000000", "solid"), (RED, "solid"), (RED, "dash"), (RED, "dot"), (BLUE, "solid"), (GREEN, "solid"),
+    (ORANGE, "solid"), (GREY, "dot"),
+)  # fmt: skip
+SHOWN = (
+    (NINE, "score", "one fact, every turn read anew"), (NINE_GROWN, "score", "one fact, one cache"),
+    (NINE_CHAIN, "prefix", "chain of seven, one cache: before the first mistake"),
+)  # fmt: skip
+
+
+def figure(rows: Sequence[dict[str, Any]]) -> Any:
+    """A curve per method over the turns."""
+    from plotly.subplots import make_subplots
+
+    fig: Any = make_subplots(rows=1, cols=3, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.04)
+    for col, (suite, key, _) in enumerate(SHOWN, 1):
+        for name, (colour, dash) in zip(NAMES, LINES, strict=True):
+            mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
+            fig.add_scatter(
+                x=[row["turn"] for row in mine], y=[row[key] for row in mine], name=name, legendgroup=name,
+                showlegend=col == 1, mode="lines+markers", line={"color": colour, "dash": dash}, row=1, col=col,
+            )  # fmt: skip
+    fig.update_xaxes(title="turn", dtick=1)
+    fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
+    return fig.update_layout(
+        title={"text": f"Nine turns, {BUDGET} tokens of budget: answers that are right", "x": 0.01, "xanchor": "left"},
+        template="plotly_white", width=1700, height=560, font={"size": 13}, margin={"l": 50, "r": 20, "t": 90, "b": 60},
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.turns", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the recall model's answers")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
+    rows: list[dict[str, Any]] = []
+    for suite, _, _ in SHOWN:
+        assert suite.turns == len(TURNS)
+        said = answers(suite, list(methods.values()), args.work)
+        rows += [{"label": name, **row} for name, method in methods.items() for row in turns_of(suite, said, method)]
+    for suite, key, title in SHOWN:
+        print(title, *(
+            f"{name:<22}" + " ".join(f"{row[key]:>5.0%}" for row in rows
+                                     if (row["suite"], row["label"]) == (suite.name, name)) for name in NAMES
+        ), sep="\n")  # fmt: skip
+    settings = settings_of([suite for suite, _, _ in SHOWN]) | {"budget": BUDGET}
+    save(
+        "loopserve_turns", record("loopserve-turns", {"rows": rows}, settings, started=started), figure(rows), args.out
+    )
+
+
+if __name__ == "__main__":
+    main()

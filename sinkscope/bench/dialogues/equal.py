@@ -1,0 +1,160 @@
+"""Shapes of prompts at a share of the context, so that they can stand beside policies at the same share.
+
+A policy's share is that of the tokens which a decoding step reads. Of a shape that concerns prompts alone it is:
+
+- A-shape, Tri-shape: first and local tokens together are that share of the context, in the proportion of LoopServe's
+  table 7 (128 to 4,096; at least 4 first tokens, as StreamingLLM has). Tri-shape's dense rows are as many as its first
+  tokens, as there. A query then sees that share at most, and the share of causal cells is about twice as large.
+- MInference: the most lines, vertical to slash in its usual proportion (1,000 to 6,096), whose cells are at most that
+  share of the causal cells, head by head; one line of each kind at least.
+
+Decoding reads the whole cache in all three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv.loopserve.lines import HeadLines, attention_of
+from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.loopserve.select import slash_lines
+from sinkscope.kv.moments import Prompt
+from sinkscope.kv.session import Session
+from sinkscope.kv.shapes import AShape, MInference, TriShape
+
+_FIRST = 4
+_PAPER = TriShape()
+_LINES = MInference()
+
+
+@dataclass(frozen=True)
+class ShapeShare(Intervention):
+    """A shape of prompts whose sizes follow from the length of each.
+
+    Attributes:
+        name: for errors.
+        budget: share of the context.
+        make: (share, keys) -> what makes prompts of so many keys sparse.
+
+    Raises:
+        SinkscopeError: a share outside (0, 1].
+    """
+
+    name: str
+    budget: float
+    make: Callable[[float, int], SparsePrompts]
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget <= 1:
+            raise SinkscopeError(f"{self.name}: budget={self.budget!r}: expected a share of the context up to 1.0")
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts."""
+        _ByLength(self.name, _nothing, sized=lambda keys: self.make(self.budget, keys)).enter(Session.of(run))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _ByLength(SparsePrompts):
+    sized: Callable[[int], SparsePrompts]
+
+    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> Any:
+        return self.sized(int(held.sum()))._row(prompt, row, real, held)
+
+
+def _nothing(query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+    raise NotImplementedError
+
+
+def a_shape_share(budget: float) -> ShapeShare:
+    """`AShape` at a share of the context."""
+    return ShapeShare("AShape", budget, lambda share, keys: _window(shape_at(share, keys)))
+
+
+def tri_shape_share(budget: float) -> ShapeShare:
+    """`TriShape` at a share of the context."""
+    return ShapeShare("TriShape", budget, lambda share, keys: _window(shape_at(share, keys), dense=True))
+
+
+def minference_share(budget: float) -> ShapeShare:
+    """`MInference` at a share of the causal cells."""
+
+    def make(share: float, keys: int) -> SparsePrompts:
+        return SparsePrompts("MInference", lambda query, key, scaling: share_lines(query, key, share, scaling=scaling))
+
+    return ShapeShare("MInference", budget, make)
+
+
+def shape_at(share: float, keys: int) -> AShape:
+    """First and local tokens at a share of a context."""
+    tokens = max(1, int(share * keys))
+    first = max(min(_FIRST, tokens - 1), tokens * _PAPER.first // (_PAPER.first + _PAPER.local))
+    return AShape(first=first, local=tokens - first)
+
+
+def _window(shape: AShape, dense: bool = False) -> SparsePrompts:
+    def lines(query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+        index = torch.arange(key.shape[1], device=key.device).expand(len(query), -1)
+        return HeadLines(index < shape.first, index < shape.local, query.shape[1])
+
+    return SparsePrompts("TriShape" if dense else "AShape", lines, dense_rows=shape.first if dense else 0)
+
+
+def share_lines(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    share: float,
+    *,
+    last: int = _LINES.last,
+    first: int = 30,
+    local: int = 100,
+    scaling: float | None = None,
+) -> HeadLines:
+    """As `minference_lines`, with the numbers of lines scaled together until their cells are the share of all.
+
+    Args:
+        query: as for `select_lines`.
+        key: as for `select_lines`.
+        share: of the causal cells; the largest number of lines of each head that does not exceed it.
+        last: queries at the end that vote.
+        first: of 1,000 vertical lines those that are the first positions in any case.
+        local: of 6,096 slash lines those that are the nearest offsets in any case; at least the main diagonal.
+        scaling: factor on the scores; None: one over the root of `d_head`.
+    """
+    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    rows = torch.arange(max(0, queries - last), queries, device=query.device)
+    at = rows + (keys - queries)
+    probs = attention_of(query[:, rows], key, at, scaling)
+    columns, offsets = probs.sum(1), slash_lines(probs, at)[0]
+
+    def lines(count: Int[Tensor, " head"]) -> HeadLines:
+        vertical = count * _LINES.vertical // _LINES.slash
+        return HeadLines(
+            _top(columns, vertical.clamp(min=1), vertical * first // _LINES.vertical),
+            _top(offsets, count, (count * local // _LINES.slash).clamp(min=1)),
+            queries,
+        )
+
+    low = torch.ones(heads, dtype=torch.long, device=query.device)
+    high = torch.full_like(low, keys + 1)  # all slash lines and one
+    limit = share * float(lines(low).lengths().sum())
+    while bool((high - low > 1).any()):
+        middle = (low + high) // 2
+        fits = lines(middle).cells() <= limit
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    return lines(low)
+
+
+def _top(weights: Float[Tensor, "head key"], count: Int[Tensor, " head"], forced: Int[Tensor, " head"]) -> Tensor:
+    """The first `forced` lines of each head and the heaviest others, `count` together."""
+    index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
+    order = weights.masked_fill(index < forced[:, None], torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, index)
+    return rank < count[:, None]

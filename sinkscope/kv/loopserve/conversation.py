@@ -1,0 +1,256 @@
+"""A conversation over turns on one cache (Li et al. 2025, LoopServe, algorithm 4), which can be saved and gone on with.
+
+The paper feeds the answer of the turn before again, together with the new input, along the lines of all these queries:
+`answers="recompute"`. What decoding put into the cache is cut off first. `answers="keep"` leaves it there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Intervention
+from sinkscope.kv.loopserve import _saved
+from sinkscope.kv.loopserve.turn import Held, Noting, Turn, check_ids
+from sinkscope.models.target import Target
+
+Answers = Literal["recompute", "keep"]
+_OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "use_cache",
+         "cache_implementation", "generation_config", "max_length", "prefill_chunk_size")  # fmt: skip
+_SINGLE = ("num_beams", "num_return_sequences")
+_MARK = "ANSWER-0f3b71"
+
+
+class Conversation:
+    """Turns on one cache: each reads what is new along its own lines, and decodes from the whole cache in parts.
+
+    A turn's queries are the answer before and the new prompt ("recompute"); or of the answer before only its last
+    token, which has not been through the model, and the new prompt ("keep"). Without an edit, and with every edit that
+    hides and evicts nothing, both equal reading the whole text at once, up to rounding. Where a policy or a guard
+    evicts, what is gone stays gone. Under "recompute" the answer alone is read again whole, so of it everything is back
+    in the next turn, a repetition that a guard had cut too, and H2O adds up the attention of its queries twice.
+
+    A turn that fails or is interrupted leaves the conversation as it was. Every turn enters the edit anew, so between
+    turns the model is free, a fraction as a budget is one of the conversation so far, and a guard's monitor begins with
+    the turn.
+
+    Args:
+        model: Hugging Face, nnsight (dispatched), TransformerBridge (with `LoopServe(prefill=False)`), or `Target`.
+        edit: `LoopServe`, any policy, patch or guard, or several with `|`; None: the model as it is.
+        answers: what of an answer is read when the next turn comes.
+        tokenizer: where the model carries none; only needed for texts.
+        chat: put texts into the tokenizer's chat template, turn by turn: earlier turns stay as the model read them,
+            even where the template would write them differently now.
+
+    Attributes:
+        turns: so far.
+
+    Raises:
+        SinkscopeError: no such `answers`, or no chat template.
+
+    Example:
+        >>> import sinkscope as ss
+        >>> chat = ss.Conversation(ss.load("recall", backend="hf"), ss.LoopServe(budget=64))
+        >>> chat.ask("turn1 it was fact lotte carpet pipe . so they say ask lotte what was said answer").text
+        'carpet pipe'
+    """
+
+    def __init__(
+        self,
+        model: object,
+        edit: Intervention | None = None,
+        *,
+        answers: Answers | str = "recompute",
+        tokenizer: Any = None,
+        chat: bool = False,
+    ) -> None:
+        if answers not in get_args(Answers):
+            raise SinkscopeError(f'answers={answers!r}: expected "recompute" or "keep"')
+        self.target, self._edit, self.chat = Target.of(model, tokenizer), edit, chat
+        self.answers: Answers = "keep" if answers == "keep" else "recompute"
+        self.tokenizer = self.target.tokenizer if tokenizer is None else tokenizer
+        if chat and not getattr(self.tokenizer, "chat_template", None):
+            raise SinkscopeError(f"the tokenizer of {self.target.name} has no chat template: leave out chat")
+        self.turns: list[Turn] = []
+        self._held = Held()
+
+    @property
+    def ids(self) -> list[int]:
+        """Token ids of all that was said, prompts and answers."""
+        return [token for turn in self.turns for token in (*turn.prompt, *turn.ids)]
+
+    def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
+        """One turn, greedy unless told otherwise.
+
+        Args:
+            prompt: a text, or token ids, which are taken as they are. Texts of later turns get no special tokens (BOS)
+                and nothing is put between turns, but with `chat`.
+            max_new_tokens: the answer stops there at the latest.
+            generation: passed on to `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
+
+        Raises:
+            SinkscopeError: an empty prompt, no tokenizer, ids that are none, a turn that exceeds the context, settings
+                of generation that a conversation makes itself or that need several rows; and as the edit.
+        """
+        if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+            raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
+        for name in generation:
+            if name in _OURS:
+                raise SinkscopeError(f"{name} is made by the conversation: leave it out, give other settings by name")
+        for name in _SINGLE:
+            value = generation.get(name, getattr(self.target.hf.generation_config, name, None))
+            if value not in (None, 1):
+                raise SinkscopeError(f"{name}={value!r}: a conversation is one row of text; give {name}=1")
+        return self._turn(self._prompt(prompt), max_new_tokens, generation)
+
+    def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
+        """A turn with a given answer, so that histories are the same whatever the model would have said.
+
+        The conversation is then as if the model had answered so: the answer is decoded token by token, and the edit
+        acts.
+
+        Raises:
+            SinkscopeError: as for `ask`, and for an empty answer.
+        """
+        new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
+        force = LogitsProcessorList([_Gold(gold, len(self.ids) + len(new))])
+        return self._turn(new, len(gold), {"logits_processor": force}, gold)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the conversation to a folder: conversation.json, and a safetensors file that it names.
+
+        The JSON is put in its place last and at once, so until then an earlier save in that folder stands.
+
+        Raises:
+            SinkscopeError: nothing was said yet, or the folder cannot be written.
+        """
+        _saved.write(path, self._state())
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], model: object, edit: Intervention | None = None, *, tokenizer: Any = None
+    ) -> Conversation:
+        """Go on with what `save` wrote, as if it had never been interrupted.
+
+        Args:
+            path: the folder.
+            model: the one it was held with.
+            edit: what acts from now on; the file holds no code, so the edit it was saved with has to be given again.
+                Another one works as well (`Full()` for none), without what the former one knew of earlier tokens.
+            tokenizer: as for a new conversation.
+
+        Raises:
+            SinkscopeError: another model, a conversation held under an edit and none given, and files that are damaged,
+                foreign, or of another version.
+        """
+        state = _saved.read(path, Target.of(model, tokenizer), edit)
+        chat = cls(model, edit, answers=state.answers, tokenizer=tokenizer, chat=state.chat)
+        chat.turns, chat._held = list(state.turns), state.held
+        return chat
+
+    def _state(self) -> _saved.State:
+        return _saved.State(self.target, self._edit, self.answers, self.chat, tuple(self.turns), self._held)
+
+    def _turn(
+        self, new: list[int], max_new_tokens: int, generation: dict[str, Any], gold: list[int] | None = None
+    ) -> Turn:
+        target, whole, before = self.target, [*self.ids, *new], self._held
+        self._check_length(len(new), max_new_tokens)
+        cache = before.cache()
+        noting = Noting(before, cache)
+        ids = torch.tensor([whole], device=target.device)
+        settings: dict[str, Any] = {"do_sample": False, "pad_token_id": self._pad(), **generation}
+        with (noting if self._edit is None else noting | self._edit).on(target) as run, torch.no_grad():
+            output = target.hf.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
+                max_new_tokens=max_new_tokens, **settings,
+            )  # fmt: skip
+        sequences: Tensor = getattr(output, "sequences", output)
+        answer = sequences[0, len(whole) :].tolist() if gold is None else gold
+        turn = Turn(
+            tuple(new), tuple(answer), None if self.tokenizer is None else self._decode(answer), len(whole),
+            len(whole) - before.seen, tuple(noting.lines.get(layer) for layer in range(target.n_layers)),
+            tuple(run.events), sum(noting.reads) / len(noting.reads) if noting.reads else None, output,
+        )  # fmt: skip
+        held = noting.held(len(whole), self.answers == "keep")
+        self.turns, self._held = [*self.turns, turn], held
+        return turn
+
+    def _check_length(self, new: int, more: int) -> None:
+        before, limit = len(self.ids), self.target.max_positions
+        if limit is None or before + new + more <= limit:
+            return
+        left = limit - before - new
+        remedy = f"ask for at most {left} new tokens" if left > 0 else "ask something shorter"
+        raise SinkscopeError(
+            f"turn {len(self.turns) + 1}: {before} tokens before it, {new} of its own and {more} of the answer exceed "
+            f"the context of {self.target.name}, {limit}: {remedy}; the conversation is as it was"
+        )
+
+    def _prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        if not self.chat or not isinstance(prompt, str):
+            return self._encode(prompt, "prompt", special=not self.turns)
+        if not prompt.strip():
+            raise SinkscopeError(f"turn {len(self.turns) + 1}: the prompt is empty")
+        messages = [{"role": "user", "content": prompt}]
+        if self.turns:
+            messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *messages]
+        text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if not self.turns:
+            return self._encode(text, "prompt", special=False)
+        _, mark, rest = text.partition(_MARK)
+        if not mark:
+            raise SinkscopeError(
+                f"the chat template of {self.target.name} does not show earlier answers: leave out chat, and put what "
+                "stands between turns into the prompts"
+            )
+        new = self._encode(rest, "prompt", special=False)
+        # What ends an answer is in the template, and may have been generated too.
+        ended = self.turns[-1].ids[-1] == new[0] and new[0] in self.tokenizer.all_special_ids
+        return new[1:] if ended else new
+
+    def _encode(self, given: str | Sequence[int], what: str, *, special: bool) -> list[int]:
+        turn, name = len(self.turns) + 1, self.target.name
+        ids: list[Any]
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise SinkscopeError(
+                    f"{name} carries no tokenizer: give tokenizer=..., or token ids instead of text",
+                    page="no-tokenizer",
+                )
+            blank = not given.strip()
+            ids = [] if blank else self.tokenizer(given, add_special_tokens=special, verbose=False)["input_ids"]
+        else:
+            ids = list(given)
+        if not ids:
+            raise SinkscopeError(f"turn {turn}: the {what} is empty: write at least one word")
+        check_ids(ids, self.target, f"turn {turn}")
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _pad(self) -> int:
+        """Never seen, but `generate` warns where it has to choose one itself."""
+        end: Any = self.target.hf.generation_config.eos_token_id
+        known = [getattr(self.tokenizer, "pad_token_id", None), *(end if isinstance(end, list) else [end])]
+        return next((int(token) for token in known if token is not None), 0)
+
+
+class _Gold(LogitsProcessor):
+    """Lets nothing follow but a given answer."""
+
+    def __init__(self, ids: list[int], start: int) -> None:
+        self._ids, self._start = ids, start
+
+    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
+        only = torch.full_like(scores, -torch.inf)
+        only[:, self._ids[input_ids.shape[1] - self._start]] = 0
+        return only

@@ -1,0 +1,400 @@
+"""Conversations over turns: against one long prompt, masks made of the kept lines, and policies that never left."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, nnsight_of
+from kv_kit import close, dense, model_of
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import DynamicCache
+
+import sinkscope as ss
+from sinkscope.bench.dialogues.metrics import score
+from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.sink_detector import SinkDetector
+from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.kv import H2O, TOVA, AdaKV, Full, Observe, Policy, SnapKV, StreamingLLM
+from sinkscope.kv.loopserve import LoopServe, select_lines
+from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.kv.loopserve.turn import Turn
+
+SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000}
+SMALL = LoopServe(**{**SPARSE, "budget": 12}, first=0, interval=4)  # pyright: ignore[reportArgumentType]
+WHOLE = LoopServe(alpha=1.0, budget=500, first=0, interval=4)
+LENGTHS, NEW = (40, 12, 25), 7
+BOTH = pytest.mark.parametrize("answers", ["recompute", "keep"])
+
+
+def said(turn: int, length: int | None = None) -> list[int]:
+    """What is said in a turn."""
+    generator = torch.Generator().manual_seed(turn)
+    return torch.randint(5, 96, (LENGTHS[turn] if length is None else length,), generator=generator).tolist()
+
+
+def ask(chat: Conversation, turn: int, **more: Any) -> Turn:
+    return chat.ask(said(turn), max_new_tokens=NEW, output_logits=True, return_dict_in_generate=True, **more)
+
+
+def logits(turn: Turn) -> Tensor:
+    return torch.stack(turn.output.logits, 1)
+
+
+def tensors(chat: Conversation) -> list[Tensor]:
+    """All that the cache holds."""
+    found: list[Tensor] = []
+    for layer in chat._held.layers:  # pyright: ignore[reportPrivateUsage]
+        extra = vars(layer)["_extra"]
+        assert layer.keys is not None and layer.values is not None
+        found += [layer.keys, layer.values, layer.pos, *(layer.extra(name) for name in sorted(extra))]
+    return found
+
+
+@torch.no_grad()
+def one_prompt(model: Any, turns: int) -> list[tuple[list[int], Tensor]]:
+    """The stock model without a cache: what follows each prompt, the whole text read anew for every token."""
+    ids: list[int] = []
+    found: list[tuple[list[int], Tensor]] = []
+    for turn in range(turns):
+        ids += said(turn)
+        rows: list[Tensor] = []
+        for _ in range(NEW):
+            rows.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1])
+            ids.append(int(rows[-1].argmax()))
+        found.append((ids[-NEW:], torch.stack(rows, 1)))
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("family", "edit"),
+    [("llama", None), ("llama", WHOLE), ("llama", Full()), ("gpt2", None), ("mistral", None), ("qwen3", WHOLE)],
+)
+def test_equals_one_long_prompt_where_nothing_is_hidden(family: str, edit: Any, answers: Any) -> None:
+    model = model_of(family)
+    chat = Conversation(model, edit, answers=answers)
+    for number, (ids, expected) in enumerate(one_prompt(model, 3)):
+        turn = ask(chat, number)
+        assert turn.ids == tuple(ids)
+        close(logits(turn), expected, 1e-5)
+        before = sum(LENGTHS[:number]) + number * NEW
+        assert turn.prompt_tokens == before + LENGTHS[number]
+        assert turn.queries == LENGTHS[number] + (0 if number == 0 else NEW if answers == "recompute" else 1)
+        assert turn.lines == (None,) * 3
+        assert turn.read == turn.prompt_tokens + NEW / 2  # steps read 1 to NEW - 1 of the answer
+    assert chat.ids == [token for turn in chat.turns for token in (*turn.prompt, *turn.ids)]
+
+
+@BOTH
+def test_turns_equal_passes_under_masks_of_the_kept_lines(answers: Any) -> None:
+    """Queries are the answer before and the prompt, or its last token and the prompt; decoding sees everything."""
+    model = model_of("llama", num_key_value_heads=4)
+    chat = Conversation(model, LoopServe(**SPARSE, decode=False), answers=answers)
+    for number in range(3):
+        turn = ask(chat, number)
+        total = turn.prompt_tokens
+        sees = [torch.ones(total, total).tril().bool().expand(1, 4, -1, -1).clone() for _ in range(3)]
+        for each in chat.turns:
+            begin = each.prompt_tokens - each.queries
+            for layer, lines in enumerate(each.lines):
+                assert lines is not None and lines.queries == each.queries and lines.past == begin
+                at = torch.arange(begin, each.prompt_tokens)
+                sees[layer][0, :, begin : each.prompt_tokens, : each.prompt_tokens] = lines.rows(at)
+        ids = torch.tensor([chat.ids[:total]])
+        close(logits(turn)[:, 0], dense(model, ids, torch.ones_like(ids), sees)[:, -1])
+        assert min(float(lines.density().min()) for lines in turn.lines if lines is not None) < 0.7
+
+
+@BOTH
+def test_kept_lines_are_those_of_select_lines_on_the_layers_own_queries(answers: Any) -> None:
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def note(rows: Any) -> None:
+        if rows.query.shape[2] > 1:
+            seen[rows.layer] = rows.query[0].clone(), rows.kv.keys[0].clone()
+
+    model = model_of("qwen3")
+    chat = Conversation(model, LoopServe(**SPARSE) | Observe(note), answers=answers)
+    for number in range(3):
+        turn = ask(chat, number)
+        for layer, lines in enumerate(turn.lines):
+            by_hand = select_lines(*seen[layer], SPARSE["alpha"], sample=SPARSE["sample"], dense_above=9.0)
+            assert lines is not None
+            assert torch.equal(lines.vertical, by_hand.vertical) and torch.equal(lines.slash, by_hand.slash)
+
+
+@pytest.mark.parametrize(
+    ("policy", "answers"),
+    [
+        (StreamingLLM(budget=20), "recompute"), (StreamingLLM(budget=20, positions="rebased"), "keep"),
+        (H2O(budget=20), "keep"), (H2O(budget=20), "recompute"), (SnapKV(budget=20, window=4), "keep"),
+        (AdaKV(budget=20, window=4, floor=0.0), "keep"), (AdaKV(budget=20, window=4, floor=0.0), "recompute"),
+        (TOVA(budget=20, mode="select"), "recompute"), (TOVA(budget=20, mode="select"), "keep"),
+    ],
+)  # fmt: skip
+def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answers: str) -> None:
+    """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
+    model = model_of("llama")
+    chat = Conversation(model, policy, answers=answers)
+    turns = [ask(chat, number) for number in range(3)]
+    cache, ids = DynamicCache(), list[int]()
+    with policy.on(model):
+        for number, turn in enumerate(turns):
+            ids += said(number)
+            given = torch.tensor([ids])
+            made: Any = model.generate(
+                given, attention_mask=torch.ones_like(given), past_key_values=cache, max_new_tokens=NEW,
+                do_sample=False, output_logits=True, return_dict_in_generate=True,
+            )  # fmt: skip
+            assert made.sequences[0, len(ids) :].tolist() == list(turn.ids)
+            assert torch.equal(torch.stack(made.logits, 1), logits(turn))
+            if answers == "recompute":
+                cache.crop(-(NEW - 1))
+            ids += turn.ids
+    theirs = Conversation(model, policy)
+    theirs._held = type(chat._held)(tuple(cache.layers))  # pyright: ignore[reportPrivateUsage, reportArgumentType]
+    assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(theirs), strict=True))
+
+
+def test_what_was_evicted_does_not_come_back_but_the_answer_does() -> None:
+    model = model_of("llama")
+    chat = Conversation(model, StreamingLLM(budget=20, first=4), answers="recompute")
+    ask(chat, 0)
+    kept = set(chat._held.layers[0].pos[0, 0].tolist())  # pyright: ignore[reportPrivateUsage]
+    assert kept == {0, 1, 2, 3, *range(40 + NEW - 1 - 17, 40)}  # and the newest
+    chat._edit = None  # pyright: ignore[reportPrivateUsage]
+    ask(chat, 1)
+    held = chat._held.layers[0].pos[0, 0].tolist()  # pyright: ignore[reportPrivateUsage]
+    assert sorted(held) == [*sorted(kept), *range(40, 40 + NEW + 12)]
+
+
+def test_read_counts_what_decoding_steps_attend_to() -> None:
+    model = model_of("llama")
+    chat = Conversation(model, LoopServe(budget=12, interval=4, first=4, prefill=False))
+    ask(chat, 0)
+    steps = [*range(41, 45), *(13 + i % 4 for i in range(NEW - 5))]
+    assert chat.turns[0].read == pytest.approx(sum(steps) / len(steps))
+    chat = Conversation(model, AdaKV(budget=12, window=4, floor=0.0))  # other numbers in every head
+    ask(chat, 0)
+    assert chat.turns[0].read == pytest.approx(12 + sum(range(1, NEW)) / (NEW - 1))
+
+
+@pytest.mark.parametrize(
+    ("edit", "answers"),
+    [(SMALL, "keep"), (H2O(budget=20), "recompute"),
+     (None, "recompute"), (None, "keep")],
+)  # fmt: skip
+def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit: Any, answers: Any) -> None:
+    model = model_of("llama")
+    asked, told = (Conversation(model, edit, answers=answers) for _ in range(2))
+    first = ask(asked, 0)
+    gold = told.say(said(0), first.ids)
+    assert (gold.ids, gold.read, gold.queries) == (first.ids, first.read, first.queries)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(asked), tensors(told), strict=True))
+    assert torch.equal(logits(ask(asked, 1)), logits(ask(told, 1)))
+    other = Conversation(model, edit, answers=answers)
+    other.say(said(0), [7] * NEW)
+    assert other.ids == [*said(0), *[7] * NEW]
+    assert not torch.equal(logits(ask(other, 1)), logits(asked.turns[1]))
+
+
+@BOTH
+def test_a_said_answer_may_hold_the_end_of_sequence(answers: Any) -> None:
+    model = model_of("llama")
+    reference = Conversation(model, answers=answers)
+    reference.say(said(0), [8, 2, 9, 9])
+    expected = logits(ask(reference, 1))
+    model.generation_config.eos_token_id = 2
+    chat = Conversation(model, answers=answers)
+    chat.say(said(0), [8, 2, 9, 9])
+    turn = ask(chat, 1, eos_token_id=95)
+    close(logits(turn), expected[:, : len(turn.ids)])
+
+
+@BOTH
+def test_a_patch_knows_the_second_token_in_every_turn(answers: Any) -> None:
+    model, patch = model_of("llama"), SinkPatch(layer=1, neurons=[3, 5])
+    chat = Conversation(model, patch, answers=answers)
+    ids: list[int] = []
+    for number in range(3):
+        turn = ask(chat, number)
+        ids += said(number)
+        with patch.on(model), torch.no_grad():
+            expected = model(input_ids=torch.tensor([ids]), use_cache=False).logits[:, -1]
+        close(logits(turn)[:, 0], expected)
+        ids += turn.ids
+    # The second value is decided upon once: nothing is said of it later.
+    assert {event.kind for turn in chat.turns[1:] for event in turn.events} == {"patched"}
+    with torch.no_grad():
+        plain = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+    with patch.on(model), torch.no_grad():
+        assert not torch.allclose(plain, model(input_ids=torch.tensor([ids]), use_cache=False).logits, atol=1e-3)
+
+
+# An alarm when six of the last sixteen values are high: what it says depends on the positions before.
+ALARM = SinkDetector(layer=1, neurons=[9], levels=[1.0], threshold=-0.1, hits=6, window=16)
+
+
+@BOTH
+def test_an_alarm_sees_every_position_once(answers: Any) -> None:
+    """Also where an answer is read twice: in the second turn as in one pass over the whole text."""
+    model = model_of("llama")
+    chat = Conversation(model, ALARM, answers=answers)
+    for number in range(3):
+        ask(chat, number)
+    whole = torch.tensor([chat.ids])
+    with ALARM.on(model) as run, torch.no_grad():
+        model(input_ids=whole, use_cache=False)
+    expected = [event.position for event in run.events]
+    assert len(expected) > 5
+    for turn in chat.turns:
+        begin = turn.prompt_tokens - turn.queries
+        now = [event.position for event in turn.events if event.position < turn.prompt_tokens]
+        assert now == [at for at in expected if begin <= at < turn.prompt_tokens]
+
+
+class _Stops:
+    """A streamer that is interrupted at the third token."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def put(self, value: Tensor) -> None:
+        self.count += 1
+        if self.count == 4:  # the prompt came first
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("edit", "answers"),
+    [(SMALL, "recompute"), (H2O(budget=20), "keep"),
+     (ALARM, "keep")],
+)  # fmt: skip
+def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit: Any, answers: Any) -> None:
+    model = model_of("llama")
+    chat, calm = (Conversation(model, edit, answers=answers) for _ in range(2))
+    for each in (chat, calm):
+        ask(each, 0)
+    with pytest.raises(KeyboardInterrupt):
+        ask(chat, 2, streamer=_Stops())
+    assert len(chat.turns) == 1
+    assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(calm), strict=True))
+    assert torch.equal(logits(ask(chat, 1)), logits(ask(calm, 1)))
+    assert chat.turns[1].events == calm.turns[1].events
+
+
+def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
+    model = model_of("llama", max_position_embeddings=64)
+    chat = Conversation(model)
+    ask(chat, 0)
+    with pytest.raises(SinkscopeError, match="turn 2: 47 tokens before it, 25 of its own and 7 of the answer"):
+        ask(chat, 2)
+    with pytest.raises(SinkscopeError, match="at most 5 new tokens; the conversation is as it was"):
+        chat.ask(said(1), max_new_tokens=6)
+    assert len(chat.ids) == 47
+    close(logits(chat.ask(said(1), max_new_tokens=5, output_logits=True, return_dict_in_generate=True)),
+          one_prompt(model_of("llama"), 2)[1][1][:, :5])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "words"),
+    [
+        ([], {}, "turn 1: the prompt is empty"), (" \n", {}, "turn 1: the prompt is empty"),
+        ([5, 96], {}, "turn 1: 96 is no token id of"), ([5, -1], {}, "-1 is no token id"),
+        ([True], {}, "True is no token id"),
+        ("text", {}, "give tokenizer=..., or token ids"), ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ([5], {"use_cache": False}, "use_cache is made by the conversation"),
+        ([5], {"num_beams": 2}, "num_beams=2: a conversation is one row"),
+        ([5], {"num_return_sequences": 2}, "num_return_sequences=2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked(prompt: Any, more: Any, words: str) -> None:
+    chat = Conversation(model_of("llama"))
+    if isinstance(prompt, str) and not prompt.strip():
+        chat.tokenizer = tiny_model("llama")[1]
+    with pytest.raises(SinkscopeError, match=re.escape(words)):
+        chat.ask(prompt, **more)
+    assert not chat.turns
+
+
+def test_what_cannot_be_begun() -> None:
+    model = model_of("llama")
+    with pytest.raises(SinkscopeError, match="answers='none'"):
+        Conversation(model, answers="none")
+    with pytest.raises(SinkscopeError, match="no chat template"):
+        Conversation(model, chat=True)
+    with pytest.raises(SinkscopeError, match="the answer is empty"):
+        Conversation(model).say([5], [])
+
+
+@BOTH
+def test_the_same_on_nnsight_and_what_a_bridge_can_do(answers: Any) -> None:
+    model, tokenizer = model_of("llama"), tiny_model("llama")[1]
+    found = []
+    for kind in (model, nnsight_of(model, tokenizer)):
+        chat = Conversation(kind, SMALL, answers=answers)
+        found.append([logits(ask(chat, number)) for number in range(2)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    half = LoopServe(budget=12, first=0, interval=4, prefill=False)
+    found = []
+    for kind in (model, bridge_of(model, tokenizer)):
+        chat = Conversation(kind, half, answers=answers)
+        found.append([logits(ask(chat, number)) for number in range(2)])
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-4)
+
+
+TEMPLATE = (
+    "{{ '<s>' }}system . {% for m in messages %}{{ m.role }} : {{ m.content | trim }}{{ '</s>' }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
+    """Turn by turn the model reads what the template makes of the whole history; an end that came is not said twice."""
+    pair: Any = tiny_model("llama")
+    model, tokenizer = pair
+    names = tokenizer.convert_ids_to_tokens
+    tokenizer.chat_template = TEMPLATE.replace("<s>", tokenizer.bos_token).replace("</s>", tokenizer.eos_token)
+    chat = Conversation(model, tokenizer=tokenizer, chat=True)
+    words = [str(names(i)) for i in range(20, 40)]
+    texts = [" ".join(words[:4]), " ".join(words[4:9]), " ".join(words[9:12])]
+    replies = [" ".join(words[12:14]), " ".join(words[14:17])]
+    messages: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        messages.append({"role": "user", "content": text})
+        if number < 2:
+            gold = tokenizer(replies[number], add_special_tokens=False)["input_ids"]
+            chat.say(text, [*gold, tokenizer.eos_token_id] if ended else gold)
+        else:
+            chat.ask(text, max_new_tokens=1)
+        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        read = chat.ids[: chat.turns[-1].prompt_tokens]
+        assert read == tokenizer(whole, add_special_tokens=False)["input_ids"]
+        messages.append({"role": "assistant", "content": replies[number] if number < 2 else ""})
+
+
+@pytest.mark.parametrize(
+    ("edit", "answers", "place"),
+    [
+        (LoopServe(alpha=1.0), "recompute", "begin"), (LoopServe(alpha=1.0), "keep", "middle"),
+        (LoopServe(), "recompute", "end"),  # short prompts are dense, and the first 16 steps read everything
+    ],
+)  # fmt: skip
+def test_the_recall_model_answers_through_a_growing_conversation(edit: LoopServe, answers: str, place: Any) -> None:
+    model: Any = ss.load("recall", backend="hf")
+    dialogue = recall_dialogue(5, turns=4, tokens=[150, 90, 200, 120], hops=2)
+    chat = ss.Conversation(model, edit, answers=answers)
+    for turn in dialogue.turns:
+        assert score("exact", chat.ask(turn.prompts[place]).text or "", turn.answers) == 1
+    joined = "\n\n".join(text for turn in dialogue.turns for text in (turn.prompts[place], turn.answers[0]))
+    assert chat.ids == model.tokenizer(joined)["input_ids"]

@@ -1,0 +1,229 @@
+"""The experiments on LoopServe: the paper's numbers, how answers are counted, the controls, the page."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from organisms.tiny import tiny_model
+
+import sinkscope as ss
+from experiments.loopserve import ablation, fidelity, paper, runs, sweeps, table1, turns
+from sinkscope._rate import wilson
+from sinkscope.bench.dialogues.fidelity_table import Near
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn
+from sinkscope.bench.dialogues.methods import METHODS, check_methods, read_method
+from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.bench.dialogues.run import COMMAND, Said
+from sinkscope.bench.dialogues.tasks import TASKS
+from sinkscope.bench.loopbench.store import Folder
+from sinkscope.kv.loopserve.select import sample_queries
+from sinkscope.results import ModelInfo
+
+ROOT = Path(__file__).parents[1]
+
+
+def said(**changed: Any) -> Said:
+    one = Said(
+        model="f", method="full", prompt="", dialogue="recall-0", position="end", turn=0, prompt_tokens=100,
+        tokens=(1, 2), text="", ended="eos", read=50.0, cells=None, seconds=0.1,
+    )  # fmt: skip
+    one = replace(one, **changed)
+    return replace(one, prompt=f"{one.dialogue} {one.position} {one.turn}")
+
+
+def test_tables_of_the_paper_are_whole_but_for_one_column_of_trec() -> None:
+    lost = []
+    for model, places in paper.TABLE1.items():
+        assert set(places) == set(POSITIONS)
+        for place, tasks in places.items():
+            assert set(tasks) == set(TASKS)
+            for task, numbers in tasks.items():
+                assert tuple(numbers) == paper.METHODS and set(numbers) <= set(METHODS)
+                lost += [(model, place, task, method) for method, number in numbers.items() if number is None]
+    assert lost == [("qwen2.5", place, "trec", "loopserve") for place in ("begin", "middle", "end")]
+    # Rows whose labels are displaced in the text, a row counted from either side, and the corners.
+    table = paper.TABLE1
+    assert table["llama-3.1"]["begin"]["multi_news"]["minference"] == 20.25
+    assert table["llama-3.1"]["end"]["trec"] | {} == dict(
+        zip(paper.METHODS, (59.05, 56.53, 58.54, 58.54, 58.54, 52.51, 59.55, 59.05, 60.31), strict=True)
+    )
+    assert table["qwen2.5"]["middle"]["samsum"]["streaming"] == 13.83
+    assert table["llama-3.1"]["begin"]["multifieldqa_en"]["full"] == 45.70
+    assert table["qwen2.5"]["end"]["samsum"]["loopserve"] == 39.85
+    assert paper.mean("qwen2.5", "end", "h2o", ("qasper", "trec")) == pytest.approx((14.17 + 58.29) / 2)
+
+
+def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path: Path) -> None:
+    folder = _qasper_run(tmp_path / "run", "meta-llama/Llama-3.1-8B-Instruct")
+    rows = table1.paper_rows([str(folder)])
+    ours = {(r["position"], r["task"], r["method"]): r["ours"] for r in rows if r["ours"] is not None}
+    # One token of F1 in two answers: 100 % and, of "Ellen" for "Ellen Varga", 2/3.
+    assert ours == {("end", "qasper", "snapkv"): pytest.approx(100 * fmean([1, 2 / 3]))}
+    assert all(row["ours"] is None for row in rows if row["model"] != "llama-3.1")
+    line = next(line for line in table1.table(rows).splitlines() if line.startswith("| llama-3.1 | end | qasper |"))
+    assert line.count("not run") == 8 and "35.95 / 83.33" in line
+    assert "68.85 / not run | lost / not run |" in table1.table(rows)
+    none = table1.paper_rows()
+    assert len(none) == 2 * 3 * 11 * 9 and all(row["ours"] is None for row in none)
+    small = _qasper_run(tmp_path / "small", "meta-llama/Llama-3.2-3B-Instruct")
+    eight = {r["method"]: r["ours"] for r in table1.table8_rows([str(small)]) if r["task"] == "qasper"}
+    assert eight == {"adakv": None, "snapkv": pytest.approx(500 / 6), "minference": None, "loopserve": None}
+
+
+def _qasper_run(folder: Path, name: str) -> Path:
+    prompts = dict.fromkeys(POSITIONS, "x")
+    dialogue = Dialogue("q", "qasper", tuple(Turn(prompts, ("Ellen Varga",), ()) for _ in range(2)))
+    settings = {
+        "command": COMMAND, "model": asdict(ModelInfo(name, "llama", 1, 1, 1, "f")), "budget": 1024, "history": "gold",
+        "device": "cpu", "dtype": "float32", "attention": "sdpa",
+    }  # fmt: skip
+    with Folder(folder, settings, [asdict(dialogue)], Said) as store:
+        store.append([
+            said(dialogue="q", method="snapkv", turn=0, text="Ellen Varga"),
+            said(dialogue="q", method="snapkv", turn=1, text="Ellen"),
+        ])  # fmt: skip
+    return folder
+
+
+def test_scores_and_how_far_a_chain_was_followed() -> None:
+    suite = runs.Suite("s", count=1, turns=2, total=300, least=120, hops=2)
+    first, second = (turn.answers[0].split() for turn in suite.dialogues()[0].turns)
+    assert len(first) == 6 and first[-1] == "."
+    begun = " ".join([*first[:4], "other", *first[5:-1]])
+    records = [
+        said(position=place, turn=turn, method=method, text=text, ended=ended)
+        for place in ("begin", "end")
+        for turn, answer in enumerate((first, second))
+        for method, text, ended in (
+            ("full", " ".join(answer[:-1]), "eos"),
+            ("tova", " ".join(answer[:-1]) if (place, turn) == ("end", 1) else begun, "eos"),
+            ("h2o", " ".join(answer[:-1]), "cap"),  # it never said that the chain ends
+        )
+    ]
+    rows = {row["position"]: row for row in runs.rows_of(suite, records, "full")}
+    assert set(rows) == {"begin", "end", "all"}
+    assert rows["all"]["score"] == rows["all"]["prefix"] == rows["all"]["same"] == 1
+    rows = {row["position"]: row for row in runs.rows_of(suite, records, "tova")}
+    # `begun` follows the first answer for 4 of 6 words and the second for none.
+    assert rows["begin"]["prefix"] == pytest.approx((4 / 6 + 0) / 2) and rows["begin"]["score"] == 0
+    assert rows["end"]["prefix"] == pytest.approx((4 / 6 + 1) / 2) and rows["end"]["score"] == 0.5
+    rate = wilson(1, 4)
+    assert (rows["all"]["score"], rows["all"]["low"], rows["all"]["high"]) == (rate.share, rate.low, rate.high)
+    assert [row["score"] for row in runs.turns_of(suite, records, "tova")] == [0, 0.5]
+    assert [row["turn"] for row in runs.turns_of(suite, records, "tova")] == [1, 2]
+    assert runs.rows_of(suite, records, "h2o")[0]["prefix"] == pytest.approx(5 / 6)
+    assert runs.rows_of(suite, records, "adakv") == []
+
+
+def test_random_controls_hold_the_budget_and_are_the_same_every_time() -> None:
+    model: Any = tiny_model("llama")[0]
+    ids = torch.tensor([[(7 * i) % 50 + 4 for i in range(60)]])
+
+    def kept(name: str) -> list[Any]:
+        with read_method(name).make(20).on(model), torch.no_grad():
+            out = model.generate(
+                ids, max_new_tokens=3, do_sample=False, return_dict_in_generate=True, eos_token_id=None, pad_token_id=0
+            )
+            return [layer.pos.tolist() for layer in out.past_key_values.layers]
+
+    one, again, votes = kept("random:window=8"), kept("random:window=8"), kept("snapkv:window=8")
+    assert one == again != votes
+    for layer in one:
+        for head in layer[0]:
+            assert len([p for p in head if 0 <= p < 60]) == 20 and set(range(52, 60)) <= set(head)
+    assert one[0] != one[1], "every layer has its own"
+    assert kept("random-progressive") == kept("random-progressive")
+
+
+def test_a_sample_with_the_last_queries_has_them_and_as_many_in_all() -> None:
+    rows = sample_queries(500, 48, recent=16)
+    assert rows.tolist() == sorted(set(rows.tolist())) and len(rows) == 48
+    assert rows[-16:].tolist() == list(range(484, 500))
+    assert rows[:32].tolist() == sample_queries(484, 32).tolist()
+    assert sample_queries(10, 48, recent=16).tolist() == list(range(10))
+
+
+def test_what_the_sample_misses_the_prompt_loses() -> None:
+    """The last token alone looks for the key asked about: lines chosen without its row do not have that cell."""
+    model: Any = ss.load("recall", backend="hf")
+    turn = recall_dialogue(3, turns=1, tokens=500, hops=1).turns[0]
+    inputs = model.tokenizer(turn.prompts["begin"], return_tensors="pt")
+
+    def first(method: str) -> str:
+        with read_method(method).make(0.125).on(model), torch.no_grad():
+            return model.tokenizer.decode(model(**inputs).logits[0, -1].argmax())
+
+    wanted = turn.answers[0].split()[0]
+    assert 500 not in sample_queries(501, 48), "this prompt's last query is not in the sample"
+    assert first("loopserve-p:alpha=0.995:shortest=0") != wanted
+    assert first("loopserve-p-last:alpha=0.995:shortest=0") == wanted
+    assert first("loopserve-p:alpha=1.0:shortest=0") == wanted
+
+
+def test_every_method_of_the_experiments_can_be_made() -> None:
+    methods = [
+        *runs.specs(table1.OWN), *runs.specs(table1.LONGER, "paper"), *runs.specs(list(ablation.NAMES.values())),
+        *runs.specs(list(turns.NAMES.values())), *sweeps.methods_of(runs.SWEPT_KEPT).values(),
+        *sweeps.methods_of(runs.SWEPT_CHAIN).values(),
+        *runs.specs([text.format(value) for _, _, text, values in fidelity.CURVES for value in values]),
+    ]  # fmt: skip
+    for method in check_methods(methods):
+        method.make(0.5)
+        kind = METHODS[method.name]
+        if kind.made in ("LoopServe", "LastRows") and "shortest" not in kind.without:
+            assert ("shortest", 0) in method.options, f"{method.spec}: short prompts would be left alone"
+    assert len(sweeps.methods_of(runs.SWEPT_KEPT)) + len(sweeps.methods_of(runs.SWEPT_CHAIN)) == sum(
+        len(values) for *_, values in sweeps.CURVES
+    ), "two curves of a panel have the same name"
+    assert {panel for panel, *_ in sweeps.CURVES} == set(sweeps.TITLES)
+    assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
+
+
+def test_the_suites_are_what_their_rules_say() -> None:
+    for suite in (
+        runs.KEPT,
+        runs.CHAIN,
+        runs.LONG,
+        runs.SWEPT_KEPT,
+        runs.SWEPT_CHAIN,
+        runs.NINE,
+        runs.NINE_GROWN,
+        runs.NINE_CHAIN,
+    ):
+        dialogues = suite.dialogues()
+        assert len(dialogues) == suite.count and {len(d.turns) for d in dialogues} == {suite.turns}
+        shortest = min(len(turn.prompts["end"].split()) for d in dialogues for turn in d.turns)
+        assert shortest >= suite.least and runs.SHARE * suite.least > 32
+        if suite.hops > 1:
+            assert 3 * suite.hops > 16 + 1, "LoopServe's first 16 steps would be the whole answer"
+    assert min(len(d.turns[0].prompts["end"].split()) for d in runs.LONG.dialogues()) >= 512
+    assert runs.LONG.total > 4096 + 128, "Table 7's windows would cover everything"
+
+
+def test_means_of_fidelity() -> None:
+    near = Near(model="f", method="tova", prompt="a", dialogue="a", position="end", turn=0, prompt_tokens=9,
+                kl=(0.0, 1.0, 2.0, 5.0), agree=(True, True, False, False), kept=(0.5, 0.7, 0.9), read=4.0, cells=0.25,
+                seconds=1.0)  # fmt: skip
+    row = fidelity.row_of(
+        [near, replace(near, prompt="b", kl=(0.0, 0.0, 0.0, 4.0)), replace(near, method="h2o")], "tova"
+    )
+    assert (row["answers"], row["tokens"], row["kl"], row["late"]) == (2, 8, 1.5, 2.75)
+    assert row["kl_by_answer"] == [2.0, 1.0] and row["agree"] == 0.5 and row["kept"] == pytest.approx(0.7)
+    assert row["cells"] == 0.25
+
+
+def test_the_page_has_every_part_of_the_paper() -> None:
+    text = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
+    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
+    parts = " ".join(first)
+    for name, numbers in (("Obs.", range(1, 5)), ("Algorithm", range(1, 7)), ("Table", range(1, 9)),
+                          ("Fig.", range(1, 14))):  # fmt: skip
+        for number in numbers:
+            assert re.search(rf"{re.escape(name)} {number}\b", parts), (name, number)
+    assert "Theorem 1" in parts
