@@ -1,10 +1,10 @@
 """Sparse prompts against PyTorch's causal attention, layer by layer and in a whole model, and what each stage takes.
 
     python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
-        [--parts layer selection model decoding] [--out figures/bench_loopserve.json]
+        [--parts layer selection model decoding] [--flex] [--out figures/bench_loopserve.json]
 
-Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; the longest
-lengths have one round, and layers above 8,192 two heads. Writes a PNG beside the JSON.
+Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; above 8,192
+there is one round, and layers have two heads. Writes a PNG beside the JSON.
 
 - `layer`: attention of 8 heads, d_head 64, on drawn lines. `vertical`: single columns; `slash`: single offsets;
   `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets. Beside them
@@ -42,7 +42,7 @@ from sinkscope.kv.loopserve import LoopServe, Progressive, prefill, select, serv
 from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.output import write_atomic
 
-D_HEAD, LONGEST = 64, 16384  # the last length with several rounds
+D_HEAD, REPEATED = 64, 8192  # the last length with several rounds
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
 KINDS = ("vertical", "slash", "groups", "mixed")
 LENGTHS = [2048, 4096, 8192, 16384, 32768]
@@ -86,21 +86,22 @@ def layer(lengths: list[int], rounds: int, flex: bool) -> list[dict[str, Any]]:
     plain = sparse.lone(D_HEAD, D_HEAD, torch.device("meta"))  # what there is without a compiler
     for n in lengths:
         generator = torch.Generator().manual_seed(0)
-        heads = 8 if n <= 8192 else 2
+        heads = 8 if n <= REPEATED else 2
         query, key, value = (torch.randn(heads, n, D_HEAD, generator=generator) for _ in range(3))
 
         def dense(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
             return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
 
         arms: list[tuple[str, str, dict[str, Any]]] = [(kind, "compiled", {}) for kind in KINDS]
-        arms += [("slash", "no compiler", {}), *([("mixed", "flex", {"kernel": "flex"})] if flex and n == 4096 else [])]
+        arms += [("slash", "no compiler", {})] if n <= REPEATED else []
+        arms += [("mixed", "flex", {"kernel": "flex"})] if flex and n == 4096 else []
         for kind, how, settings in arms:
             drawn = [scattered(kind, heads, n, density, generator) for density in DENSITIES]
             pairs: list[list[float]] = [[] for _ in drawn]
             work: list[Any] = [None] * len(drawn)
             with patch.object(sparse, "lone", lambda *_: plain) if how == "no compiler" else nullcontext():
                 sparse.sparse_attention(query, key, value, drawn[0], **settings)  # compiled, where that is
-                for _ in range(rounds if n < LONGEST * 2 else 1):
+                for _ in range(rounds if n <= REPEATED else 1):
                     base, _out = seconds(dense)
                     for number, lines in enumerate(drawn):
                         ours, (_out, work[number]) = seconds(
@@ -136,21 +137,21 @@ def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for n in lengths:
         query, key = planted(n, torch.Generator().manual_seed(0))
-        for alpha in (0.955, 0.995):
-            pairs, lines = [], None
-            for _ in range(rounds if n < LONGEST * 2 else 1):
-                base, _out = seconds(
-                    lambda: functional.scaled_dot_product_attention(query[None], key[None], key[None], is_causal=True)  # noqa: B023
-                )
-                limit = sparse.DENSE_ABOVE
+        limit = sparse.dense_limit(D_HEAD, "blocks", query.device)
+        pairs: dict[float, list[float]] = {0.955: [], 0.995: []}
+        cells: dict[float, float] = {}
+        for _ in range(rounds if n <= REPEATED else 1):
+            base, _out = seconds(
+                lambda: functional.scaled_dot_product_attention(query[None], key[None], key[None], is_causal=True)  # noqa: B023
+            )
+            for alpha, ratios in pairs.items():
                 ours, lines = seconds(lambda: select.select_lines(query, key, alpha, dense_above=limit))  # noqa: B023
-                pairs.append(ours / base)
-            assert lines is not None
-            rows.append({
-                "n": n, "alpha": alpha, "cells": float(lines.density().mean()), "selection_over_dense": median(pairs),
-                "pairs": pairs,
-            })  # fmt: skip
-            _console.print(f"{n}: choice at alpha {alpha} is {median(pairs):.1%} of dense attention")
+                ratios.append(ours / base)
+                cells[alpha] = float(lines.density().mean())
+        for alpha, ratios in pairs.items():
+            shares = {"cells": cells[alpha], "selection_over_dense": median(ratios), "pairs": ratios}
+            rows.append({"n": n, "alpha": alpha, **shares})
+            _console.print(f"{n}: choice at alpha {alpha} is {median(ratios):.1%} of dense attention")
     return rows
 
 
@@ -189,7 +190,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
             elif name == "lines":
                 block.self_attn.o_proj.weight.mul_(0.1)
                 block.mlp.down_proj.weight.mul_(0.1)
-        for n in lengths if name == "lines" else [n for n in lengths if n <= LONGEST]:
+        for n in lengths if name == "lines" else [n for n in lengths if n <= 2 * REPEATED]:
             ids = ids_of(n, 0)
 
             def forward(ids: Tensor = ids, model: Any = model) -> Any:
@@ -197,7 +198,7 @@ def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
 
             for alpha in (0.955, 0.995) if name == "lines" else (0.955,):
                 pairs, events, drift = [], [], 0.0
-                for _ in range(rounds if n < LONGEST else 1):
+                for _ in range(rounds if n <= REPEATED else 1):
                     base, alone = seconds(forward)
                     with LoopServe(alpha=alpha, decode=False).on(model) as run:
                         spent, ours = seconds(forward)

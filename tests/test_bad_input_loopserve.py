@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import jaxtyping
 import pytest
 import torch
+import typer
 from longbench_files import records, save
 from organisms.tiny import tiny_model
 
@@ -143,12 +145,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+_command = functools.cache(typer.main.get_command)  # made anew in every call it takes longer than what is tested
+
+
 @pytest.fixture
 def refused(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[[str], str]:
     """Type a command that has to be refused beside these files, where "OUT" is a path; what it says."""
     monkeypatch.chdir(files)
+    monkeypatch.setattr("typer.main.get_command", _command)
     out = tmp_path / "out"
     there = sorted(os.listdir(files))
 

@@ -37,7 +37,7 @@ class _EnoughError(Exception):
 
 def test_a_conversation_goes_on_from_what_the_method_said(tmp_path: Path) -> None:
     """Replayed by hand with one StreamingLLM per turn; the full cache, always right, makes the gold history itself."""
-    given: dict[str, Any] = {"positions": ["end"], "budget": 40}
+    given: dict[str, Any] = {"positions": ["end"], "budget": 40, "max_new_tokens": 12}
     for history in ("gold", "model"):
         out = tmp_path / history
         run_dialogues(model(), SOME, ["full", "streaming"], out=out, history=history, batch_size=2, **given)
@@ -53,7 +53,7 @@ def test_a_conversation_goes_on_from_what_the_method_said(tmp_path: Path) -> Non
             said.append(turn.prompts["end"])
             ids = tokenizer("\n\n".join(said), return_tensors="pt")
             with StreamingLLM(budget=40).on(model()):
-                made = model().generate(**ids, do_sample=False, max_new_tokens=64)[0].tolist()
+                made = model().generate(**ids, do_sample=False, max_new_tokens=12)[0].tolist()
             length = ids["input_ids"].shape[1]
             record = own["streaming", f"{dialogue.id} end {number}"]
             assert record.tokens == tuple(made[length:]) and record.prompt_tokens == length
@@ -65,6 +65,7 @@ def test_a_conversation_goes_on_from_what_the_method_said(tmp_path: Path) -> Non
         ("gold", 6), ("model", 6),
     ]  # fmt: skip
     assert "recall by recall after its own answers: full 100.0%" in table.summary()
+    assert [line.count("full") for line in table.summary().splitlines()] == [1, 1]
 
 
 def test_a_conversation_cut_off_ends_the_same(tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_a_conversation_cut_off_ends_the_same(tmp_path: Path) -> None:
         run_dialogues(hf, some, ["full"], out=tmp_path / "cut", **{**given, "history": "gold"})
     with pytest.raises(SinkscopeError, match=r"turn 2, question at end: .* exceed the context"):
         run_dialogues(hf, some[:1], ["full"], out=tmp_path / "x", **{**given, "max_new_tokens": 500})
+    assert not (tmp_path / "x").exists()  # nothing was computed
 
 
 # --- One cache over the turns ----------------------------------------------------------------------------------------
@@ -102,8 +104,8 @@ def test_what_a_turn_threw_away_is_missing_in_the_next(tmp_path: Path) -> None:
     On a fresh cache it is always right; on one that grows it is where the fact was said in this turn, and not where
     it was said in the first, which a window of 40 tokens forgot while it answered.
     """
-    dialogues = [recall_dialogue(i, turns=2, tokens=(100, 60), hops=1) for i in range(8)]
-    given: dict[str, Any] = {"positions": ["end"], "budget": 40}
+    dialogues = [recall_dialogue(i, turns=2, tokens=(100, 60), hops=1) for i in range(5)]
+    given: dict[str, Any] = {"positions": ["end"], "budget": 40, "max_new_tokens": 5}
     for kind in ("fresh", "grow"):
         run_dialogues(model(), dialogues, ["full", "streaming"], out=tmp_path / kind, cache=kind, **given)
     fresh, grown = ({(r.method, r.prompt): r for r in _records(tmp_path / name)} for name in ("fresh", "grow"))
@@ -134,7 +136,7 @@ def test_own_answers_on_one_cache_and_a_dialogue_that_was_cut_off(tmp_path: Path
 
     def work(name: str, history: str, progress: Any = None) -> tuple[Said, ...]:
         run_dialogues(model(), SOME[:2], ["full", "loopserve-0:budget=24"], out=tmp_path / name, positions=["end"],
-                      history=history, cache="grow", progress=progress)  # fmt: skip
+                      history=history, cache="grow", progress=progress, max_new_tokens=10)  # fmt: skip
         return _records(tmp_path / name)
 
     def stop(_what: str, done: int, _total: int) -> None:
@@ -149,6 +151,9 @@ def test_own_answers_on_one_cache_and_a_dialogue_that_was_cut_off(tmp_path: Path
     assert len(_records(tmp_path / "cut")) == 6
     assert work("cut", "model") == whole and len(whole) == 8
     assert {r.read for r in whole if r.method != "full"} != {r.read for r in whole if r.method == "full"}
+    for kind in ("fresh", "grow"):  # the right answers are the history, though the first token alone is asked for
+        run_dialogues(model(), SOME[:2], ["full"], out=tmp_path / kind, positions=["end"], cache=kind, max_new_tokens=1)
+    assert _records(tmp_path / "fresh") == _records(tmp_path / "grow")
 
 
 def test_bad_input_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

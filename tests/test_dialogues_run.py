@@ -31,7 +31,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
 from sinkscope.kv.loopserve.decode import tokens_read
-from sinkscope.kv.loopserve.prefill import _said
+from sinkscope.kv.loopserve.prefill import _said as said_of
 from sinkscope.kv.loopserve.sparse import Sparsity
 from sinkscope.results import Result
 
@@ -61,7 +61,8 @@ def test_full_is_right_everywhere_and_a_window_where_what_is_needed_lies_in_it(t
     budget = 60
     lengths = ((100, 100), (60, 90), (100, 50), (80, 52), (120, 48))
     dialogues = [recall_dialogue(i, turns=2, tokens=each, hops=1) for i, each in enumerate(lengths)]
-    run_dialogues(model(), dialogues, ["full", "streaming"], out=tmp_path / "r", budget=budget, batch_size=5)
+    given: dict[str, Any] = {"out": tmp_path / "r", "budget": budget, "batch_size": 5, "max_new_tokens": 6}
+    run_dialogues(model(), dialogues, ["full", "streaming"], **given)
     made = tabulate_dialogues([tmp_path / "r"])
     for position in (*POSITIONS, "all"):
         full = _group(made, "full", position)
@@ -90,21 +91,22 @@ def test_full_is_right_everywhere_and_a_window_where_what_is_needed_lies_in_it(t
 
 
 def test_tokens_read_are_those_of_two_other_counts(tmp_path: Path) -> None:
-    run_dialogues(model(), SOME[:1], ["h2o", "progressive-0"], out=tmp_path / "r", budget=24, positions=["end"])
+    given: dict[str, Any] = {"out": tmp_path / "r", "budget": 24, "positions": ["end"], "max_new_tokens": 36}
+    run_dialogues(model(), SOME[:1], ["h2o", "progressive-0"], **given)
     records = _records(tmp_path / "r")
     for record in (r for r in records if r.method == "h2o"):
         assert record.read == 25.0  # the budget, and the token itself
     turn = SOME[0].turns[0].prompts["end"]
     ids = model().tokenizer(turn, return_tensors="pt")
     with Progressive(budget=24, after=0).on(model()) as run:
-        out = model().generate(**ids, do_sample=False, max_new_tokens=64)
+        out = model().generate(**ids, do_sample=False, max_new_tokens=36)
     record = next(r for r in records if (r.method, r.turn) == ("progressive-0", 0))
     assert record.tokens == tuple(out[0, ids["input_ids"].shape[1] :].tolist())
     assert record.read == pytest.approx(tokens_read(run)[0][0], abs=1e-3)
 
 
 def test_batches_change_nothing(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"budget": 40, "positions": ["middle"]}
+    given: dict[str, Any] = {"budget": 40, "positions": ["middle"], "max_new_tokens": 16}
     for size in (1, 4):
         run_dialogues(model(), SOME, ["tova"], out=tmp_path / str(size), batch_size=size, **given)
     assert _records(tmp_path / "1") == _records(tmp_path / "4")
@@ -142,7 +144,7 @@ def test_cells_are_those_of_the_shape(tmp_path: Path) -> None:
 
 
 def test_heads_and_layers_that_were_dense_count_as_all_their_cells() -> None:
-    some = _said(Sparsity((0.2, 0.4), (0.5, 1.0), (False, True)))
+    some = said_of(Sparsity((0.2, 0.4), (0.5, 1.0), (False, True)))
     assert some["attended"] == pytest.approx(0.6)
     events = [
         Event(row, 0, 9, layer, None, "prefill", data)
@@ -155,7 +157,7 @@ def test_killed_it_goes_on_and_ends_the_same(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
 
     def work(folder: Path) -> None:
-        run_dialogues(model(), SOME, ["full", "streaming"], out=folder, budget=40, batch_size=2)
+        run_dialogues(model(), SOME, ["full", "streaming"], out=folder, budget=40, batch_size=2, max_new_tokens=10)
 
     work(whole)
     for lines in (1, 11):

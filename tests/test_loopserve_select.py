@@ -235,3 +235,20 @@ def test_flat_attention_is_known_before_lines_are_chosen(sharp: float) -> None:
     if not sharp:
         assert (_least_share(probs, at, 0.955) > 0.85).all()
         assert (select_lines(query, key, 0.955, dense_above=0.75).density() == 1).all()
+
+
+def test_heads_that_end_early_do_not_change_the_others() -> None:
+    """Heads are taken out of the search when they are done; each is chosen as if it were alone."""
+    query, key = tensors(4, 150, 180, 11, sharp=1.0)
+    query *= torch.tensor([0.0, 1.0, 3.0, 9.0])[:, None, None]  # flat to sharp
+    key = key.repeat_interleave(2, 0)
+    together = select_lines(query, key, 0.9, dense_above=0.8)
+    assert len(set(together.density().tolist())) == 4 and together.density()[0] == 1
+    for head in range(4):
+        alone = select_lines(query[[head]], key[[head]], 0.9, dense_above=0.8)
+        # Batches grow with the head that has most lines, so single heads may come out slightly smaller.
+        assert alone.cells()[0] == pytest.approx(int(together.cells()[head]), rel=0.03)
+        probs = probs_of(query[[head]], key[[head]])[0]
+        rows = sample_queries(150, 48).tolist()
+        held = sum(float(probs[r, c]) for r, c in cells_of(together, head) if r in rows)
+        assert held >= 0.9 * 48 - 1e-4

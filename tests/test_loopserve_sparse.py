@@ -130,7 +130,7 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sparse, "lone", lambda *_: replace(LONE, scores=scores))
     monkeypatch.setattr(blocks_module, "BLOCKS", (64,))
     monkeypatch.setattr(torch, "mm", mm)
-    _, what = sparse_attention(query, key, value, lines)
+    _, what = sparse_attention(query, key, value, lines, dense_above=1.0)
     every = int(lines.lengths().sum())
     assert alone[0] == 512 + 24  # rows that reach back 400 and 1,000
     assert counted[0] + LONE.cost * alone[0] == pytest.approx(what.computed[0] * every)
@@ -191,11 +191,11 @@ def test_lines_that_do_not_fit() -> None:
 def test_heads_in_threads_are_the_same_and_leave_no_trace() -> None:
     query, key, value = inputs(4, 2, 300, 300)
     lines = drawn(4, 300, 300, 0.02, 0.03)
-    one, _ = sparse_attention(query, key, value, lines)
+    one, _ = sparse_attention(query, key, value, lines, dense_above=1.0)
     torch.set_num_threads(3)
     try:
         with torch.inference_mode():
-            three, what = sparse_attention(query, key, value, lines)
+            three, what = sparse_attention(query, key, value, lines, dense_above=1.0)
         threads = torch.get_num_threads()
     finally:
         torch.set_num_threads(1)

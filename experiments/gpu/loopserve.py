@@ -8,7 +8,8 @@ of the heads attend to one offset, half to marked tokens, a tenth of the text).
 
 - `prefill`: one layer, random lines (70 % of the cells vertical and scattered, one band at the diagonal, two lone
   offsets) by density and length: times faster than causal `scaled_dot_product_attention`, everything counted that
-  depends on the lines. `same` compares with PyTorch under the same mask, at a short length.
+  depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
+  the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
   them, over causal attention.
 - `decoding`: one token at a time behind a prompt, from the whole cache and from 1,024 chosen tokens; steps that choose
@@ -28,8 +29,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -40,8 +42,9 @@ from experiments.loopserve.latency import OUTPUTS, arms, rows_of, shape_of, text
 from experiments.record import record
 from sinkscope._console import note
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve import Progressive, select_lines, sparse_attention
+from sinkscope.kv.loopserve import Progressive, Sparsity, select_lines, sparse_attention
 from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.kv.loopserve.sparse import Kernel
 from sinkscope.kv.moments import Prompt
 from sinkscope.kv.session import Session
 from sinkscope.models.load import load
@@ -86,6 +89,11 @@ def dense(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = Non
     )[0]
 
 
+def said(work: Sparsity) -> dict[str, Any]:
+    cells, computed = statistics.fmean(work.cells), statistics.fmean(work.computed)
+    return {"cells": cells, "computed": computed, "dense_heads": sum(work.dense), "kernel": work.kernel}
+
+
 def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadLines:
     """Lines of about this share of the cells, others in every head."""
     generator = torch.Generator().manual_seed(0)
@@ -104,7 +112,7 @@ def same(heads: int, width: int, args: argparse.Namespace) -> float:
     lines = scattered(heads, n, 0.1, device)
     mask = lines.rows(torch.arange(n, device=device))
     wanted = scaled_dot_product_attention(query[None].float(), key[None].float(), value[None].float(), mask[None])[0]
-    found, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf)
+    found, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf, kernel=args.kernel)
     return float((found.float() - wanted).abs().max() / wanted.abs().max())
 
 
@@ -121,14 +129,10 @@ def prefill(target: Target, args: argparse.Namespace) -> Rows:
         key, value = (torch.randn(kv, n, width, device=device, dtype=dtype) for _ in range(2))
         for density in DENSITIES:
             lines = scattered(heads, n, density, device)
-            work = sparse_attention(query, key, value, lines)[1]
-            pairs = pairs_of(
-                lambda q=query, k=key, v=value: dense(q, k, v),
-                lambda q=query, k=key, v=value, at=lines: sparse_attention(q, k, v, at),
-                args.rounds,
-            )
-            share = {"cells": statistics.fmean(work.cells), "computed": statistics.fmean(work.computed)}
-            yield {"n": n, "density": density, **share, "dense_heads": sum(work.dense), **faster(pairs)}
+            along = partial(sparse_attention, query, key, value, lines, kernel=args.kernel)
+            work = along()[1]
+            pairs = pairs_of(partial(dense, query, key, value), along, args.rounds)
+            yield {"n": n, "density": density, **said(work), **faster(pairs)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,23 +163,14 @@ def selection(target: Target, args: argparse.Namespace) -> Rows:
             target.base(input_ids=args.ids[:, :n], use_cache=False)
         ((query, key, value, scaling),) = seen.found
 
-        def choose(q: Tensor = query, k: Tensor = key, s: float | None = scaling) -> HeadLines:
-            return select_lines(q, k, 0.955, scaling=s)
-
-        def attend(q: Tensor = query, k: Tensor = key, v: Tensor = value, s: float | None = scaling) -> Tensor:
-            return dense(q, k, v, s)
-
-        lines = choose()
-        work = sparse_attention(query, key, value, lines, scaling=scaling)[1]
+        attend = partial(dense, query, key, value, scaling)
+        choose = partial(select_lines, query, key, 0.955, scaling=scaling)
+        along = partial(sparse_attention, query, key, value, scaling=scaling, kernel=args.kernel)
+        work = along(choose())[1]
         choice = pairs_of(attend, choose, args.rounds)
-        both = pairs_of(
-            attend,
-            lambda q=query, k=key, v=value, s=scaling: sparse_attention(q, k, v, choose(q, k, s), scaling=s),
-            args.rounds,
-        )
+        both = pairs_of(attend, lambda along=along, choose=choose: along(choose()), args.rounds)
         yield {
-            "n": n, "layer": seen.layer, "cells": statistics.fmean(work.cells),
-            "computed": statistics.fmean(work.computed), "dense_heads": sum(work.dense),
+            "n": n, "layer": seen.layer, **said(work),
             "selection_over_dense": statistics.median(b / a for a, b in choice),
             "selection_ms": 1e3 * statistics.median(b for _, b in choice), "with_selection": faster(both),
         }  # fmt: skip
@@ -245,10 +240,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="of latency")
     parser.add_argument("--outputs", type=int, nargs="+", default=list(OUTPUTS))
     parser.add_argument(
-        "--arms", nargs="+", default=["full", "loopserve", "loopserve-p", "loopserve-d", "snapkv", "adakv"]
+        "--arms",
+        nargs="+",
+        default=["full", "loopserve", "loopserve-p", "loopserve-d", "snapkv", "adakv", "minference"],
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of the batch, decoding")
     parser.add_argument("--steps", type=int, default=64, help="decoding")
+    parser.add_argument("--kernel", choices=get_args(Kernel), default="auto", help="of sparse prompts, in two sections")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--shortest", type=int, default=2048)

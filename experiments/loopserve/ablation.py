@@ -4,8 +4,8 @@
 
 LoopServe-P is the sparse prompt alone, LoopServe-D the progressive decoding alone; both as in the paper (alpha 0.955,
 interval 16, first 16 steps that read everything) at an eighth of the context. Controls: the whole cache; a random part
-of it; and prompts by lines that were chosen from a sample with the last queries in it. What the halves cost is measured
-by `experiments.loopserve.latency`.
+of it; and lines chosen from a sample that holds the prompt's last 16 queries (`recent=16`, not in the paper), also at
+alpha 0.99. What the halves cost is measured by `experiments.loopserve.latency`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
 
 NAMES = {
-    "whole cache": "full", "LoopServe": "loopserve", "LoopServe-P": "loopserve-p",
-    "LoopServe-P, last queries<br>in the sample": "loopserve-p-last:alpha=0.955:shortest=0",
-    "LoopServe-D": "loopserve-d", "LoopServe-D, first=0": "loopserve-d:first=0", "random part": "random:window=32",
+    "whole cache": "full", "LoopServe": "loopserve", "LoopServe-P": "loopserve-p", "LoopServe-D": "loopserve-d",
+    "LoopServe-D, first=0": "loopserve-d:first=0", "LoopServe-P, recent=16": "loopserve-p:recent=16",
+    "the same, alpha=0.99": "loopserve-p:recent=16:alpha=0.99",
+    "LoopServe with both": "loopserve:recent=16:alpha=0.99", "random part": "random:window=32",
 }  # fmt: skip
 SHOWN = ((KEPT, "score", "one fact: answers that are right"),
          (CHAIN, "prefix", "chain of eight: of an answer, before its first mistake"))  # fmt: skip

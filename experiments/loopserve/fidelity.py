@@ -38,8 +38,9 @@ BUDGETS = (64, 128, 256, 512, 1024)
 # (panel, curve, text of the method with {} for the value, values); without a budget, an eighth of the context
 CURVES: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("alpha", "sample drawn at random", "loopserve-p:alpha={}", ALPHAS),
-    ("alpha", "with the last 16 queries", "loopserve-p-last:shortest=0:alpha={}", ALPHAS),
+    ("alpha", "with the last 16 queries", "loopserve-p:recent=16:alpha={}", ALPHAS),
     ("sample", "drawn, alpha 0.955", "loopserve-p:sample={}", SAMPLES),
+    ("sample", "with the last 8", "loopserve-p:recent=8:sample={}", SAMPLES),
     ("budget", "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
     ("budget", "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
     ("budget", "random part, anew", "random-progressive:budget={}", BUDGETS),

@@ -53,7 +53,7 @@ STYLES = {
     "full": (GREY, "solid"), "loopserve": (BLUE, "solid"), "loopserve-p": (BLUE, "dot"), "loopserve-d": (BLUE, "dash"),
     "snapkv": (ORANGE, "solid"), "adakv": (ORANGE, "dash"), "h2o": (GREEN, "solid"), "minference": (RED, "solid"),
 }  # fmt: skip
-NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads")
+NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads", "kernel")
 TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
 Clock = Callable[[], float]
 Run = dict[str, Any]
@@ -94,7 +94,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
     Returns:
         "seconds" of every call, the prompt first; the most cached "tokens" there were after a call, their "logical" and
         "physical" bytes, and "answering", physical bytes at the end; "read" tokens per decoding step; shares of "cells"
-        chosen and "computed" in the prompt, and "dense_heads", mean over layers (None: plain attention).
+        chosen and "computed" in the prompt, and "dense_heads", mean over layers, and "kernel" (None: plain attention).
     """
     cache, seconds = DynamicCache(config=target.hf.config), list[float]()
     with edit.on(target) if edit is not None else nullcontext() as run:
@@ -112,6 +112,7 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         "logical": usage[0].logical_bytes if usage else held,
         "physical": usage[0].physical_bytes if usage else held, "answering": held, "read": read[0][0] if read else None,
         **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("cells", "computed", "dense_heads")},
+        "kernel": events[0]["kernel"] if events else None,
     }  # fmt: skip
 
 

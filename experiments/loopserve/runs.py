@@ -30,7 +30,6 @@ from sinkscope.bench.dialogues.run import COMMAND, Said, metric_of, run_dialogue
 from sinkscope.bench.dialogues.words import END
 from sinkscope.bench.loopbench.store import read_folder
 from sinkscope.kv import Progressive, SnapKV
-from sinkscope.kv.loopserve import HeadLines, LoopServe
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load
 
@@ -75,12 +74,11 @@ class Suite:
 
 KEPT = Suite("kept", count=8, turns=3, total=1800, least=512, hops=1)
 CHAIN = Suite("chain", count=8, turns=3, total=1800, least=512, hops=8)
-LONG = Suite("long", count=2, turns=2, total=4864, least=512, hops=8)
+LONG = Suite("long", count=2, turns=1, total=4864, least=4864, hops=8)
 SWEPT_KEPT = Suite("swept-kept", count=3, turns=3, total=1800, least=512, hops=1, seed=100)
 SWEPT_CHAIN = Suite("swept-chain", count=3, turns=3, total=1800, least=512, hops=8, seed=100)
-NINE = Suite("nine", count=3, turns=9, total=2700, least=272, hops=1, seed=200)
-NINE_GROWN = replace(NINE, name="nine-grown", cache="grow")
-NINE_CHAIN = replace(NINE_GROWN, name="nine-chain", hops=7)
+NINE = Suite("nine", count=3, turns=9, total=2700, least=272, hops=1, seed=200, cache="grow")
+NINE_CHAIN = replace(NINE, name="nine-chain", hops=7)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,20 +104,10 @@ def _noise(at: At) -> Tensor:
     return torch.rand(at.kv.pos.shape, generator=generator).to(at.kv.pos.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LastRows(LoopServe):
-    """Control: a third of the sample are the prompt's last queries, the rest is drawn from those before, as ever."""
-
-    def _lines(self, limit: float, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
-        return LoopServe._lines(replace(self, recent=self.sample // 3), limit, query, key, scaling)
-
-
 _HERE = __name__
 METHODS.update({
     "random": Kind(_HERE, "RandomKeep", "a random part of the prompt"),
     "random-progressive": Kind(_HERE, "RandomProgressive", "a random part, anew while decoding", {"after": 0}),
-    "loopserve-p-last": Kind(_HERE, "LastRows", "prompts alone, the last queries in the sample", {"decode": False},
-                             METHODS["loopserve-p"].without, sized=False),
 })  # fmt: skip
 
 

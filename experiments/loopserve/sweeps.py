@@ -39,14 +39,13 @@ SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
 # (figure, suite, curve, text of the method with {} for the value, values)
 CURVES: tuple[tuple[str, Suite, str, str, tuple[float, ...]], ...] = (
     ("alpha", SWEPT_KEPT, "sample drawn at random", "loopserve-p:alpha={}", ALPHAS),
-    ("alpha", SWEPT_KEPT, "with the last 16 queries", "loopserve-p-last:shortest=0:alpha={}", ALPHAS),
-    ("sample", SWEPT_KEPT, "drawn, alpha 0.955", "loopserve-p:alpha=0.955:sample={}", SAMPLES),
-    ("sample", SWEPT_KEPT, "drawn, alpha 0.995", "loopserve-p:alpha=0.995:sample={}", SAMPLES),
+    ("alpha", SWEPT_KEPT, "with the last 16 queries", "loopserve-p:recent=16:alpha={}", ALPHAS),
+    ("sample", SWEPT_KEPT, "drawn at random, alpha 0.995", "loopserve-p:alpha=0.995:sample={}", SAMPLES),
     (
         "sample",
         SWEPT_KEPT,
-        "with last queries, alpha 0.995",
-        "loopserve-p-last:shortest=0:alpha=0.995:sample={}",
+        "with the last 8, alpha 0.995",
+        "loopserve-p:recent=8:alpha=0.995:sample={}",
         SAMPLES,
     ),
     ("budget, one fact", SWEPT_KEPT, "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),

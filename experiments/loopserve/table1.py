@@ -40,9 +40,10 @@ COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 NOT_RUN = "not run"
 OWN = (
     "full", "h2o", f"snapkv:{LONGBENCH}", f"adakv:{LONGBENCH}", "streaming", "tova", "a-shape", "tri-shape",
-    "minference", "loopserve", "loopserve-0", "loopserve-p", "loopserve-d", "loopserve-d:first=0", "random:window=32",
+    "minference", "loopserve", "loopserve-0", "loopserve-p", "loopserve-d", "loopserve-d:first=0",
+    "loopserve:recent=16:alpha=0.99", "random:window=32",
 )  # fmt: skip
-LONGER = (*paper.METHODS, "loopserve-p", "loopserve-d", "random:window=32")
+LONGER = (*paper.METHODS, "loopserve-p", "loopserve-d", "loopserve:recent=16:alpha=0.99", "random:window=32")
 
 
 def paper_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ def own_table(rows: Sequence[dict[str, Any]]) -> str:
         by = {row["position"]: row for row in rows if (row["suite"], row["method"]) == (suite, method)}
         all_ = by["all"]
         lines.append(
-            f"| {suite} | {method} | " + " | ".join(f"{by[place]['score']:.0%}" for place in POSITIONS)
+            f"| {suite} | {short(method)} | " + " | ".join(f"{by[place]['score']:.0%}" for place in POSITIONS)
             + f" | {all_['score']:.0%} ({all_['low']:.0%} to {all_['high']:.0%}) | {all_['prefix']:.0%} | "
             + f"{_share(all_['read'], all_['prompt_tokens'])} | {_share(all_['cells'], 1)} |"
         )  # fmt: skip
@@ -120,7 +121,8 @@ def _share(value: float | None, of: float) -> str:
 
 def short(spec: str) -> str:
     """The method's name, and what is not in it."""
-    return spec.split(":")[0] + ("-0" if ":first=0" in spec and "loopserve" in spec else "")
+    name = spec.split(":")[0] + ("-0" if ":first=0" in spec else "")
+    return name + (", recent" if ":recent=" in spec else "")
 
 
 def figure(rows: Sequence[dict[str, Any]]) -> Any:

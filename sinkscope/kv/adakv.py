@@ -23,8 +23,8 @@ class AdaKV(SnapKV):
     heads are ragged, so `run.usage` has fewer logical than physical bytes.
 
     Attributes:
-        floor: part of the budget that is shared evenly: 0.2, as the authors advise for models whose query heads share kv
-            heads (their first scripts have 0.5).
+        floor: part of the budget that is shared evenly: 0.2, as the authors advise for models whose query heads share
+            kv heads (their first scripts have 0.5).
 
     Example:
         >>> AdaKV(budget=1024).floor

@@ -18,6 +18,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv import room
+from sinkscope.kv.room import Room
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
 """True position of every token of the running forward call `[batch seen]`; None outside of a session."""
@@ -53,6 +55,8 @@ class CacheLayer(DynamicLayer):
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
         self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there at the last edit
         self._hidden: Tensor | None = None
+        self._room: Room | None = None  # of which keys and values are views
+        self._latest: Tensor | None = None  # keys after the last append: the same object, if nothing was done since
         self._extra: dict[str, Tensor] = {}
 
     @property
@@ -73,6 +77,11 @@ class CacheLayer(DynamicLayer):
             tail = self._columns[:, self.seen - new : self.seen].to(self._pos.device)
             self._pos = torch.cat([self._pos, tail[:, None].expand(rows, heads, new)], -1)
         return self._pos
+
+    @property
+    def allocated(self) -> int:
+        """Places in memory: those in use, and room for tokens to come."""
+        return self.slots if self._room is None else self._room.slots
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Slots of a row that hold no token, mean over kv heads; the same tensor until the next edit."""
@@ -135,7 +144,7 @@ class CacheLayer(DynamicLayer):
 
             self._extra = {name: taken(self._grown(kept)) for name, kept in self._extra.items()}
             self._hidden = None if self._hidden is None else taken(self._grown(self._hidden))
-            self.keys, self.values = taken(self.keys), taken(self.values)
+            self.keys, self.values, self._room = taken(self.keys), taken(self.values), None
             pos, keep = taken(pos), taken(keep)
         self._pos = torch.where(keep, pos, -1)
         self._holes = None
@@ -160,11 +169,27 @@ class CacheLayer(DynamicLayer):
             columns = self._counted(new, key_states)
         self._columns = columns
         self.seen += new
-        held = super().update(key_states, value_states, *args, **kwargs)
+        held = self._append(key_states, value_states, *args, **kwargs)
         if new > 1:  # padding may have come in
             self._holes, self.whole = None, False
             self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
         return held
+
+    def _append(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """To what is held: without copying it for every token, where it is long and only grows."""
+        new, held = int(keys.shape[-2]), self.keys
+        if held is None or self.values is None or not self.slots or room.has_grad(held, keys, values):
+            self._room = None
+        elif self._room is None or not self._room.fits(held, self.values, new):
+            grows = new == 1 and self.slots >= room.FROM and held is self._latest  # nothing was taken out since
+            self._room = Room.of(held, self.values) if grows else None
+        if self._room is not None:
+            self.keys, self.values = self._room.append(keys, values)
+        else:
+            super().update(keys, values, *args, **kwargs)
+        self._latest = self.keys
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def fill(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "batch seen"]) -> None:
         """Take over what a stock cache holds, and the true positions of it."""
@@ -227,7 +252,7 @@ class CacheLayer(DynamicLayer):
         self.keys = self.values = None  # some versions of transformers only set them to zero
         self.is_initialized = False
         self.seen, self.edited, self.ragged, self.rebased, self.whole = 0, False, False, False, False
-        self._columns = self._pos = self._hidden = self._holes = None
+        self._columns = self._pos = self._hidden = self._holes = self._room = self._latest = None
         self._extra = {}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -253,7 +278,7 @@ class CacheLayer(DynamicLayer):
         self._columns = None if self._columns is None else fn(self._columns)
         self._pos = None if self._pos is None else fn(self._pos)
         self._hidden = None if self._hidden is None else fn(self._hidden)
-        self._holes = None
+        self._holes = self._room = None
         self._extra = {name: fn(kept) for name, kept in self._extra.items()}
 
 

@@ -20,7 +20,8 @@ class Usage:
         mean_tokens: per row: cached tokens after a call, mean over calls, layers and kv heads.
         peak_tokens: per row: the most there were after one call, mean over layers and kv heads.
         logical_bytes: most bytes of keys and values of the tokens that are held, all rows and layers.
-        physical_bytes: most bytes allocated for them: holes, padding, and copies that are read instead, included.
+        physical_bytes: most bytes allocated for them: holes, padding, room for the next tokens,
+            and copies that are read instead, included.
     """
 
     calls: int
@@ -63,7 +64,7 @@ class Meter:
         # What a copy was taken of is what is held; the copy is only allocated.
         wholes = [layer.aside or layer for layer in layers]
         slots = [whole.slots + layer.seen - whole.seen for layer, whole in zip(layers, wholes, strict=True)]
-        allocated = [layer.slots + (layer.aside.slots if layer.aside else 0) for layer in layers]
+        allocated = [layer.allocated + (layer.aside.allocated if layer.aside else 0) for layer in layers]
         self.physical = max(self.physical, batch * sum(map(mul, allocated, self._widths)))
         counts = [] if all(layer.whole for layer in wholes) else [layer.holes() for layer in wholes]
         same = len(counts) == len(self._counts) and all(map(is_, counts, self._counts))

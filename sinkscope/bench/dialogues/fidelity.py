@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from transformers import LogitsProcessor
 
 from sinkscope.bench.dialogues.asking import (
     Asked,
@@ -44,6 +43,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopserve.turn import Told
 from sinkscope.kv.session import Moment, Rows, Session
 from sinkscope.text import typical_text
 
@@ -212,22 +212,9 @@ def _generate(
         made = to.target.hf.generate(
             input_ids=ids, attention_mask=mask, pad_token_id=to.pad, do_sample=False,
             max_new_tokens=to.new if answers is None else max(map(len, answers)),
-            logits_processor=[] if answers is None else [_Told(answers, ids.shape[1], to.pad)],
+            logits_processor=[] if answers is None else [Told(answers, ids.shape[1], to.pad)],
         )  # fmt: skip
         return made[:, ids.shape[1] :].tolist(), run.events
-
-
-class _Told(LogitsProcessor):
-    """Leaves no token but the one that comes next in the answer."""
-
-    def __init__(self, answers: list[list[int]], width: int, pad: int) -> None:
-        self._answers, self._width, self._pad = answers, width, pad
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        step = input_ids.shape[1] - self._width
-        told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
-        index = torch.tensor(told, device=scores.device)[:, None]
-        return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
 
 
 class _Logits:

@@ -77,26 +77,26 @@ def bands_of(offsets: list[int], block: int, lone_cost: float) -> tuple[list[tup
             runs[-1] = (runs[-1][0], offset)
         else:
             runs.append((offset, offset))
-    # Cheapest cost up to a run if that is alone, and if it is in a band; and how: what the run before was.
+    # Cheapest cost up to a run that is alone, and that is in a band; whether the run before it was in one then, and
+    # whether its band is the same.
     alone, banded, end = 0.0, float("inf"), 0
-    steps: list[tuple[bool, bool, bool]] = []
+    steps: list[tuple[bool, bool]] = []
     for low, high in runs:
         new, on = min(alone, banded) + opening + high - low, banded + high - end
-        steps.append((banded < alone, on < new, banded < alone))
+        steps.append((banded < alone, on < new))
         alone, banded, end = min(alone, banded) + lone_cost * (high - low + 1), min(new, on), high
     bands: list[tuple[int, int]] = []
     single: list[int] = []
     in_band, goes_on = banded < alone, False
-    for (low, high), (before_alone, on, before_new) in zip(reversed(runs), reversed(steps), strict=True):
+    for (low, high), (before_in_band, on) in zip(reversed(runs), reversed(steps), strict=True):
         if not in_band:
             single.extend(range(high, low - 1, -1))
-            in_band, goes_on = before_alone, False
-            continue
-        if goes_on:
+        elif goes_on:
             bands[-1] = (low, bands[-1][1])
         else:
             bands.append((low, high))
-        in_band, goes_on = (True, True) if on else (before_new, False)
+        goes_on = in_band and on
+        in_band = goes_on or before_in_band
     return bands, single[::-1]
 
 

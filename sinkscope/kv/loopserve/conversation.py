@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv.loopserve import _saved
-from sinkscope.kv.loopserve.turn import Held, Noting, Turn, check_ids
+from sinkscope.kv.loopserve.turn import Held, Noting, Told, Turn, check_ids
 from sinkscope.models.target import Target
 
 Answers = Literal["recompute", "keep"]
@@ -120,7 +119,7 @@ class Conversation:
             SinkscopeError: as for `ask`, and for an empty answer.
         """
         new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
-        force = LogitsProcessorList([_Gold(gold, len(self.ids) + len(new))])
+        force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
         return self._turn(new, len(gold), {"logits_processor": force}, gold)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -242,15 +241,3 @@ class Conversation:
         end: Any = self.target.hf.generation_config.eos_token_id
         known = [getattr(self.tokenizer, "pad_token_id", None), *(end if isinstance(end, list) else [end])]
         return next((int(token) for token in known if token is not None), 0)
-
-
-class _Gold(LogitsProcessor):
-    """Lets nothing follow but a given answer."""
-
-    def __init__(self, ids: list[int], start: int) -> None:
-        self._ids, self._start = ids, start
-
-    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
-        only = torch.full_like(scores, -torch.inf)
-        only[:, self._ids[input_ids.shape[1] - self._start]] = 0
-        return only

@@ -168,19 +168,27 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
     weights[:, :, 0] = -torch.inf
     chosen[flat] = 1.0
-    done, batch, every = flat, 1, float(lengths.sum())
-    while not bool(done.all()):
+    result, which = chosen.clone(), torch.arange(heads, device=left.device)
+    limit = dense_above * float(lengths.sum()) if dense_above < 1 else torch.inf
+    done, batch = flat, 1
+    while (finished := int(done.sum())) < len(done):
+        if 2 * finished >= len(done):  # go on with the others only
+            result[which] = chosen
+            which, left, weights, chosen, missing = (t[~done] for t in (which, left, weights, chosen, missing))
+            done = done[~done]
+            heads = len(done)
         crossed = chosen.flip(1).cumsum(2).flip(2)  # as `HeadLines.crossed`, for both kinds
         if past:
             before = torch.nn.functional.pad(chosen.flip(1)[:, :, :past].cumsum(2).flip(2), (0, 1))
             crossed[:, :, : past + 1] -= before
         cells = (chosen @ lengths).sum(1) - (chosen[:, 0] * crossed[:, 0]).sum(1)
-        hopeless = ~done & (missing > 0) & (cells > dense_above * every)
-        chosen[hopeless] = 1.0
-        done |= (missing <= 0) | hopeless
         ratio = weights / crossed.neg_().add_(lengths).clamp_(min=1)
         best, index = ratio.view(heads, -1).topk(min(batch, 2 * keys), dim=1)
         gain = weights.view(heads, -1).gather(1, index)
+        # What is missing takes more cells than it would if all lines were as good as the best one.
+        hopeless = ~done & (missing > 0) & (cells + missing / best[:, 0].clamp(min=1e-30) > limit)
+        chosen[hopeless] = 1.0
+        done |= (missing <= 0) | hopeless
         # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
         take = (gain.cumsum(1) - gain < missing[:, None]) & (best > 0) & ~done[:, None]
         stuck = ~done & (best[:, 0] <= 0)  # nothing but rounding is left
@@ -201,8 +209,9 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
         # The first lines one by one, later ones in batches: rounds cost time, not lines. A fifth of what there is takes
         # about 1 % more cells; on a GPU, where rounds are dear, as many as there are take about 6 % more.
         batch = max(1, int(chosen.sum((1, 2)).masked_fill(done, 0).max()) // (5 if left.device.type == "cpu" else 1))
-    chosen = chosen.bool()
-    return HeadLines(chosen[:, 0].contiguous(), chosen[:, 1].contiguous(), lines.queries)
+    result[which] = chosen
+    vertical, slash = result.bool().unbind(1)
+    return HeadLines(vertical.contiguous(), slash.contiguous(), lines.queries)
 
 
 def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:

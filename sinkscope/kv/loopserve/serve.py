@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from sinkscope.kv.loopserve.decode import Progressive
 from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import SparsePrompts
 from sinkscope.kv.loopserve.select import Variant, check_selection, select_lines
-from sinkscope.kv.loopserve.sparse import DENSE_ABOVE, Kernel
+from sinkscope.kv.loopserve.sparse import Kernel, dense_limit
 from sinkscope.kv.session import Session
 
 
@@ -32,8 +31,8 @@ class LoopServe(Intervention):
 
     Every prompt is an event of kind "prefill" per row and layer, with `data` "keys", "queries" and either "dense" (why
     it was read by the model's own attention) or "cells" and "computed" (shares of the causal cells, mean over heads),
-    "dense_heads" (number of heads for which computing everything is faster) and "kernel" (what computed the others).
-    See `tokens_read` for decoding.
+    "attended" (as "cells", dense heads counting as 1), "dense_heads" (number of heads for which computing everything is
+    faster) and "kernel" (what computed the others). See `tokens_read` for decoding.
 
     Attributes:
         alpha: share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
@@ -48,8 +47,8 @@ class LoopServe(Intervention):
         decode: progressive selection. Alone ("-D"): `prefill=False`.
         variant: of the choice of lines, "exact" or "faithful" (`select_lines`).
         shortest: prompts that attend to fewer keys are read by the model's own attention, which is faster there.
-        dense_above: share of computed cells above which a head is computed densely. None: 0.75, on CUDA 0.5, and
-            everything on devices without FlexAttention, where a loop over blocks of queries does not pay.
+        dense_above: share of computed cells above which a head is computed densely. None: 0.75, less for heads
+            narrower than 48, 0.5 on CUDA, and everything on other devices, where a loop over blocks does not pay.
         kernel: what computes the lines, "blocks", "flex" or "auto" (`sparse_attention`).
 
     Raises:
@@ -100,15 +99,16 @@ class LoopServe(Intervention):
         session = Session.of(run)
         if self.prefill and self.alpha < 1:
             limit = self.dense_above
-            choose = partial(self._lines, DENSE_ABOVE if limit is None else limit)
             prompts = SparsePrompts(
-                "LoopServe", choose, limit, self.shortest, kernel=self.kernel, in_blocks=limit is not None
+                "LoopServe", self._lines, limit, self.shortest, kernel=self.kernel, in_blocks=limit is not None
             )
             prompts.enter(session)
         if self.decode:
             self.decoding.enter(run, key)
 
-    def _lines(self, limit: float, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+        limit = self.dense_above
+        limit = dense_limit(query.shape[-1], self.kernel, query.device) if limit is None else limit
         return select_lines(
             query, key, self.alpha, sample=self.sample, recent=self.recent, variant=self.variant, scaling=scaling,
             dense_above=limit,

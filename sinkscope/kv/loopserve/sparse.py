@@ -23,10 +23,20 @@ from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.lone import lone
 
 Kernel = Literal["auto", "blocks", "flex"]
-DENSE_ABOVE = 0.75
-"""Share of computed cells above which plain attention is as fast (measured on a CPU, float32)."""
-FLEX_DENSE_ABOVE = 0.5
-"""The same for FlexAttention, whose masks cost time in every block."""
+_BLOCKS_LIMIT, _FLEX_LIMIT, _NARROW = 0.75, 0.5, 48
+
+
+def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
+    """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32.
+
+    Lower for heads narrower than 48, whose dense attention is cheaper by more, and for FlexAttention, whose masks cost
+    time in every block.
+    """
+    return _FLEX_LIMIT if _flex_wanted(kernel, device) else _BLOCKS_LIMIT * min(1.0, width / _NARROW)
+
+
+def _flex_wanted(kernel: Kernel, device: torch.device) -> bool:
+    return kernel == "flex" or (kernel == "auto" and device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,8 @@ def sparse_attention(
         value: of all positions.
         lines: for every query head. The main diagonal must be among them.
         scaling: factor on the scores; None: one over the root of `d_head`.
-        dense_above: share of computed cells above which a head is computed densely, with all its cells. None: 0.75 in
-            blocks, 0.5 with FlexAttention.
+        dense_above: share of computed cells above which a head is computed densely, with all its cells. None:
+            `dense_limit`, 0.75 in blocks, less for narrow heads, 0.5 with FlexAttention.
         kernel: "blocks": a loop over blocks of queries; "flex": FlexAttention in blocks of 128 by 128, compiled in the
             first call (10 to 20 s); "auto": "flex" on CUDA, else "blocks". Where FlexAttention cannot be had a warning
             says so, once, and it is "blocks".
@@ -86,11 +96,13 @@ def sparse_attention(
     check_kernel(kernel)
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     tensors = (query, key, value)
-    if kernel == "flex" or (kernel == "auto" and query.device.type == "cuda"):
-        made = _by_flex(tensors, lines, scaling, FLEX_DENSE_ABOVE if dense_above is None else dense_above)
+    if _flex_wanted(kernel, query.device):
+        limit = dense_limit(query.shape[-1], kernel, query.device) if dense_above is None else dense_above
+        made = _by_flex(tensors, lines, scaling, limit)
         if made is not None:
             return made
-    return _in_blocks(tensors, lines, scaling, DENSE_ABOVE if dense_above is None else dense_above)
+    limit = dense_limit(query.shape[-1], "blocks", query.device) if dense_above is None else dense_above
+    return _in_blocks(tensors, lines, scaling, limit)
 
 
 def check_kernel(kernel: str) -> None:
@@ -121,7 +133,8 @@ def _in_blocks(tensors: _Three, lines: HeadLines, scaling: float, dense_above: f
         q, k, v = query[head].float() * scaling, key[head // groups].float(), value[head // groups].float()
         columns, plan = lines.vertical[head].nonzero().flatten(), plans[head]
         assert plan is not None
-        out[head] = head_in_blocks(q, k.contiguous(), v.contiguous(), columns, lines.slash[head], plan, by)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out[head] = head_in_blocks(q, k, v, columns, lines.slash[head], plan, by)
 
     _side_by_side(compute, [head for head in range(len(query)) if not dense[head]], query.device)
     _dense(tensors, dense, scaling, out)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
@@ -143,6 +144,26 @@ def _shown(kv: CacheLayer) -> float:
     there: Tensor = kv.pos >= 0
     there = there if kv.hidden is None else there & ~kv.hidden
     return float(there.sum(-1).float().mean())
+
+
+class Told(LogitsProcessor):
+    """Leaves no token but the next one of an answer, so that `generate` says it whatever the model would have said.
+
+    Args:
+        answers: token ids, of each row.
+        start: tokens before them, padding included.
+        pad: what a row says whose answer is over.
+    """
+
+    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
+        self._answers, self._start, self._pad = answers, start, pad
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Scores `[row vocab]` of which one a row is above minus infinity."""
+        step = input_ids.shape[1] - self._start
+        told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
+        index = torch.tensor(told, device=scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
 
 
 def check_ids(ids: Iterable[Any], target: Target, where: str) -> None:

@@ -41,5 +41,6 @@ def _put_back(kv: CacheLayer) -> None:
         return
     assert kv.keys is not None and kv.values is not None
     kv.keys, kv.values = torch.cat([kv.keys, keys], 2), torch.cat([kv.values, values], 2)
+    vars(kv)["_room"] = None
     for name in names:
         kv.set_extra(name, torch.cat([kv.extra(name)[..., :slots], extra[name]], -1))
