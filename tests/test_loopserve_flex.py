@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,15 +107,23 @@ def test_dense_heads_beside_it() -> None:
     torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
 
 
-def no_module(patch: pytest.MonkeyPatch) -> None:
+def imports(patch: pytest.MonkeyPatch, name: str, made: Any) -> None:
+    """Importing this module gives something else, or raises it."""
     real = flex.importlib.import_module
 
-    def import_module(name: str) -> Any:
-        if name.endswith("flex_attention"):
-            raise ImportError("No module named 'flex_attention'\nand more")
-        return real(name)
+    def import_module(wanted: str) -> Any:
+        if wanted != name:
+            return real(wanted)
+        if isinstance(made, Exception):
+            raise made
+        return made
 
     patch.setattr(flex.importlib, "import_module", import_module)
+
+
+def no_module(patch: pytest.MonkeyPatch) -> None:
+    missing = ImportError("No module named 'flex_attention'\nand more")
+    imports(patch, "torch.nn.attention.flex_attention", missing)
 
 
 def no_compiler(patch: pytest.MonkeyPatch) -> None:
@@ -125,14 +134,18 @@ def no_compiler(patch: pytest.MonkeyPatch) -> None:
 
 
 def switched_off(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch._dynamo.config, "disable", True)
+    imports(patch, "torch._dynamo.config", SimpleNamespace(disable=True))
+
+
+def nothing_compiled(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "compile", lambda fn, **_: fn)  # as under TORCHDYNAMO_DISABLE=1
 
 
 @pytest.mark.parametrize(
     ("missing", "words"),
     [(no_module, "this PyTorch has none: No module named 'flex_attention'$"),
      (no_compiler, "could not be compiled: InvalidCxxCompiler: no working C.. compiler found$"),
-     (switched_off, "torch.compile is switched off$")],
+     (switched_off, "torch.compile is switched off$"), (nothing_compiled, "torch.compile is switched off$")],
 )  # fmt: skip
 def test_without_it_lines_are_computed_in_blocks_and_it_is_said_once(
     missing: Any, words: str, monkeypatch: pytest.MonkeyPatch

@@ -209,7 +209,8 @@ def test_online_choice_beats_a_fixed_one_on_attention_that_moves() -> None:
 @pytest.mark.parametrize(
     ("values", "word"),
     [((0.0, 48, "exact"), "alpha=0.0"), ((1.5, 48, "exact"), "alpha=1.5"), ((0.9, 0, "exact"), "sample=0"),
-     ((0.9, 48, "best"), "variant='best'"), ((0.9, 48, "exact", 49), "recent=49"), ((0.9, 48, "exact", -1), "recent=-1")],
+     ((0.9, 48, "best"), "variant='best'"), ((0.9, 48, "exact", 49), "recent=49"),
+     ((0.9, 48, "exact", -1), "recent=-1")],
 )  # fmt: skip
 def test_settings_that_make_no_sense(values: Any, word: str) -> None:
     with pytest.raises(SinkscopeError, match=word):

@@ -189,3 +189,12 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family: str, wh
 def test_settings_that_make_no_sense(settings: Any, words: str) -> None:
     with pytest.raises(SinkscopeError, match=words):
         LoopServe(**settings)
+
+
+def test_prompts_that_want_gradients_are_refused_in_one_line() -> None:
+    model = model_of("llama")
+    ids = prompts([40], 0)[0]
+    with LoopServe(**SPARSE).on(model), pytest.raises(UnsupportedError, match="under torch.no_grad"):
+        model(ids)
+    with LoopServe(**SPARSE).on(model), torch.no_grad():
+        assert model(ids).logits.isfinite().all()

@@ -1,6 +1,6 @@
 """LoopServe's settings one by one on ordinary text: how far the next tokens are from those of full attention.
 
-    python -m experiments.loopserve.fidelity [--count 6] [--work runs] [--out figures]
+    python -m experiments.loopserve.fidelity [--count 4] [--work runs] [--out figures]
 
 The model in the package reads 1,024 tokens of the text that ships and then the 96 that follow, token by token, under
 every setting (`sinkscope dialogues fidelity --along gold`). It answers nothing, but its attention is a trained model's,
@@ -100,7 +100,9 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
             fig.add_scatter(x=[a for a, _ in dots], y=[b for _, b in dots], mode="markers", showlegend=False,
                             marker={"color": colour, "size": 4, "opacity": 0.35}, **at)  # fmt: skip
     fig.update_xaxes(type="category")
-    fig.update_yaxes(rangemode="tozero")
+    fig.update_yaxes(rangemode="tozero", exponentformat="none")
+    for row, col in ((1, 3), (2, 1)):
+        fig.update_yaxes(type="log", range=[-4, 0], dtick=1, row=row, col=col)
     fig.update_yaxes(title="KL to full attention, nats", col=1)
     return fig.update_layout(
         title={"text": TITLE, "x": 0.01, "xanchor": "left"},
@@ -113,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.loopserve.fidelity", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--count", type=int, default=6, help="texts")
+    parser.add_argument("--count", type=int, default=4, help="texts")
     parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the answers")
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)

@@ -11,13 +11,16 @@ A run reads the prompt, then the same given tokens one by one in every arm, and 
 time to the first token, and answers of 40, 80 and 120 tokens are the beginnings of one run. What a policy does with
 the cache after the prompt falls into the first step. Arms are interleaved, in rotating order; a ratio is the median
 over rounds of full over arm in the same round. Time is the processor time of the one thread that does all the work.
-Each run is a fresh copy of the process, and `peak` says how far its memory rose; bytes of keys and values are those
-that `run.usage` counts. Runs are kept in the JSON as they come: interrupted, the same command goes on.
+Each run is a fresh copy of the process, and `peak` says how far its memory rose. There freed memory is kept: else glibc
+asks the system for fresh pages at every step, or does not, depending on what was freed before, and a step from a long
+cache takes up to twice as long in one arm and not in another. Bytes of keys and values are those that `run.usage`
+counts. Runs are kept in the JSON as they come: interrupted, the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -54,7 +57,8 @@ STYLES = {
     "snapkv": (ORANGE, "solid"), "adakv": (ORANGE, "dash"), "h2o": (GREEN, "solid"), "minference": (RED, "solid"),
 }  # fmt: skip
 NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads", "kernel")
-TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
+TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
+PLANNED = ("contexts", "long", "arms", "rounds", "left_out")  # settings that say which runs, not what a run is
 Clock = Callable[[], float]
 Run = dict[str, Any]
 
@@ -123,10 +127,19 @@ def _status(name: str) -> int | None:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
 
 
+def _keep_pages() -> None:
+    """Let glibc keep what is freed; other libraries are left alone."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        mallopt(-4, 0)  # M_MMAP_MAX
+
+
 def fresh(work: Callable[[], Run]) -> Run:
     """Do it in a copy of this process; "peak": bytes by which its memory rose (None where nothing tells)."""
 
     def child(pipe: Any) -> None:
+        _keep_pages()
         before = _status("VmRSS")
         if before is not None:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
@@ -161,6 +174,11 @@ def plan(args: argparse.Namespace) -> list[tuple[int, int, str]]:
     return found
 
 
+def loads(runs: Sequence[Run]) -> list[float]:
+    """Lowest and highest load average of the machine when a run began."""
+    return [min(r["load"] for r in runs), max(r["load"] for r in runs)]
+
+
 def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]:
     """A row per context and arm: medians over rounds, and ratios to full attention in the same round."""
     rows: list[dict[str, Any]] = []
@@ -187,7 +205,7 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]
     return rows
 
 
-def figure(rows: list[dict[str, Any]], outputs: Sequence[int]) -> Any:
+def figure(rows: list[dict[str, Any]], outputs: Sequence[int], load: Sequence[float] = (0, 0)) -> Any:
     """Times and ratios by context, by length of the answer, and memory."""
     from plotly.subplots import make_subplots
 
@@ -234,9 +252,13 @@ def figure(rows: list[dict[str, Any]], outputs: Sequence[int]) -> Any:
         fig.update_yaxes(
             title="MiB", type="log", tickvals=[b * 10**e for e in range(5) for b in (1, 2, 5)], row=2, col=col
         )
+    single = [f"{n:,}" for n in ticks if all(r["rounds"] == 1 for r in rows if r["context"] == n)]
+    said = f"one thread of a CPU, load average {load[0]:.0f} to {load[1]:.0f}; median of {most} rounds"
+    said += f", one at {', '.join(single)}" if single and most > 1 else ""
+    title = f"A turn: latency and memory<br><sup>{said}</sup>"
     return fig.update_layout(
-        title={"text": "A turn: latency and memory", "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1500,
-        height=860, font={"size": 13}, legend={"orientation": "h", "y": -0.1}, margin={"l": 60, "r": 30, "t": 90},
+        title={"text": title, "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1500, height=860,
+        font={"size": 13}, legend={"orientation": "h", "y": -0.1}, margin={"l": 60, "r": 30, "t": 110},
     )  # fmt: skip
 
 
@@ -294,15 +316,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     weights, spent = [_work(*one) for one in todo], 0.0
 
     def written(complete: bool) -> str:
-        result = {"rows": rows_of(runs, args.outputs), "runs": runs, "complete": complete}
+        result = {"rows": rows_of(runs, args.outputs), "load": loads(runs), "complete": complete, "runs": runs}
         return record("loopserve-latency", result, settings, started=started, seed=args.seed)
 
     for number, (context, turn_number, arm) in enumerate(todo):
-        began = time.perf_counter()
+        began, load = time.perf_counter(), round(os.getloadavg()[0], 2)
         found = fresh(
             lambda n=context, a=arm: turn(target, choices[a], ids[:, : n + args.outputs[-1]], n, time.thread_time)
         )
-        load = round(os.getloadavg()[0], 2)
         runs.append({"context": context, "round": turn_number, "arm": arm, "load": load, **found})
         write_atomic(file, written(False))
         spent += time.perf_counter() - began
@@ -311,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{number + 1}/{len(todo)} {arm} at {context}: first token {found['seconds'][0]:.2f} s, "
             f"{1e3 * statistics.fmean(found['seconds'][1:]):.1f} ms a token; about {left:.0f} s left"
         )
-    save(NAME, written(True), figure(rows_of(runs, args.outputs), args.outputs), args.out)
+    save(NAME, written(True), figure(rows_of(runs, args.outputs), args.outputs, loads(runs)), args.out)
     for row in rows_of(runs, args.outputs):
         print(json.dumps(row))
 
@@ -328,14 +349,20 @@ def left_out(args: argparse.Namespace) -> list[str]:
     return found + [f"context {n}" for n in (2048, 4096, 8192, 16384, 32768) if n not in every]
 
 
+def of_runs(settings: dict[str, Any]) -> dict[str, Any]:
+    """What tells runs apart, whatever others were made with them; texts are the beginnings of one."""
+    apart = {k: v for k, v in settings.items() if k not in PLANNED}
+    return apart | {"text": max([*settings["contexts"], *settings["long"]])}
+
+
 def _earlier(file: Path, settings: dict[str, Any]) -> list[Run]:
     """Runs of the same settings that are there already."""
     try:
         held = json.loads(file.read_text())
-        runs = held["result"]["runs"]
+        runs, _ = held["result"]["runs"], held["settings"]["contexts"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    if json.loads(json.dumps(settings)) != held.get("settings"):
+    if of_runs(settings) != of_runs(held["settings"]):
         note(f"{file.name} is of other settings: starting anew")
         return []
     note(f"{len(runs)} runs are there already (--again: measure them anew)")

@@ -77,8 +77,8 @@ CHAIN = Suite("chain", count=8, turns=3, total=1800, least=512, hops=8)
 LONG = Suite("long", count=2, turns=1, total=4864, least=4864, hops=8)
 SWEPT_KEPT = Suite("swept-kept", count=3, turns=3, total=1800, least=512, hops=1, seed=100)
 SWEPT_CHAIN = Suite("swept-chain", count=3, turns=3, total=1800, least=512, hops=8, seed=100)
-NINE = Suite("nine", count=3, turns=9, total=2700, least=272, hops=1, seed=200, cache="grow")
-NINE_CHAIN = replace(NINE, name="nine-chain", hops=7)
+NINE = Suite("nine", count=2, turns=9, total=2700, least=272, hops=1, seed=200, cache="grow")
+NINE_CHAIN = replace(NINE, name="nine-chain", count=3, hops=7)
 
 
 @dataclass(frozen=True, kw_only=True)

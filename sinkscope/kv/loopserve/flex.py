@@ -138,9 +138,9 @@ def _unavailable(device: str) -> str | None:
     if device not in ("cuda", "cpu"):
         return f"it is not used on {device}"
     try:
-        if getattr(importlib.import_module("torch._dynamo.config"), "disable", False):
+        off = getattr(importlib.import_module("torch._dynamo.config"), "disable", False)
+        if off or _compiled(True) is _flex():  # what it was given comes back from a torch.compile that is off
             why = "torch.compile is switched off"
-        _compiled(True)
     except (ImportError, RuntimeError) as error:
         why = f"this PyTorch has none: {_line(error)}"
     if why is None and device == "cuda" and importlib.util.find_spec("triton") is None:
@@ -153,8 +153,11 @@ def _unavailable(device: str) -> str | None:
 @cache
 def _compiled(dynamic: bool) -> Callable[..., Any]:
     """`dynamic`: one compilation for all lengths, else one for each."""
-    flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
-    return torch.compile(flex, dynamic=dynamic, fullgraph=True)  # not a full graph: it would run uncompiled
+    return torch.compile(_flex(), dynamic=dynamic, fullgraph=True)  # not a full graph: it would run uncompiled
+
+
+def _flex() -> Callable[..., Any]:
+    return importlib.import_module("torch.nn.attention.flex_attention").flex_attention
 
 
 def _say(why: str) -> None:

@@ -68,6 +68,11 @@ class SparsePrompts:
         out: Tensor | None = None
         found: list[Sparsity | None] = [None] * rows
         if why is None:
+            if torch.is_grad_enabled() and any(t.requires_grad for t in (prompt.query, prompt.key, prompt.value)):
+                raise UnsupportedError(
+                    f"{self.name}: attention along lines has no gradients: call the model under torch.no_grad()",
+                    page="kv-session",
+                )
             out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
             for row in range(rows):
                 real, held = prompt.query_pos[row] >= 0, prompt.pos[row, 0] >= 0
