@@ -194,7 +194,7 @@ def test_settings_that_make_no_sense(settings: Any, words: str) -> None:
 def test_prompts_that_want_gradients_are_refused_in_one_line() -> None:
     model = model_of("llama")
     ids = prompts([40], 0)[0]
-    with LoopServe(**SPARSE).on(model), pytest.raises(UnsupportedError, match="under torch.no_grad"):
+    with LoopServe(**SPARSE).on(model), pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
         model(ids)
     with LoopServe(**SPARSE).on(model), torch.no_grad():
         assert model(ids).logits.isfinite().all()
