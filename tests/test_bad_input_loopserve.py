@@ -361,6 +361,18 @@ def test_a_run_folder_that_was_damaged(tmp_path: Path, capsys: pytest.CaptureFix
 # --- Conversations ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("untyped")
+def test_what_is_no_prompt_and_no_edit() -> None:
+    model: Any = tiny_model("llama")[0]
+    given: Any
+    for given in (None, 5):
+        with pytest.raises(SinkscopeError, match=f"turn 1: the prompt is {given}: expected a text, or token ids$"):
+            ss.Conversation(model).ask(given)
+    for given in ("loopserve", ss.LoopServe):
+        with pytest.raises(SinkscopeError, match=r"^edit=.*: expected LoopServe\(...\), a policy, patch or guard, or"):
+            ss.Conversation(model, given)
+
+
 def test_conversation(tmp_path: Path) -> None:
     model, tokenizer = tiny_model("llama", max_position_embeddings=48)
     chat = ss.Conversation(model, ss.LoopServe(shortest=0), tokenizer=tokenizer)

@@ -61,7 +61,7 @@ def test_a_conversation_goes_on_from_what_the_method_said(tmp_path: Path) -> Non
             said.append(tokenizer.decode(made[length:]))
     assert other  # a wrong answer stood in a history
     table = tabulate_dialogues([tmp_path / "gold", tmp_path / "model"])
-    assert [(g.history, g.questions) for g in table.groups if (g.method, g.position) == ("full", "all")] == [
+    assert [(g.history, g.questions) for g in table.groups if (g.method, g.position) == ("full", "end")] == [
         ("gold", 6), ("model", 6),
     ]  # fmt: skip
     assert "recall by recall after its own answers: full 100.0%" in table.summary()
@@ -125,7 +125,7 @@ def test_what_a_turn_threw_away_is_missing_in_the_next(tmp_path: Path) -> None:
             seen.add(own)
     assert seen == {True, False}
     made = tabulate_dialogues([tmp_path / "fresh", tmp_path / "grow"])
-    assert [(g.cache, g.score) for g in made.groups if (g.method, g.position) == ("full", "all")] == [
+    assert [(g.cache, g.score) for g in made.groups if (g.method, g.position) == ("full", "end")] == [
         ("fresh", 1.0), ("grow", 1.0),
     ]  # fmt: skip
     assert "recall by recall on one cache: full 100.0%" in made.summary()

@@ -202,12 +202,14 @@ def test_examples_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = ["dialogues", "positions", str(file), "--examples", "1", "--json", str(out), "--html", str(png)]
     assert main(words) == 0
     said = capsys.readouterr().out
-    assert "a.jsonl: 4 of 7 messages in 4 conversations" in said and "54.8%" in said
+    assert "a.jsonl: 4 of 7 messages in 4 conversations with a question" in said and "54.8%" in said
     assert f"end, a.jsonl line 1, message 1: What can I do?\n    {END}" in said
     assert f"middle, a.jsonl line 2: What can I do?\n    {MIDDLE}" in said
     found = Result.load(out)
     assert isinstance(found, Positions) and found.to_json() == out.read_text()
     assert [example.position for example in found.examples] == ["front", "middle", "end"]
+    one = question_positions(put(tmp_path / "b.jsonl", rows("conversation")[:1])).summary()
+    assert "in 1 conversation with a question" in one and "1 conversations" not in one
     drawn: Any = found.figure()
     bars, paper = drawn.data
     assert list(bars.y) == [0.25, 0.25, 0.5, 0.5] and paper.y[0] == pytest.approx(1562 / 6676)
@@ -223,11 +225,11 @@ def test_examples_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
         ("a.json", '[\n {"messages": []},\n {"messages" []}\n]', "a.json line 3 is not JSON"),
         ("a.jsonl", '{"prompt": "a"}\n', "a.jsonl line 1 has none of conversation, conversations, messages: give"),
         ("a.jsonl", '{"messages": "hello"}\n', 'a.jsonl line 1 is "hello", expected a list of messages'),
-        ("a.jsonl", '{"messages": []}\n7', "a.jsonl line 2 is null, expected a list of messages"),
+        ("a.jsonl", '{"messages": []}\n7', "a.jsonl line 2 is 7, expected a list of messages"),
         ("a.jsonl", '{"messages": ["hello"]}', 'a.jsonl line 1, message 1 is "hello", expected role and content'),
         ("a.jsonl", '{"messages": [{"role": "user"}]}', "line 1, message 1 is"),
         ("a.jsonl", '{"messages": [{"role": "user", "content": 3}]}', "line 1, message 1: 3 is no text"),
-        ("a.jsonl", '{"messages": []}', "a.jsonl has no conversation with 1 messages of a user"),
+        ("a.jsonl", '{"messages": []}', "a.jsonl has no conversation with 1 message of a user"),
         ("a.txt", b"\xff\xfe\x00", "a.txt is not UTF-8 text"),
         ("a.parquet", "x", "a.parquet cannot be read as parquet"),
     ],

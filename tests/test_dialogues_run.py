@@ -7,6 +7,8 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +23,7 @@ from organisms.tiny import tiny_model
 
 import sinkscope as ss
 from sinkscope.bench.dialogues.asking import cells_of
+from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
@@ -138,9 +141,9 @@ def test_cells_are_those_of_the_shape(tmp_path: Path) -> None:
             steps = len(record.tokens) - 1
             assert record.read == pytest.approx(n + (steps + 1) / 2), name
     made = tabulate_dialogues([tmp_path / "r"])
-    shapes = _group(made, "a-shape:first=3:local=9", "all")
+    shapes = _group(made, "a-shape:first=3:local=9", "end")
     assert shapes.cells == fmean(r.cells or 0 for r in found.values() if r.method.startswith("a-shape"))
-    assert shapes.budget == 1.0 and _group(made, "minference", "all").budget == 0.3
+    assert shapes.budget == 1.0 and _group(made, "minference", "end").budget == 0.3
 
 
 def test_heads_and_layers_that_were_dense_count_as_all_their_cells() -> None:
@@ -247,7 +250,7 @@ def test_scores_intervals_and_counts_are_recomputed(tmp_path: Path) -> None:
     h2o = _group(made, "h2o", "end")
     assert (h2o.score, h2o.same, h2o.read, h2o.budget) == (1.0, 0.5, 4.0, 64)
     assert [(g.method, g.position) for g in made.groups] == [
-        ("full", "begin"), ("full", "end"), ("full", "all"), ("h2o", "end"), ("h2o", "all"),
+        ("full", "begin"), ("full", "end"), ("full", "all"), ("h2o", "end"),
     ]  # fmt: skip
     assert made.summary() == "qasper by tiny: full 54.2%, h2o 64 100.0%"
     assert Result.from_dict(json.loads(made.to_json())) == made
@@ -257,9 +260,11 @@ def test_several_budgets_stand_beside_each_other(tmp_path: Path) -> None:
     full, part = _said("q-0", 0, "whale"), _said("q-0", 0, "whale", method="h2o")
     folders = [_folder(tmp_path / "a", [full, part]), _folder(tmp_path / "b", [full, part], budget=0.5)]
     made = tabulate_dialogues(folders)
-    assert [(g.method, g.budget) for g in made.groups if g.position == "all"] == [
-        ("full", 1.0), ("h2o", 0.5), ("h2o", 64),
-    ]  # fmt: skip
+    assert [(g.method, g.budget) for g in made.groups] == [("full", 1.0), ("h2o", 0.5), ("h2o", 64)]
+    assert made.summary() == "qasper by tiny: full 66.7%, h2o 0.5 66.7%, h2o 64 66.7%"
+    other = _folder(tmp_path / "c", [_said("q-0", 0, "fish")])
+    with pytest.raises(SinkscopeError, match=r"c and another folder both hold full .* but not the same: of other"):
+        tabulate_dialogues([folders[0], other])
     with pytest.raises(SinkscopeError, match="both hold h2o 64 on qasper by tiny: give one of them"):
         tabulate_dialogues([folders[0], folders[0]])
 
@@ -270,6 +275,8 @@ def test_figure_has_the_numbers_and_html_is_escaped(tmp_path: Path) -> None:
     made = tabulate_dialogues([_folder(tmp_path / "r", records, model=named)])
     data = json.loads(made.figure().to_json())["data"]
     bars = {t["name"]: (t["x"], t["y"]) for t in data if t["type"] == "bar"}
+    dots = {t["name"]: (t["x"], t["y"]) for t in data if t["type"] == "scatter"}
+    assert dots == {"full": ([9.0], [1.0]), "h2o": ([9.0], [0.0])}
     assert bars == {"question at middle": (["h2o 64"], [0.0]), "question at end": (["full"], [1.0])}
     assert "<script>x" not in made.to_html() + made.figure().to_json()
 
@@ -319,6 +326,25 @@ def test_commands_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["dialogues", "table", str(out), "--json", str(tmp_path / "t.json")]) == 0
     made = Dialogues.load(tmp_path / "t.json")
     assert [(g.position, g.questions) for g in made.groups] == [("begin", 2), ("end", 2), ("all", 4)]
+
+
+def test_tables_load_no_torch(tmp_path: Path) -> None:
+    run, near = str(_folder(tmp_path / "r", [_said("q-0", 0, "whale")])), tmp_path / "n"
+    settings = {"command": "dialogues fidelity", "model": MODEL, "budget": 64, "along": "gold"}
+    with Folder(near, settings, [{"id": "q-0", "task": "text", "turns": [], "classes": []}], Near) as store:
+        store.append([
+            Near(model="f00", method="full", prompt="q-0 end 0", dialogue="q-0", position="end", turn=0,
+                 prompt_tokens=9, kl=(0.0,), agree=(True,), kept=(), read=None, cells=None, seconds=1.0)
+        ])  # fmt: skip
+    code = (
+        "import sys; from sinkscope.cli import main\n"
+        "codes = [main(['dialogues', 'table', folder]) for folder in sys.argv[1:]]\n"
+        "heavy = {'torch', 'transformers', 'plotly', 'pandas', 'numpy'}\n"
+        "print(codes, sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, run, str(near)], capture_output=True, text=True)
+    assert done.stderr == "[0, 0] []\n"
+    assert "full 66.7%" in done.stdout and "full KL 0, 100.0% agree" in done.stdout
 
 
 class _EnoughError(Exception):

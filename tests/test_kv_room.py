@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ def _same(layer: CacheLayer, expected: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(room, "FROM", 4)
     monkeypatch.setattr(room, "SPARE", 3)
+    with torch.no_grad():
+        yield
 
 
 @settings(max_examples=150, deadline=None)
@@ -82,20 +85,29 @@ def test_tokens_are_written_behind_those_that_are_there_and_copied_when_there_is
     assert layer.allocated == 6 + 9
 
 
-def test_short_caches_and_those_that_need_gradients_are_copied() -> None:
+def test_short_caches_are_copied() -> None:
     layer = CacheLayer()
     layer.update(*_tokens(2, 0))
     layer.update(*_tokens(1, 1))
     assert layer.allocated == layer.slots == 3
-    layer = CacheLayer()
-    keys, values = _tokens(6, 0)
-    layer.update(keys.requires_grad_(), values)
-    one = [t.requires_grad_() for t in _tokens(1, 1)]
-    layer.update(one[0], one[1])
-    held = layer.update(*_tokens(1, 2))[0]
-    assert layer.allocated == layer.slots
-    held.sum().backward()
-    assert one[0].grad is not None and bool((one[0].grad == 1).all())
+
+
+def test_nothing_is_written_into_what_gradients_need() -> None:
+    """Those of keys, and of queries alone: attention has kept the keys of every step."""
+    layer, (keys, values) = CacheLayer(), _tokens(6, 0)
+    layer.update(keys, values)
+    layer.update(*_tokens(1, 1))
+    assert layer.allocated > layer.slots
+    query, one, scores = torch.ones(4, requires_grad=True), _tokens(1, 2)[0].requires_grad_(), torch.zeros(())
+    with torch.enable_grad():
+        for new in (_tokens(1, 1), (one, _tokens(1, 2)[1]), _tokens(1, 3)):
+            held = layer.update(*new)[0]
+            assert layer.allocated == layer.slots
+            scores = scores + (held @ query).sum()
+    scores.backward()
+    assert query.grad is not None and one.grad is not None and bool((one.grad == 2).all())
+    steps = [torch.cat([keys, _tokens(1, 1)[0], _tokens(1, 1)[0]], 2), one.detach(), _tokens(1, 3)[0]]
+    torch.testing.assert_close(query.grad, sum((3 - n) * t.sum((0, 1, 2)) for n, t in enumerate(steps)))
 
 
 def test_what_was_filled_in_inference_mode_is_not_written_outside_of_it() -> None:

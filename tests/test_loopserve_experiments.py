@@ -19,7 +19,7 @@ from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn
 from sinkscope.bench.dialogues.methods import METHODS, check_methods, read_method
 from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.dialogues.run import COMMAND, Said
+from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.tasks import TASKS
 from sinkscope.bench.loopbench.store import Folder
 from sinkscope.kv.loopserve.select import sample_queries

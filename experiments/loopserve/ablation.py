@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.drawn import save
-from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, settings_of, specs
+from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
@@ -64,12 +64,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows: list[dict[str, Any]] = []
+    rows, seconds = list[dict[str, Any]](), 0.0
     for suite, _, _ in SHOWN:
         said = answers(suite, list(methods.values()), args.work)
+        seconds += seconds_of(said)
         rows += [{"label": name, **row} for name, method in methods.items() for row in rows_of(suite, said, method)]
     print(own_table(rows))
-    text = record("loopserve-ablation", {"rows": rows}, settings_of([suite for suite, _, _ in SHOWN]), started=started)
+    text = record(
+        "loopserve-ablation", {"rows": rows}, settings_of([suite for suite, _, _ in SHOWN], seconds), started=started
+    )
     save("loopserve_ablation", text, figure(rows), args.out)
 
 

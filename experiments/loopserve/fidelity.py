@@ -22,12 +22,12 @@ import torch
 
 from experiments.loopguard.drawn import save
 from experiments.loopserve import paper
-from experiments.loopserve.runs import LONGBENCH, specs
+from experiments.loopserve.runs import LONGBENCH, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, legends
 from experiments.record import record
 from sinkscope._console import Progress
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
-from sinkscope.bench.dialogues.fidelity_table import Near
+from sinkscope.bench.dialogues.fidelity_table import COMMAND, Near
 from sinkscope.bench.loopbench.store import read_folder
 from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
 from sinkscope.models.load import load
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             model, texts, list(dict.fromkeys([*alone, *methods.values()])), out=args.work / "fidelity", along="gold",
             max_new_tokens=ANSWER, progress=progress,
         )  # fmt: skip
-    records = read_folder(folder, Near, "dialogues fidelity").records
+    records = read_folder(folder, Near, COMMAND).records
     points = [{"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
               for (panel, curve, value), method in methods.items()]  # fmt: skip
     halves = [row_of(records, method) for method in alone]
@@ -140,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in halves:
         print(f"{row['method']:<40}", _said(row))
     settings = {"prompt_tokens": PROMPT, "answer_tokens": ANSWER, "texts": [asdict(text)["id"] for text in texts],
-                "along": "gold", "model": "bundled", "time": "one thread"}  # fmt: skip
+                "along": "gold", "model": "bundled", "threads": 1,
+                "answering_seconds": round(seconds_of(records))}  # fmt: skip
     text = record("loopserve-fidelity", {"points": points, "halves": halves}, settings, started=started)
     save("loopserve_fidelity", text, figure(points), args.out)
 

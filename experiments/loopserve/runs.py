@@ -22,11 +22,13 @@ from torch import Tensor
 
 from sinkscope._console import Progress
 from sinkscope._rate import wilson
+from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue
 from sinkscope.bench.dialogues.methods import METHODS, Kind, Settings, at_settings, check_methods
-from sinkscope.bench.dialogues.metrics import score
+from sinkscope.bench.dialogues.metrics import metric_of, score
 from sinkscope.bench.dialogues.recall import TASK, recall_dialogue, uneven
-from sinkscope.bench.dialogues.run import COMMAND, Said, metric_of, run_dialogues
+from sinkscope.bench.dialogues.run import run_dialogues
+from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.words import END
 from sinkscope.bench.loopbench.store import read_folder
 from sinkscope.kv import Progressive, SnapKV
@@ -185,7 +187,12 @@ def _mean(numbers: Sequence[float | None]) -> float | None:
     return fmean(there) if there else None
 
 
-def settings_of(suites: Sequence[Suite]) -> dict[str, Any]:
-    """What the JSON says of the dialogues."""
+def settings_of(suites: Sequence[Suite], seconds: float) -> dict[str, Any]:
+    """What the JSON says of the dialogues, and how long all answers took, also those that were there already."""
     return {"suites": [asdict(suite) for suite in suites], "model": "recall", "sampling": "greedy", "history": "gold",
-            "time": "one thread"}  # fmt: skip
+            "threads": 1, "answering_seconds": round(seconds)}  # fmt: skip
+
+
+def seconds_of(records: Sequence[Said | Near]) -> float:
+    """Wall clock of answers that were given one at a time."""
+    return sum(record.seconds for record in records)

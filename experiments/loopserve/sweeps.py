@@ -26,6 +26,7 @@ from experiments.loopserve.runs import (
     Suite,
     answers,
     rows_of,
+    seconds_of,
     settings_of,
     specs,
 )
@@ -129,10 +130,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    points, full = list[dict[str, Any]](), list[dict[str, Any]]()
+    points, full, seconds = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
     for suite in (SWEPT_KEPT, SWEPT_CHAIN):
         methods = methods_of(suite)
         said = answers(suite, ["full", *dict.fromkeys(methods.values())], args.work)
+        seconds += seconds_of(said)
         full += rows_of(suite, said, "full")
         for (panel, curve, value), method in methods.items():
             points += [{"figure": panel, "curve": curve, "value": value, **row} for row in rows_of(suite, said, method)]
@@ -141,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{point['figure']:<18} {point['curve']:<30} {point['value']:>6} {point['score']:>5.0%} "
                   f"({point['low']:.0%} to {point['high']:.0%}) {point['prefix']:>5.0%}")  # fmt: skip
     result = {"points": points, "full": full}
-    settings = settings_of([SWEPT_KEPT, SWEPT_CHAIN])
+    settings = settings_of([SWEPT_KEPT, SWEPT_CHAIN], seconds)
     save("loopserve_sweeps", record("loopserve-sweeps", result, settings, started=started), figure(points), args.out)
 
 

@@ -26,6 +26,7 @@ from experiments.loopserve.runs import (
     SHARE,
     answers,
     rows_of,
+    seconds_of,
     settings_of,
     specs,
 )
@@ -120,9 +121,9 @@ def _share(value: float | None, of: float) -> str:
 
 
 def short(spec: str) -> str:
-    """The method's name, and what is not in it."""
-    name = spec.split(":")[0] + ("-0" if ":first=0" in spec else "")
-    return name + (", recent" if ":recent=" in spec else "")
+    """The method's name, and what tells it from others of that name."""
+    name, *given = spec.split(":")
+    return ", ".join([name, *(part for part in given if part.split("=")[0] in ("alpha", "first", "recent"))])
 
 
 def figure(rows: Sequence[dict[str, Any]]) -> Any:
@@ -172,13 +173,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     table1, table8 = paper_rows(args.runs), table8_rows(args.runs)
-    rows: list[dict[str, Any]] = []
+    rows, seconds = list[dict[str, Any]](), 0.0
     plan = [(KEPT, specs(OWN)), (CHAIN, specs(OWN)), (LONG, specs(LONGER, "paper"))]
     for suite, methods in plan:
         said = answers(suite, methods, args.work)
+        seconds += seconds_of(said)
         rows += [row for method in methods for row in rows_of(suite, said, method)]
     print(table(table1), table(table8), own_table(rows), sep="\n\n")
-    settings = settings_of([suite for suite, _ in plan]) | {"share": SHARE, "runs": len(args.runs)}
+    settings = settings_of([suite for suite, _ in plan], seconds) | {"share": SHARE, "runs": len(args.runs)}
     result = {"table1": table1, "table8": table8, "recall": rows}
     save("loopserve_table1", record("loopserve-table1", result, settings, started=started), figure(rows), args.out)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from experiments.loopguard.drawn import save
 from experiments.loopserve.paper import TURNS
-from experiments.loopserve.runs import LONGBENCH, NINE, NINE_CHAIN, answers, settings_of, specs, turns_of
+from experiments.loopserve.runs import LONGBENCH, NINE, NINE_CHAIN, answers, seconds_of, settings_of, specs, turns_of
 from experiments.record import record
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
@@ -32,9 +32,10 @@ NAMES = {
     "random part": f"random:window=32:budget={BUDGET}",
 }  # fmt: skip
 LINES = (
-    ("#000000", "solid"), (RED, "solid"), (RED, "dash"), (RED, "dashdot"), (RED, "dot"), (BLUE, "solid"),
-    (GREEN, "solid"), (ORANGE, "solid"), (GREY, "dot"),
+    ("#000000", "solid", 9), (RED, "solid", 2), (RED, "dash", 3), ("#000000", "dot", 2), (RED, "dot", 2),
+    (BLUE, "solid", 2), (GREEN, "solid", 2), (ORANGE, "solid", 5), (GREY, "dot", 2),
 )  # fmt: skip
+"""Colour, dash and width: several curves lie on one another, and thin ones are drawn last."""
 SHOWN = ((NINE, "score", "one fact: answers that are right"),
          (NINE_CHAIN, "prefix", "chain of seven: of an answer, before its first mistake"))  # fmt: skip
 
@@ -45,11 +46,11 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
 
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.04)
     for col, (suite, key, _) in enumerate(SHOWN, 1):
-        for name, (colour, dash) in zip(NAMES, LINES, strict=True):
+        for name, (colour, dash, width) in sorted(zip(NAMES, LINES, strict=True), key=lambda pair: -pair[1][2]):
             mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
             fig.add_scatter(
                 x=[row["turn"] for row in mine], y=[row[key] for row in mine], name=name, legendgroup=name,
-                showlegend=col == 1, mode="lines+markers", line={"color": colour, "dash": dash}, row=1, col=col,
+                showlegend=col == 1, mode="lines+markers", line={"color": colour, "dash": dash, "width": width}, opacity=0.35 if width > 3 else 1, row=1, col=col,
             )  # fmt: skip
     fig.update_xaxes(title="turn", dtick=1)
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
@@ -68,17 +69,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
-    rows: list[dict[str, Any]] = []
+    rows, seconds = list[dict[str, Any]](), 0.0
     for suite, _, _ in SHOWN:
         assert suite.turns == len(TURNS)
         said = answers(suite, list(methods.values()), args.work)
+        seconds += seconds_of(said)
         rows += [{"label": name, **row} for name, method in methods.items() for row in turns_of(suite, said, method)]
     for suite, key, title in SHOWN:
         print(title, *(
             f"{name:<22}" + " ".join(f"{row[key]:>5.0%}" for row in rows
                                      if (row["suite"], row["label"]) == (suite.name, name)) for name in NAMES
         ), sep="\n")  # fmt: skip
-    settings = settings_of([suite for suite, _, _ in SHOWN]) | {"budget": BUDGET}
+    settings = settings_of([suite for suite, _, _ in SHOWN], seconds) | {"budget": BUDGET}
     save(
         "loopserve_turns", record("loopserve-turns", {"rows": rows}, settings, started=started), figure(rows), args.out
     )

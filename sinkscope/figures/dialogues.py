@@ -10,7 +10,7 @@ from plotly.subplots import make_subplots
 
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.methods import METHODS
-from sinkscope.bench.dialogues.tables import ALL, head_of, label, name_of, title
+from sinkscope.bench.dialogues.tables import head_of, label, name_of, overall, title
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
 _COLOURS: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
@@ -38,8 +38,8 @@ def draw(result: Any) -> go.Figure:
             bars = [g for g in mine if g.position == place]
             if bars:
                 _bars(fig, bars, place, row)
-        for g in mine:
-            if g.position == ALL and g.read is not None:
+        for g in overall(mine):
+            if g.read is not None:
                 fig.add_scatter(
                     x=[g.read], y=[g.score], mode="markers", name=html.escape(g.method), legendgroup=g.method,
                     showlegend=g.method not in shown, text=[html.escape(label(g))],

@@ -8,8 +8,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from sinkscope.bench.dialogues.fidelity_table import head_of, overall, title
-from sinkscope.bench.dialogues.tables import label
+from sinkscope.bench.dialogues.fidelity_table import head_of, title
+from sinkscope.bench.dialogues.tables import label, overall
 from sinkscope.figures.style import BLUE, GREEN, ORANGE
 
 _PANELS = (
@@ -22,7 +22,7 @@ _PANELS = (
 def draw(result: Any) -> go.Figure:
     """A row per task, model and answers: three panels of bars, a bar per method, over all positions."""
     heads = list(dict.fromkeys(map(head_of, result.groups)))
-    rows = [overall(result.groups, head) for head in heads]
+    rows = [overall([g for g in result.groups if head_of(g) == head]) for head in heads]
     titles = [
         (f"{html.escape(title(head))}<br>" if field == "kl" else "") + name
         for head in heads

@@ -178,8 +178,8 @@ class CacheLayer(DynamicLayer):
     def _append(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """To what is held: without copying it for every token, where it is long and only grows."""
         new, held = int(keys.shape[-2]), self.keys
-        if held is None or self.values is None or not self.slots or room.has_grad(held, keys, values):
-            self._room = None
+        if held is None or self.values is None or not self.slots or torch.is_grad_enabled():
+            self._room = None  # a gradient, if only of the queries, needs what it was computed with as it was
         elif self._room is None or not self._room.fits(held, self.values, new):
             grows = new == 1 and self.slots >= room.FROM and held is self._latest  # nothing was taken out since
             self._room = Room.of(held, self.values) if grows else None

@@ -56,8 +56,3 @@ class Room:
         for room, new in ((self.keys, keys), (self.values, values)):
             room[..., start : self.filled, :] = new
         return self.keys[..., : self.filled, :], self.values[..., : self.filled, :]
-
-
-def has_grad(*tensors: Tensor) -> bool:
-    """Writing in place would stand in the way of gradients."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -8,13 +8,15 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
-from sinkscope.bench.dialogues.methods import Budget, Method
+from sinkscope.bench.dialogues.methods import Budget, Method, check_methods
 from sinkscope.errors import SinkscopeError
 from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.target import Target
@@ -165,6 +167,11 @@ def padded(to: Asked, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids, device=to.target.device), torch.tensor(mask, device=to.target.device)
 
 
+def readable(layer: CacheLayer) -> Bool[Tensor, "batch kv_head slot"]:
+    """Slots that hold a token which is not hidden."""
+    return layer.pos >= 0 if layer.hidden is None else (layer.pos >= 0) & ~layer.hidden
+
+
 class Reads(Intervention):
     """Counts, after every call and per row, the tokens that it could attend to: mean over layers and kv heads."""
 
@@ -177,8 +184,7 @@ class Reads(Intervention):
         session.own_cache()
 
         def note(moment: Any) -> None:
-            shown = [layer.pos >= 0 if layer.hidden is None else (layer.pos >= 0) & ~layer.hidden
-                     for layer in moment.layers]  # fmt: skip
+            shown = map(readable, moment.layers)
             self.counts.append(torch.stack([there.sum(-1).float().mean(1).cpu() for there in shown]).mean(0))
 
         session.after_call(note)
@@ -194,6 +200,33 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
     """Share of a prompt's causal cells that attention covered, mean over layers and heads; None: all, by the model."""
     data = [event.data for event in events if event.kind == "prefill" and event.row == row]
     return round(fmean(float(each.get("attended", 1.0)) for each in data), 4) if data else None
+
+
+def check_given(
+    dialogues: Sequence[Dialogue], methods: Sequence[str], positions: Sequence[str]
+) -> tuple[tuple[Method, ...], tuple[Position, ...]]:
+    """The methods and positions, each once.
+
+    Raises:
+        SinkscopeError: none of one of them, or an unknown one.
+    """
+    chosen, places = check_methods(methods), check_positions(positions)
+    if not dialogues:
+        raise SinkscopeError("there are no dialogues: give at least one")
+    return chosen, places
+
+
+def check_sizes(methods: Sequence[Method], budget: Budget, **sizes: int) -> None:
+    """Refuse what makes no sense whatever the model.
+
+    Raises:
+        SinkscopeError: a size below 1, or a method that cannot have its settings.
+    """
+    for name, value in sizes.items():
+        if isinstance(value, bool) or value < 1:
+            raise SinkscopeError(f"{name}={value!r}: expected a whole number from 1")
+    for method in methods:
+        method.make(budget)
 
 
 def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:

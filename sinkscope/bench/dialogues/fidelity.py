@@ -30,14 +30,16 @@ from sinkscope.bench.dialogues.asking import (
     asked,
     cells_of,
     check_can,
-    check_positions,
+    check_given,
+    check_sizes,
     padded,
     question,
     read_of,
+    readable,
 )  # fmt: skip
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn
-from sinkscope.bench.dialogues.methods import Budget, Method, check_methods
+from sinkscope.bench.dialogues.methods import Budget, Method
 from sinkscope.bench.loopbench.store import Folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
@@ -124,16 +126,10 @@ def run_fidelity(
     Raises:
         SinkscopeError: as for `run_dialogues`, and for a right answer without a token.
     """
-    chosen, places = check_methods(methods), check_positions(positions)
-    if not dialogues:
-        raise SinkscopeError("there are no dialogues: give at least one")
+    chosen, places = check_given(dialogues, methods, positions)
     if along not in get_args(Along):
         raise SinkscopeError(f"along={along!r}: expected one of {', '.join(get_args(Along))}")
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
-        if isinstance(value, bool) or value < 1:
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from 1")
-    for method in chosen:
-        method.make(budget)
+    check_sizes(chosen, budget, max_new_tokens=max_new_tokens, batch_size=batch_size)
     to = asked(model, tokenizer, max_new_tokens, budget, chat)
     turns = [
         (question(to, each, place, number, [turn.answers[0] for turn in each.turns[:number]]), turn.answers[0])
@@ -265,8 +261,7 @@ class _Readable(Intervention):
 
 def _there(layer: CacheLayer) -> Bool[Tensor, "batch kv_head pos"]:
     """Positions that hold a token which is not hidden."""
-    pos = layer.pos
-    there = pos >= 0 if layer.hidden is None else (pos >= 0) & ~layer.hidden
+    pos, there = layer.pos, readable(layer)
     found = torch.zeros(*pos.shape[:2], layer.seen + 1, dtype=torch.bool, device=pos.device)
     return found.scatter_(-1, pos.masked_fill(~there, layer.seen), True)[..., : layer.seen]
 

@@ -7,13 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from sinkscope.bench.dialogues.form import POSITIONS, Position
-from sinkscope.bench.dialogues.methods import METHODS
-from sinkscope.bench.dialogues.tables import ALL, envelope, label, name_of, sized, written
-from sinkscope.bench.loopbench.store import Contents, Finished, read_folder
-from sinkscope.errors import SinkscopeError
+from sinkscope.bench.dialogues.tables import OfTurn, envelope, gathered, label, overall, written
+from sinkscope.bench.loopbench.store import Contents
 from sinkscope.results import Result
 
 COMMAND = "dialogues fidelity"
@@ -21,14 +18,10 @@ TEXT = "text"
 
 
 @dataclass(frozen=True)
-class Near(Finished):
-    """One method along one answer; `prompt` names dialogue, position and turn.
+class Near(OfTurn):
+    """One method along one answer.
 
     Attributes:
-        dialogue: its id.
-        position: of the question in the turns' prompts.
-        turn: 0-based.
-        prompt_tokens: of the conversation up to the answer, BOS included.
         kl: per token of the answer, nats.
         agree: per token of the answer.
         kept: per token of the answer after the first: mean over layers and heads.
@@ -37,10 +30,6 @@ class Near(Finished):
         seconds: wall clock of the batch it ran in.
     """
 
-    dialogue: str
-    position: Position
-    turn: int
-    prompt_tokens: int
     kl: tuple[float, ...]
     agree: tuple[bool, ...]
     kept: tuple[float, ...]
@@ -59,7 +48,7 @@ class Kept:
         along: "full": answers of the full cache; "gold": right ones.
         budget: of cached tokens, or the share of the context; 1.0 for methods that have none.
         method: its name, with the settings that were given.
-        position: of the question, or "all".
+        position: of the question, or, where there are several, "all".
         questions: answers.
         tokens: of them.
         kl: KL(full || method) in nats, mean over tokens.
@@ -109,7 +98,7 @@ class Fidelity(Result):
             f"{title(head)}: "
             + ", ".join(
                 f"{label(g)} KL {g.kl:.3g}, {g.agree:.1%} agree" + ("" if g.kept is None else f", {g.kept:.1%} kept")
-                for g in overall(self.groups, head)
+                for g in overall([g for g in self.groups if head_of(g) == head])
             )
             for head in dict.fromkeys(map(head_of, self.groups))
         )
@@ -127,12 +116,6 @@ def title(head: tuple[str, str, str]) -> str:
     return f"{task} by {model} along " + ("answers of the full cache" if along == "full" else told)
 
 
-def overall(groups: Sequence[Kept], head: tuple[str, str, str]) -> list[Kept]:
-    """Over all positions: where there is only one, that of it."""
-    mine = [g for g in groups if head_of(g) == head]
-    return [g for g in mine if g.position == ALL] or mine
-
-
 def tabulate_fidelity(folders: Sequence[str | os.PathLike[str]]) -> Fidelity:
     """Sum up what `run_fidelity` wrote.
 
@@ -143,42 +126,8 @@ def tabulate_fidelity(folders: Sequence[str | os.PathLike[str]]) -> Fidelity:
         SinkscopeError: a folder is not of such a run or has no answer yet, or two hold the same.
     """
     started = time.perf_counter()
-    if not folders:
-        raise SinkscopeError("no folder is given: name what was given to --out of `sinkscope dialogues fidelity`")
-    runs = [read_folder(folder, Near, COMMAND) for folder in folders]
-    groups: dict[tuple[Any, ...], Kept] = {}
-    for run in runs:
-        if not run.records:
-            raise SinkscopeError(f"{run.name} has no answer in it yet: run the same command again")
-        for group in _groups(run):
-            key = (*head_of(group), group.budget, group.method, group.position)
-            if key in groups and (sized(group) or groups[key] != group):
-                raise SinkscopeError(
-                    f"{run.name} and another folder both hold {label(group)} on {group.task} by {group.model}: give "
-                    "one of them"
-                )
-            groups[key] = group
-    order, places = list(METHODS), (*POSITIONS, ALL)
-    found = sorted(
-        groups.values(),
-        key=lambda g: (*head_of(g), order.index(name_of(g.method)), g.method, g.budget, places.index(g.position)),
-    )
-    return Fidelity(**envelope(runs, started), groups=tuple(found))
-
-
-def _groups(run: Contents[Near]) -> list[Kept]:
-    parts: dict[tuple[str, str, str], list[Near]] = {}
-    several = len({record.position for record in run.records}) > 1
-    for record in run.records:
-        if record.dialogue not in run.prompts or name_of(record.method) not in METHODS:
-            raise SinkscopeError(
-                f"{run.name} is damaged: {record.method} answers {record.dialogue!r}, one of which is not of this run; "
-                "run into another folder"
-            )
-        task = str(run.prompts[record.dialogue]["task"])
-        for place in (record.position, *([ALL] if several else [])):
-            parts.setdefault((task, record.method, place), []).append(record)
-    return [_group(run, *key, records) for key, records in parts.items()]
+    runs, groups = gathered(folders, Near, COMMAND, _group, head_of)
+    return Fidelity(**envelope(runs, started), groups=groups)
 
 
 def _group(run: Contents[Near], task: str, method: str, place: str, records: list[Near]) -> Kept:

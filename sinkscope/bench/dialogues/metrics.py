@@ -7,12 +7,25 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from sinkscope.bench.dialogues.tasks import Metric
+from sinkscope.bench.dialogues.recall import TASK
+from sinkscope.bench.dialogues.scbench import SCBENCH, shared_metric
+from sinkscope.bench.dialogues.tasks import Metric, task_of
 from sinkscope.bench.dialogues.words import END
 from sinkscope.errors import SinkscopeError
 
 _FIRST_LINE = {"trec", "samsum"}  # LongBench scores the first line of what was said
 _ANY_CASE = {"scbench_qa_eng"}  # SCBench looks for the answer in any case
+
+
+def metric_of(task: str) -> Metric:
+    """What answers of a set are scored by.
+
+    Raises:
+        SinkscopeError: no such set.
+    """
+    if task in SCBENCH:
+        return shared_metric(task)
+    return "exact" if task == TASK else task_of(task).metric
 
 
 def score(

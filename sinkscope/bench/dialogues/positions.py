@@ -103,9 +103,9 @@ class Positions(Result):
         """What was counted, how good the rules are, and the examples."""
         a, counted = self.accuracy, sum(share.count for share in self.places[:3])
         lines = [
-            f"{self.model.name}: {counted} of {self.messages} messages in {self.conversations} conversations have a "
-            f"question and more than a sentence; {self.single} of one sentence, {self.no_question} without a question, "
-            f"{self.foreign} not in English.",
+            f"{self.model.name}: {counted} of {_many(self.messages, 'message')} in "
+            f"{_many(self.conversations, 'conversation')} with a question and more than a sentence; {self.single} of "
+            f"one sentence, {self.no_question} without a question, {self.foreign} not in English.",
             f"The rules are right on {a.right} of {a.messages} held-out messages of our own ({a.share:.0%}, "
             f"{a.low:.0%} to {a.high:.0%}), on those of real users less often (docs/dialogues.md). How the paper told "
             "the classes apart it does not say.",
@@ -138,16 +138,16 @@ def question_positions(
         SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
     """
     started = time.perf_counter()
-    for name, value, least in (("min_turns", min_turns, 1), ("count", count, 1), ("examples", examples, 0)):
+    for which, value, least in (("min_turns", min_turns, 1), ("count", count, 1), ("examples", examples, 0)):
         if value is not None and (isinstance(value, bool) or value < least):
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
+            raise SinkscopeError(f"{which}={value!r}: expected a whole number from {least}")
     talks = [talk for talk in _conversations(Path(path).expanduser()) if len(talk.messages) >= min_turns]
+    name = Path(path).name
     if not talks:
-        raise SinkscopeError(
-            f"{Path(path).name} has no conversation with {min_turns} messages of a user: give another log, or fewer"
-        )
+        wanted = _many(min_turns, "message")
+        raise SinkscopeError(f"{name} has no conversation with {wanted} of a user: give another log, or fewer")
     if count is not None and count > len(talks):
-        raise SinkscopeError(f"count={count}: {Path(path).name} has {len(talks)} such conversations: give fewer")
+        raise SinkscopeError(f"count={count}: {name} has {_many(len(talks), 'such conversation')}: give fewer")
     if count is not None:
         talks = random.Random(seed).sample(talks, count)
     counts: Counter[str] = Counter()
@@ -163,7 +163,6 @@ def question_positions(
                 where = f"{talk.where}, message {number}" if len(talk.messages) > 1 else talk.where
                 text = message if len(message) <= _SHOWN else message[:_SHOWN] + "..."
                 shown[found.place].append(Example(found.place, where, found.asked, text))
-    name = Path(path).name
     return Positions(
         model=ModelInfo(name, "chat log", 0, 0, 0, ""),
         settings={"file": name, "min_turns": min_turns, "count": count, "examples": examples, "seed": seed},
@@ -172,6 +171,10 @@ def question_positions(
         no_question=counts["none"], foreign=counts["foreign"], accuracy=accuracy(),
         examples=tuple(example for each in shown.values() for example in each),
     )  # fmt: skip
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count != 1)
 
 
 def _shares(counts: Counter[str]) -> tuple[Share, ...]:
@@ -215,7 +218,7 @@ def _conversations(file: Path) -> Iterator[_Talk]:
 
 def _messages(row: Any, where: str) -> Iterator[str]:
     """What the user says in one conversation."""
-    said = row if isinstance(row, list) else None
+    said = row
     if isinstance(row, dict):
         said = next((row[name] for name in _LISTS if name in row), None)
         if said is None:

@@ -12,7 +12,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,27 +25,27 @@ from sinkscope.bench.dialogues.asking import (
     asked,
     cells_of,
     check_can,
+    check_given,
     check_length,
-    check_positions,
+    check_sizes,
     padded,
     question,
     question_name,
     read_of,
 )  # fmt: skip
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
-from sinkscope.bench.dialogues.methods import Budget, Method, check_methods
-from sinkscope.bench.dialogues.metrics import score
+from sinkscope.bench.dialogues.methods import Budget, Method
+from sinkscope.bench.dialogues.metrics import metric_of, score
 from sinkscope.bench.dialogues.recall import TASK
-from sinkscope.bench.dialogues.scbench import SCBENCH, shared_metric
-from sinkscope.bench.dialogues.tasks import Metric, task_of
-from sinkscope.bench.loopbench.store import Finished, Folder
+from sinkscope.bench.dialogues.scbench import SCBENCH
+from sinkscope.bench.dialogues.tables import COMMAND, Said
+from sinkscope.bench.loopbench.store import Folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.loopserve.conversation import Conversation
 
 Progress = Callable[[str, int, int], None]
 History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]
-COMMAND = "dialogues"
 VERSION = 2  # of the records; a change of what they hold is another setting
 NEW = {
     "narrativeqa": 128, "qasper": 128, "multifieldqa_en": 64, "hotpotqa": 32, "2wikimqa": 32, "musique": 32,
@@ -53,37 +53,6 @@ NEW = {
     **{name: shared.new_tokens for name, shared in SCBENCH.items()},
 }  # fmt: skip
 """New tokens by task, LongBench's and SCBench's own numbers; of the recall model as many as 21 hops take."""
-
-
-@dataclass(frozen=True)
-class Said(Finished):
-    """What one method said in one turn; `prompt` names dialogue, position and turn.
-
-    Attributes:
-        dialogue: its id.
-        position: of the question in the turns' prompts.
-        turn: 0-based.
-        prompt_tokens: of the conversation up to the answer, BOS included.
-        tokens: ids of the answer, up to and with the end of sequence if it came.
-        text: the same decoded.
-        ended: by the end of sequence, or at the cap of new tokens.
-        read: cached tokens that a decoding step attends to, its own included, mean over the answer's tokens after the
-            first, layers and kv heads; None: the answer is one token, which the whole prompt gives.
-        cells: share of the prompt's causal cells that attention covers (of a turn's own queries where the cache
-            grows), mean over layers and heads; None: the method leaves prompts to the model.
-        seconds: wall clock of the batch it ran in.
-    """
-
-    dialogue: str
-    position: Position
-    turn: int
-    prompt_tokens: int
-    tokens: tuple[int, ...]
-    text: str
-    ended: Literal["eos", "cap"]
-    read: float | None
-    cells: float | None
-    seconds: float
 
 
 def run_dialogues(
@@ -133,9 +102,7 @@ def run_dialogues(
         SinkscopeError: an unknown method, setting or position, a turn that exceeds the context, bad numbers, a folder
             that was begun with other settings or is being written.
     """
-    chosen, places = check_methods(methods), check_positions(positions)
-    if not dialogues:
-        raise SinkscopeError("there are no dialogues: give at least one")
+    chosen, places = check_given(dialogues, methods, positions)
     for name, given, known in (("history", history, get_args(History)), ("cache", cache, get_args(Caches))):
         if given not in known:
             raise SinkscopeError(f"{name}={given!r}: expected one of {', '.join(known)}")
@@ -145,11 +112,7 @@ def run_dialogues(
     for task in tasks:  # what could not be scored is not begun
         score(metric_of(task), "", [""])
     new = max_new_tokens if max_new_tokens is not None else max(NEW[task] for task in tasks)
-    for name, value in (("max_new_tokens", new), ("batch_size", batch_size)):
-        if isinstance(value, bool) or value < 1:
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from 1")
-    for method in chosen:  # before the model is looked at
-        method.make(budget)
+    check_sizes(chosen, budget, max_new_tokens=new, batch_size=batch_size)
     to = asked(model, tokenizer, new, budget, chat)
     ready = {each.name: each for each in _questions(to, dialogues, places, history)}
     check_can(to, chosen, sorted({len(each.ids) for each in ready.values()}))
@@ -180,17 +143,6 @@ def run_dialogues(
                 if progress is not None:
                     progress("answers", done, total)
     return Path(out)
-
-
-def metric_of(task: str) -> Metric:
-    """What answers of a set are scored by.
-
-    Raises:
-        SinkscopeError: no such set.
-    """
-    if task in SCBENCH:
-        return shared_metric(task)
-    return "exact" if task == TASK else task_of(task).metric
 
 
 def _questions(

@@ -22,7 +22,6 @@ from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position, Turn
 from sinkscope.bench.dialogues.rows import read_rows
 from sinkscope.bench.dialogues.tasks import Metric
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import hub_file
 
 HUB, REPO = "hub", "microsoft/SCBench"
 _KV, _MF, _CHOICE = "scbench_kv", "scbench_mf", "scbench_choice_eng"
@@ -169,6 +168,8 @@ def build_shared(
 def _find(task: str, source: str | os.PathLike[str], repo: str, revision: str | None) -> tuple[Path, str, str | None]:
     """The file, what to call it, and the hub's commit."""
     if os.fspath(source) == HUB:
+        from sinkscope.models.checkpoint import hub_file
+
         name = f"data/{task}.jsonl"
         try:
             local = hub_file(repo, name, revision, kind="dataset")

@@ -4,21 +4,65 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from sinkscope._rate import wilson
-from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.form import POSITIONS, Position
 from sinkscope.bench.dialogues.methods import METHODS, Budget, split_spec
-from sinkscope.bench.dialogues.metrics import score
-from sinkscope.bench.dialogues.run import COMMAND, Said, metric_of
-from sinkscope.bench.loopbench.store import Contents, read_folder
+from sinkscope.bench.dialogues.metrics import metric_of, score
+from sinkscope.bench.loopbench.store import Contents, Finished, read_folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import ModelInfo, Result, provenance
 
+COMMAND = "dialogues"
 ALL = "all"
+
+
+@dataclass(frozen=True)
+class OfTurn(Finished):
+    """What every line of a run on dialogues says first; `prompt` names dialogue, position and turn.
+
+    Attributes:
+        dialogue: its id.
+        position: of the question in the turns' prompts.
+        turn: 0-based.
+        prompt_tokens: of the conversation up to the answer, BOS included.
+    """
+
+    dialogue: str
+    position: Position
+    turn: int
+    prompt_tokens: int
+
+
+R = TypeVar("R", bound=OfTurn)
+G = TypeVar("G")
+
+
+@dataclass(frozen=True)
+class Said(OfTurn):
+    """What one method said in one turn.
+
+    Attributes:
+        tokens: ids of the answer, up to and with the end of sequence if it came.
+        text: the same decoded.
+        ended: by the end of sequence, or at the cap of new tokens.
+        read: cached tokens that a decoding step attends to, its own included, mean over the answer's tokens after the
+            first, layers and kv heads; None: the answer is one token, which the whole prompt gives.
+        cells: share of the prompt's causal cells that attention covers (of a turn's own queries where the cache
+            grows), mean over layers and heads; None: the method leaves prompts to the model.
+        seconds: wall clock of the batch it ran in.
+    """
+
+    tokens: tuple[int, ...]
+    text: str
+    ended: Literal["eos", "cap"]
+    read: float | None
+    cells: float | None
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -32,7 +76,7 @@ class Answered:
         cache: "fresh": every turn reads everything anew; "grow": one cache over the turns.
         budget: of cached tokens, or the share of the context; 1.0 for methods that have none.
         method: its name, with the settings that were given.
-        position: of the question, or "all".
+        position: of the question, or, where there are several, "all".
         dialogues: how many.
         questions: turns in them.
         unanswerable: questions whose answer was nowhere said.
@@ -84,7 +128,7 @@ class Dialogues(Result):
         """A line per task, model and budget: the score of each method over all positions."""
         return "\n".join(
             f"{title(head)}: "
-            + ", ".join(label(g) + f" {g.score:.1%}" for g in self.groups if head_of(g) == head and g.position == ALL)
+            + ", ".join(label(g) + f" {g.score:.1%}" for g in overall([g for g in self.groups if head_of(g) == head]))
             for head in dict.fromkeys(map(head_of, self.groups))
         )
 
@@ -125,6 +169,13 @@ def written(method: str, usual: Budget) -> tuple[str, Budget]:
     return text, own
 
 
+def overall(groups: Sequence[G]) -> list[G]:
+    """Of groups with the same head: each method over all positions or, where it has only one, at that."""
+    every: Sequence[Any] = groups
+    several = {label(g) for g in every if g.position == ALL}
+    return [g for g in every if g.position == ALL or label(g) not in several]
+
+
 def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
     """Score what `run_dialogues` wrote.
 
@@ -135,27 +186,67 @@ def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
         SinkscopeError: a folder is not of a run or has no answer yet, two hold the same, or Rouge-L has no library.
     """
     started = time.perf_counter()
+    runs, groups = gathered(folders, Said, COMMAND, _group, head_of)
+    return Dialogues(**envelope(runs, started), groups=groups)
+
+
+def gathered(
+    folders: Sequence[str | os.PathLike[str]],
+    kind: type[R],
+    command: str,
+    group: Callable[[Contents[R], str, str, str, list[R]], G],
+    head_of: Callable[[G], tuple[str, ...]],
+) -> tuple[list[Contents[R]], tuple[G, ...]]:
+    """Folders of runs, and their records in groups: by task, method and position, and over the positions.
+
+    Args:
+        folders: at least one.
+        kind: class of their records.
+        command: that wrote them, see `read_folder`.
+        group: of (folder, task, method, position or "all", records).
+        head_of: what groups have to share to be compared.
+
+    Raises:
+        SinkscopeError: a folder is of something else or has no answer yet, or two hold the same.
+    """
     if not folders:
-        raise SinkscopeError("no folder is given: name what was given to --out of `sinkscope dialogues run`")
-    runs = [read_folder(folder, Said, COMMAND) for folder in folders]
-    groups: dict[tuple[Any, ...], Answered] = {}
+        run = command if " " in command else f"{command} run"
+        raise SinkscopeError(f"no folder is given: name what was given to --out of `sinkscope {run}`")
+    runs = [read_folder(folder, kind, command) for folder in folders]
+    found: dict[tuple[Any, ...], Any] = {}
     for run in runs:
         if not run.records:
             raise SinkscopeError(f"{run.name} has no answer in it yet: run the same command again")
-        for group in _groups(run):
-            key = (*head_of(group), group.budget, group.method, group.position)
-            if key in groups and (sized(group) or groups[key] != group):
-                raise SinkscopeError(
-                    f"{run.name} and another folder both hold {label(group)} on {group.task} by {group.model}: give "
-                    "one of them"
-                )
-            groups[key] = group
+        for (task, method, place), records in _parts(run).items():
+            made: Any = group(run, task, method, place, records)
+            key = (*head_of(made), made.budget, made.method, made.position)
+            both = f"{run.name} and another folder both hold {label(made)} on {task} by {made.model}"
+            if key in found and sized(made):
+                raise SinkscopeError(f"{both}: give one of them")
+            if found.setdefault(key, made) != made:
+                raise SinkscopeError(f"{both}, but not the same: of other dialogues, or unfinished; give one of them")
     order, places = list(METHODS), (*POSITIONS, ALL)
-    found = sorted(
-        groups.values(),
-        key=lambda g: (*head_of(g), order.index(name_of(g.method)), g.method, g.budget, places.index(g.position)),
-    )
-    return Dialogues(**envelope(runs, started), groups=tuple(found))
+
+    def place_of(g: Any) -> tuple[Any, ...]:
+        return *head_of(g), order.index(name_of(g.method)), g.method, g.budget, places.index(g.position)
+
+    return runs, tuple(sorted(found.values(), key=place_of))
+
+
+def _parts(run: Contents[R]) -> dict[tuple[str, str, str], list[R]]:
+    """Records by task, method and position, and over all positions where there are several."""
+    parts: dict[tuple[str, str, str], list[R]] = {}
+    for record in run.records:
+        if record.dialogue not in run.prompts or name_of(record.method) not in METHODS:
+            raise SinkscopeError(
+                f"{run.name} is damaged: {record.method} answers {record.dialogue!r}, one of which is not of this run; "
+                "run into another folder"
+            )
+        task = str(run.prompts[record.dialogue]["task"])
+        for place in (record.position, ALL):
+            parts.setdefault((task, record.method, place), []).append(record)
+    several = {part[:2] for part, records in parts.items() if len({record.position for record in records}) > 1}
+    return {part: records for part, records in parts.items() if part[2] != ALL or part[:2] in several}
 
 
 def envelope(runs: Sequence[Contents[Any]], started: float) -> dict[str, Any]:
@@ -182,24 +273,8 @@ def envelope(runs: Sequence[Contents[Any]], started: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _groups(run: Contents[Said]) -> list[Answered]:
+def _group(run: Contents[Said], task: str, method: str, place: str, records: list[Said]) -> Answered:
     full = {record.prompt: record.tokens for record in run.records if record.method == "full"}
-    parts: dict[tuple[str, str, str], list[Said]] = {}
-    for record in run.records:
-        if record.dialogue not in run.prompts or name_of(record.method) not in METHODS:
-            raise SinkscopeError(
-                f"{run.name} is damaged: {record.method} answers {record.dialogue!r}, one of which is not of this run; "
-                "run into another folder"
-            )
-        task = str(run.prompts[record.dialogue]["task"])
-        for place in (record.position, ALL):
-            parts.setdefault((task, record.method, place), []).append(record)
-    return [_group(run, full, *key, records) for key, records in parts.items()]
-
-
-def _group(
-    run: Contents[Said], full: dict[str, tuple[int, ...]], task: str, method: str, place: str, records: list[Said]
-) -> Answered:
     scores, unanswerable = list[float](), 0
     for record in records:
         dialogue = run.prompts[record.dialogue]

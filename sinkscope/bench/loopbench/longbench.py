@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import hub_file
 
 HUB = "hub"
 REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
@@ -67,6 +66,8 @@ def read_longbench(
         SinkscopeError: nothing there, a file of something else, or a damaged one (with the line).
     """
     if os.fspath(source) == HUB:
+        from sinkscope.models.checkpoint import hub_file
+
         try:
             local = hub_file(repo, file, revision, kind="dataset")
         except FileNotFoundError:

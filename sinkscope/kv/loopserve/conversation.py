@@ -24,6 +24,7 @@ Answers = Literal["recompute", "keep"]
 _OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "use_cache",
          "cache_implementation", "generation_config", "max_length", "prefill_chunk_size")  # fmt: skip
 _SINGLE = ("num_beams", "num_return_sequences")
+_DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _MARK = "ANSWER-0f3b71"
 
 
@@ -52,7 +53,7 @@ class Conversation:
         turns: so far.
 
     Raises:
-        SinkscopeError: no such `answers`, or no chat template.
+        SinkscopeError: no such `answers`, an edit that is none, or no chat template.
 
     Example:
         >>> import sinkscope as ss
@@ -72,6 +73,8 @@ class Conversation:
     ) -> None:
         if answers not in get_args(Answers):
             raise SinkscopeError(f'answers={answers!r}: expected "recompute" or "keep"')
+        if edit is not None and not isinstance(edit, Intervention):
+            raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target, self._edit, self.chat = Target.of(model, tokenizer), edit, chat
         self.answers: Answers = "keep" if answers == "keep" else "recompute"
         self.tokenizer = self.target.tokenizer if tokenizer is None else tokenizer
@@ -100,13 +103,6 @@ class Conversation:
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
-        for name in generation:
-            if name in _OURS:
-                raise SinkscopeError(f"{name} is made by the conversation: leave it out, give other settings by name")
-        for name in _SINGLE:
-            value = generation.get(name, getattr(self.target.hf.generation_config, name, None))
-            if value not in (None, 1):
-                raise SinkscopeError(f"{name}={value!r}: a conversation is one row of text; give {name}=1")
         return self._turn(self._prompt(prompt), max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
@@ -162,10 +158,13 @@ class Conversation:
     ) -> Turn:
         target, whole, before = self.target, [*self.ids, *new], self._held
         self._check_length(len(new), max_new_tokens)
+        self._check_generation(generation)
         cache = before.cache()
         noting = Noting(before, cache)
         ids = torch.tensor([whole], device=target.device)
-        settings: dict[str, Any] = {"do_sample": False, "pad_token_id": self._pad(), **generation}
+        # What the model's own settings may have otherwise: one pass over the prompt, on this cache.
+        ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
+        settings = {"do_sample": False, "pad_token_id": self._pad(), **generation, **ours}
         with (noting if self._edit is None else noting | self._edit).on(target) as run, torch.no_grad():
             output = target.hf.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
@@ -181,6 +180,20 @@ class Conversation:
         held = noting.held(len(whole), self.answers == "keep")
         self.turns, self._held = [*self.turns, turn], held
         return turn
+
+    def _check_generation(self, given: dict[str, Any]) -> None:
+        for name in given:
+            if name in _OURS:
+                raise SinkscopeError(f"{name} is made by the conversation: leave it out, give other settings by name")
+        for name in (*_SINGLE, *_DRAFTING):
+            value = given.get(name, getattr(self.target.hf.generation_config, name, None))
+            if name in _DRAFTING and value is not None:
+                raise SinkscopeError(
+                    f"{name} is set: an assistant drafts several tokens at a time, and a conversation takes them one "
+                    f"by one; give {name}=None"
+                )
+            if name in _SINGLE and value not in (None, 1):
+                raise SinkscopeError(f"{name}={value!r}: a conversation is one row of text; give {name}=1")
 
     def _check_length(self, new: int, more: int) -> None:
         before, limit = len(self.ids), self.target.max_positions
@@ -227,7 +240,10 @@ class Conversation:
             blank = not given.strip()
             ids = [] if blank else self.tokenizer(given, add_special_tokens=special, verbose=False)["input_ids"]
         else:
-            ids = list(given)
+            try:
+                ids = list(given)
+            except TypeError:
+                raise SinkscopeError(f"turn {turn}: the {what} is {given!r}: expected a text, or token ids") from None
         if not ids:
             raise SinkscopeError(f"turn {turn}: the {what} is empty: write at least one word")
         check_ids(ids, self.target, f"turn {turn}")

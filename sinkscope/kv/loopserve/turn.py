@@ -123,6 +123,8 @@ class Noting(Intervention):
         self.lines[layer] = lines
 
     def _note(self, moment: Moment) -> None:
+        if moment.layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
+            return
         self.answered = moment.call.sequence
         if self.prompted is None:  # the first call reads the prompt
             self.prompted = _same(moment.call.sequence)

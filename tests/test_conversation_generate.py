@@ -1,0 +1,64 @@
+"""What the settings of `generate`, and of a model for it, do to a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kv_kit import model_of
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Intervention
+from sinkscope.kv.loopserve import LoopServe
+from sinkscope.kv.loopserve.conversation import Conversation
+
+PROMPTS = ([5, 17, 8, 33, 61, 12, 9, 40, 22, 7, 19, 30], [31, 6, 14])
+SMALL = LoopServe(alpha=0.8, shortest=0, dense_above=9.0, sample=5, budget=8, first=0, interval=2)
+EDITS = pytest.mark.parametrize("edit", [None, SMALL])
+
+
+def held_so(edit: Intervention | None, answers: str, model: Any = None, **generation: Any) -> Conversation:
+    chat = Conversation(model_of("llama") if model is None else model, edit, answers=answers)
+    for prompt in PROMPTS:
+        chat.ask(prompt, max_new_tokens=5, **generation)
+    return chat
+
+
+@EDITS
+@pytest.mark.parametrize(
+    ("name", "value"), [("use_cache", False), ("cache_implementation", "static"), ("prefill_chunk_size", 4)]
+)
+def test_what_the_model_says_of_caches_changes_nothing(name: str, value: Any, edit: Intervention | None) -> None:
+    plain, model = held_so(edit, "recompute"), model_of("llama")
+    setattr(model.generation_config, name, value)
+    chat = held_so(edit, "recompute", model)
+    assert chat.ids == plain.ids and [turn.read for turn in chat.turns] == [turn.read for turn in plain.turns]
+    for one, other in zip(chat._held.layers, plain._held.layers, strict=True):  # pyright: ignore[reportPrivateUsage]
+        assert one.keys is not None and other.keys is not None and torch.equal(one.keys, other.keys)
+    sequence = chat._held.sequence  # pyright: ignore[reportPrivateUsage]
+    assert sequence is not None and sequence.real.shape == (1, 5 + sum(map(len, PROMPTS)))
+
+
+@pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
+def test_drafts_and_beams_are_refused_wherever_they_are_set(name: str) -> None:
+    model = model_of("llama")
+    with pytest.raises(SinkscopeError, match=f"^{name}.*give {name}="):
+        Conversation(model).ask(PROMPTS[0], **{name: 3})
+    setattr(model.generation_config, name, 3)
+    for chat in (Conversation(model), Conversation(model, SMALL)):
+        with pytest.raises(SinkscopeError, match=f"^{name}"):
+            chat.ask(PROMPTS[0])
+        with pytest.raises(SinkscopeError, match=f"^{name}"):
+            chat.say(PROMPTS[0], [5])
+        assert not chat.turns
+    one: Any = {name: None if name.startswith("prompt") else 1}
+    assert held_so(None, "keep", model, **one).ids == held_so(None, "keep").ids
+
+
+@EDITS
+def test_a_processor_that_runs_the_model_beside_it_is_not_taken_for_it(edit: Intervention | None) -> None:
+    """Guidance reads every token of the answer a second time, on a cache of its own."""
+    chat = held_so(edit, "keep", guidance_scale=1.5)
+    held = chat._held  # pyright: ignore[reportPrivateUsage]
+    assert held.sequence is not None and held.sequence.real.shape == (1, held.seen) == (1, len(chat.ids) - 1)
