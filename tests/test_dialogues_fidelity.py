@@ -280,6 +280,8 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--methods", "streaming:sinks=3"], "streaming has no setting 'sinks=3'"),
         (["--methods", "snapkv:budget=48"], "SnapKV: budget=48 is below"),
+        (["--dialogues", "text", "--positions", "begin"], "--positions begin: pieces of a text have no question"),
+        (["--prompt-tokens", "99"], "--prompt-tokens 99 is of --dialogues text: leave it out for recall"),
         (["--along", "me"], "Invalid value for '--along'"),
         (["--dialogues", "text", "--count", "999"], "the text has"),
         (["--dialogues", "recall", "--answer-tokens", "40000"], "exceed the context of recall"),

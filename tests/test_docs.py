@@ -104,7 +104,7 @@ def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     monkeypatch.setitem(vars(ss), "find_sinks", lambda _name: real_find(max_repeats=64))
     inputs = {"input_ids": torch.tensor([[1, *[300] * 200]]), "max_new_tokens": 2, "do_sample": False}
     names = run("README.md", inputs=inputs)
-    assert names["run"].events
+    assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)
 
 
 @pytest.mark.slow

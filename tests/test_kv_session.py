@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections import Counter
 from collections.abc import Callable
@@ -13,14 +14,16 @@ from intervention_kit import bridge_of, count_hooks, nnsight_of
 from kv_kit import Drawn, Ragged, close, decode, model_of, prompts
 from organisms.tiny import tiny_model
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.ablate import Ablate
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import Full, Observe, Session, StreamingLLM, attention
+from sinkscope.kv import Full, Observe, Session, SnapKV, StreamingLLM, attention
 from sinkscope.kv.cache import COLUMNS, CacheLayer
+from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.policy import Policy
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import attention_rows
@@ -215,6 +218,20 @@ def test_what_cannot_be_entered() -> None:
             enter()
         assert "\n" not in str(raised.value)
     assert state_of(model) == before
+
+
+@pytest.mark.parametrize("policy", [SnapKV(budget=8, window=4), LoopServe(budget=8, first=0)])
+def test_a_cache_whose_queries_were_not_seen(policy: Any) -> None:
+    model = model_of("llama")
+    filled = DynamicCache()
+    with torch.no_grad():
+        model(IDS, attention_mask=MASK, past_key_values=filled)
+        with policy.on(model):
+            inside = DynamicCache()
+            model(IDS, attention_mask=MASK, past_key_values=inside)
+            for cache in (filled, copy.deepcopy(inside)):
+                with pytest.raises(UnsupportedError, match="this cache was filled outside of the `with`, or is a copy"):
+                    model(IDS[:, -1:], attention_mask=pad(MASK, (0, 1), value=1), past_key_values=cache)
 
 
 def test_measurements_are_refused_inside() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from kv_kit import FAMILIES, WINDOWED, Drawn, close, decode, dense, masks_of, model_of, prompts
 
+from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, Rows, StreamingLLM
 from sinkscope.kv.session import layer_window
 from sinkscope.models.target import Target
@@ -70,6 +71,9 @@ def test_without_a_cache_there_is_nothing_to_evict(family: str) -> None:
         stock = model(input_ids=ids, attention_mask=mask, use_cache=False)
         with (StreamingLLM(budget=6) | Observe(ignore)).on(model) as run:
             got = model(input_ids=ids, attention_mask=mask, use_cache=False)
+            with pytest.raises(UnsupportedError, match="use_cache=False: there is no cache"):
+                model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4, do_sample=False)
+        with Observe(ignore).on(model):
             tokens = model.generate(ids, attention_mask=mask, use_cache=False, max_new_tokens=4, do_sample=False)
     close(got.logits, stock.logits)
     assert got.past_key_values is None and run.usage == []

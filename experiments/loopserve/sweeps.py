@@ -31,7 +31,7 @@ from experiments.loopserve.runs import (
     specs,
 )
 from experiments.record import record
-from sinkscope.figures.style import BLUE, GREY, ORANGE
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE
 
 ALPHAS = (0.9, 0.955, *paper.ALPHAS)
 BUDGETS = (32, 64, 128, *paper.BUDGETS)
@@ -51,6 +51,7 @@ CURVES: tuple[tuple[str, Suite, str, str, tuple[float, ...]], ...] = (
     ),
     ("budget, one fact", SWEPT_KEPT, "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
     ("budget, one fact", SWEPT_KEPT, "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
+    ("budget, one fact", SWEPT_KEPT, "SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", BUDGETS),
     ("budget, one fact", SWEPT_KEPT, "random part", "random:window=32:budget={}", BUDGETS),
     ("budget, chain", SWEPT_CHAIN, "LoopServe-D", "loopserve-d:budget={}", BUDGETS),
     ("budget, chain", SWEPT_CHAIN, "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
@@ -91,7 +92,7 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
     for number, panel in enumerate(TITLES):
         mine = [point for point in points if point["figure"] == panel and point["position"] == ALL]
         at = {"row": number // 4 + 1, "col": number % 4 + 1}
-        for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREY), strict=False):
+        for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREEN, GREY), strict=False):
             line = [point for point in mine if point["curve"] == curve]
             x, exact = [str(point["value"]) for point in line], "chain" not in panel
             y = [point["score" if exact else "prefix"] for point in line]

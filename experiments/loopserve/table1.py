@@ -64,8 +64,8 @@ def table8_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Table 8: Llama-3.2-3B-Instruct, questions at the end."""
     ours = measured(folders)
     return [
-        {"model": "llama-3.2-3b", "position": "end", "task": task, "method": method, "paper": number,
-         "ours": ours.get(("llama-3.2-3b", "end", task, method))}
+        {"model": "llama-3.2", "position": "end", "task": task, "method": method, "paper": number,
+         "ours": ours.get(("llama-3.2", "end", task, method))}
         for method, numbers in paper.TABLE8.items()
         for task, number in numbers.items()
     ]  # fmt: skip
@@ -78,7 +78,7 @@ def measured(folders: Sequence[str]) -> dict[tuple[str, str, str, str], float]:
     """
     found: dict[tuple[str, str, str, str], float] = {}
     for group in tabulate_dialogues(folders).groups if folders else ():
-        model = next((name for name in (*paper.MODELS, "llama-3.2-3b") if name in group.model.lower()), None)
+        model = next((key for key, name in paper.MODELS.items() if name.lower() in group.model.lower()), None)
         if model is not None and group.task in TASKS:
             found[model, group.position, group.task, split_spec(group.method)[0].split(":")[0]] = 100 * group.score
     return found
@@ -123,7 +123,8 @@ def _share(value: float | None, of: float) -> str:
 def short(spec: str) -> str:
     """The method's name, and what tells it from others of that name."""
     name, *given = spec.split(":")
-    return ", ".join([name, *(part for part in given if part.split("=")[0] in ("alpha", "first", "recent"))])
+    shown = [part for part in given if part.split("=")[0] in ("alpha", "first", "recent") and part != "alpha=0.955"]
+    return ", ".join([name, *(shown if name.startswith("loopserve") else [])])
 
 
 def figure(rows: Sequence[dict[str, Any]]) -> Any:
@@ -160,7 +161,7 @@ def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> t
     if key == "score":
         error = {"array": [row["high"] - row["score"] for row in mine], "thickness": 1, "width": 2,
                  "arrayminus": [row["score"] - row["low"] for row in mine], "color": "#888"}  # fmt: skip
-    return [short(row["method"]) for row in mine], [row[key] for row in mine], error
+    return [short(row["method"]).replace(", ", "<br>") for row in mine], [row[key] for row in mine], error
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -50,7 +50,8 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
             mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
             fig.add_scatter(
                 x=[row["turn"] for row in mine], y=[row[key] for row in mine], name=name, legendgroup=name,
-                showlegend=col == 1, mode="lines+markers", line={"color": colour, "dash": dash, "width": width}, opacity=0.35 if width > 3 else 1, row=1, col=col,
+                showlegend=col == 1, mode="lines+markers", line={"color": colour, "dash": dash, "width": width},
+                opacity=0.35 if width > 3 else 1, row=1, col=col,
             )  # fmt: skip
     fig.update_xaxes(title="turn", dtick=1)
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")

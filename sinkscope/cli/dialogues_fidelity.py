@@ -60,9 +60,13 @@ def fidelity_command(
     ] = None,
     methods: MethodsOption = None,
     settings: SettingsOption = None,
-    positions: Annotated[str, typer.Option(help="Places of the question, with commas between.")] = "end",
+    positions: Annotated[
+        str | None, typer.Option(help="Places of the question, with commas between.", show_default="end")
+    ] = None,
     budget: BudgetOption = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of text: tokens of a prompt.")] = 512,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of text: tokens of a prompt.", show_default="512")
+    ] = None,
     answer_tokens: Annotated[int, typer.Option(min=1, help="Longer answers are cut there.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Turns that run together.")] = 1,
     chat: ChatOption = False,
@@ -76,8 +80,12 @@ def fidelity_command(
     from sinkscope.bench.dialogues.fidelity_table import tabulate_fidelity
     from sinkscope.bench.dialogues.recall import TASK
 
-    places = check_positions(words(positions))
+    places = check_positions(words(positions if positions is not None else "end"))
     texts = dialogues == TEXT
+    if texts and positions is not None:
+        raise SinkscopeError(f"--positions {positions}: pieces of a text have no question; leave it out")
+    if not texts and prompt_tokens is not None:
+        raise SinkscopeError(f"--prompt-tokens {prompt_tokens} is of --dialogues text: leave it out for {dialogues}")
     some = () if texts else dialogues_of(dialogues, count, seed)
     opened = open_model(model or (None if texts else TASK), backend, revision=revision, device=device, dtype=dtype)
     if texts:
@@ -86,11 +94,11 @@ def fidelity_command(
         tokenizer = Target.of(opened).tokenizer
         if tokenizer is None:
             raise SinkscopeError("--dialogues text needs a model with a tokenizer: give one that carries it")
-        some = text_dialogues(tokenizer, count or 8, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+        some = text_dialogues(tokenizer, count or 8, prompt_tokens=prompt_tokens or 512, answer_tokens=answer_tokens)
     with Progress() as progress:
         folder = run_fidelity(
             opened, some, names, out=out, along=(along or (Along.gold if texts else Along.full)).value,
-            positions=["end"] if texts else places, budget=share, max_new_tokens=answer_tokens,
+            positions=places, budget=share, max_new_tokens=answer_tokens,
             batch_size=batch_size, chat=chat, progress=progress,
         )  # fmt: skip
     print_result(tabulate_fidelity([folder]))

@@ -98,6 +98,11 @@ class CacheLayer(DynamicLayer):
         """Slots that are there but not attended to (select); None: none."""
         return None if self._hidden is None else self._grown(self._hidden)
 
+    @property
+    def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
+        """Slots that hold a token which is not hidden."""
+        return self.pos >= 0 if self._hidden is None else (self.pos >= 0) & ~self._grown(self._hidden)
+
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers kept per slot (for example attention received); zero for new slots. They move with the slots."""
         assert self.keys is not None

@@ -135,11 +135,14 @@ class Session:
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
         """Attention of the last queries to everything in the cache, recomputed in float32."""
         if layer not in moment.state.queries:
-            raise UnsupportedError(
+            why = (
                 f"a TransformerBridge of {self.target.adapter.model_type} does not show its queries as they attend: "
-                "load the model with backend='hf'",
-                page="kv-session",
+                "load the model with backend='hf'"
+                if self.target.kind == "bridge"
+                else "the latest queries were not seen, since this cache was filled outside of the `with`, or is a "
+                "copy: read the prompt inside, into the cache to go on with"
             )
+            raise UnsupportedError(why, page="kv-session")
         query, query_pos = moment.state.queries[layer]
         query, query_pos = query[:, :, -last:], query_pos[:, -last:]
         kv = moment.layers[layer]

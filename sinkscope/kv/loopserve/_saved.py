@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, fields
@@ -294,7 +295,7 @@ def _write_tensors(folder: Path, data: dict[str, Tensor]) -> tuple[str, str]:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    temporary = folder / f".sinkscope-{os.getpid()}.tmp"
+    temporary = folder / f".sinkscope-{secrets.token_hex(6)}.tmp"
     try:
         temporary.touch()
         mode = temporary.stat().st_mode

@@ -171,6 +171,5 @@ class Progressive(Policy):
         """What is read from here on, before new tokens come."""
         shown: list[Tensor] = []
         for kv in layers:
-            there = kv.pos >= 0 if kv.hidden is None else (kv.pos >= 0) & ~kv.hidden
-            shown.append(there.sum(-1).float().mean(1).to(layers[0].pos.device))
+            shown.append(kv.readable.sum(-1).float().mean(1).to(layers[0].pos.device))
         memory["shown"], memory["at"] = torch.stack(shown).mean(0), at

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeError
@@ -136,16 +135,15 @@ class Noting(Intervention):
         layers: list[CacheLayer] = self.cache.layers
         for layer in layers:
             layer.crop(0 if keep else prompt - layer.seen)  # also puts everything back that was aside
-        return Held(tuple(layers), self.answered if keep else self.prompted)
+        # The cache may be in what `generate` returns, for others to go on with.
+        return Held(tuple(map(_copied, layers)), self.answered if keep else self.prompted)
 
 
 def _shown(kv: CacheLayer) -> float:
     """Tokens that a single row attends to, mean over kv heads."""
     if kv.hidden is None and not kv.ragged:
         return float(kv.slots)
-    there: Tensor = kv.pos >= 0
-    there = there if kv.hidden is None else there & ~kv.hidden
-    return float(there.sum(-1).float().mean())
+    return float(kv.readable.sum(-1).float().mean())
 
 
 class Told(LogitsProcessor):
