@@ -12,6 +12,7 @@ from longbench_files import Words, prose, record, save
 
 from sinkscope.bench.dialogues.build import Built, build, examples_of, split_at_middle
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues
+from sinkscope.bench.dialogues.metrics import score
 from sinkscope.bench.dialogues.tasks import PAPER_TURNS, TASKS
 from sinkscope.bench.loopbench.longbench import read_longbench
 from sinkscope.cli import main
@@ -133,7 +134,7 @@ def test_few_shot_as_printed_asks_the_same_in_each_turn(tmp_path: Path) -> None:
     assert result.manifest["skipped"] == 1  # three examples are fewer than twice two turns
     assert [len(d.turns) for d in result.dialogues] == [2, 2]
     for dialogue, number in zip(result.dialogues, (0, 2), strict=True):
-        assert dialogue.classes == tuple(sorted(LABELS[:3]))
+        assert dialogue.classes == tuple(sorted(LABELS))  # of the examples, too
         shown: list[list[str]] = []
         for i, turn in enumerate(dialogue.turns):
             assert turn.prompts["end"].endswith(f"\nQuestion: which is {number} ?\nType:")
@@ -156,6 +157,19 @@ def test_few_shot_repaired_asks_what_it_has_not_shown(tmp_path: Path) -> None:
             assert text.count(f"what is {question} ") == 1
             i, j = map(int, question.split("."))
             assert turn.answers == (LABELS[(i + j) % 4],)
+
+
+def test_every_right_answer_is_a_class_and_scores_1(tmp_path: Path) -> None:
+    """Held-out examples may have labels that no record asks for, and LongBench names classes that none has at all."""
+    content = [{**record, "all_classes": [*LABELS[:2], "Colour"]} for record in trec()]
+    for form in ("faithful", "repaired"):
+        for dialogue in built(tmp_path, "trec", content, form=form).dialogues:
+            assert dialogue.classes == tuple(sorted((*LABELS, "Colour")))
+            for turn in dialogue.turns:
+                assert score("accuracy", turn.answers[0], turn.answers, classes=dialogue.classes, task="trec") == 1
+    bad = [{**content[0], "all_classes": ["City", 3]}]
+    with pytest.raises(SinkscopeError, match=r"line 1: all_classes is \['City', 3\], expected a list of texts"):
+        built(tmp_path, "trec", bad)
 
 
 def test_examples_of_both_sets() -> None:

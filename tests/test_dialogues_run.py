@@ -277,6 +277,8 @@ def test_figure_has_the_numbers_and_html_is_escaped(tmp_path: Path) -> None:
     bars = {t["name"]: (t["x"], t["y"]) for t in data if t["type"] == "bar"}
     dots = {t["name"]: (t["x"], t["y"]) for t in data if t["type"] == "scatter"}
     assert dots == {"full": ([9.0], [1.0]), "h2o": ([9.0], [0.0])}
+    sizes = [t["marker"]["size"] for t in data if t["type"] == "scatter"]
+    assert sizes[0] > sizes[1]  # the later one does not cover the earlier
     assert bars == {"question at middle": (["h2o 64"], [0.0]), "question at end": (["full"], [1.0])}
     assert "<script>x" not in made.to_html() + made.figure().to_json()
 

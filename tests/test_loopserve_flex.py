@@ -161,6 +161,19 @@ def test_without_it_lines_are_computed_in_blocks_and_it_is_said_once(
     torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
 
 
+def test_a_lack_of_memory_is_not_remembered_as_a_lack_of_a_compiler() -> None:
+    query, key, value = inputs(1, 1, 130, 130)
+
+    def full(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_compiled", lambda dynamic: full)
+        with pytest.raises(torch.OutOfMemoryError):
+            sparse_attention(query, key, value, drawn(1, 130, 130, 0.0, 0.0), dense_above=1e9, kernel="flex")
+    assert flex.why_not(query, value) is None
+
+
 def test_it_is_never_run_uncompiled() -> None:
     """What torch.compile gets may not be called outside of it, and has to be one graph."""
     asked: list[dict[str, Any]] = []

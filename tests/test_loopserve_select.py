@@ -180,6 +180,21 @@ def test_minference_by_the_last_queries() -> None:
         assert set(lines.slash[head].nonzero().flatten().tolist()) == set(offsets.topk(9).indices.tolist())
 
 
+def test_minference_with_fewer_lines_than_it_always_keeps_has_the_nearest() -> None:
+    query, key = tensors(2, 40, 60, 7)
+    lines = minference_lines(query, key, 5, 3, first=30, local=100)
+    assert lines.vertical.nonzero()[:, 1].tolist() == 2 * [*range(5)]
+    assert lines.slash.nonzero()[:, 1].tolist() == 2 * [*range(3)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_attention_that_is_not_a_number_is_dense_as_it_would_be_without(variant: Any) -> None:
+    query, key = tensors(4, 40, 60, 7, sharp=9.0)
+    key[0, 3] = torch.nan
+    lines = select_lines(query, key, 0.3, variant=variant)
+    assert (lines.density()[:2] == 1).all() and (lines.density()[2:] < 1).all()
+
+
 def test_slash_sums_are_sums_of_diagonals() -> None:
     query, key = tensors(2, 20, 20, 9)
     probs = probs_of(query, key)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.loopserve import blocks as blocks_module
 from sinkscope.kv.loopserve import lone as lone_module
 from sinkscope.kv.loopserve import sparse
@@ -188,6 +188,17 @@ def test_lines_that_do_not_fit() -> None:
         sparse_attention(query, key, value, lines)
 
 
+def test_gradients_are_refused_where_they_would_be_lost() -> None:
+    query, key, value = inputs(2, 1, 300, 300)
+    query.requires_grad_()
+    lines = select_lines(query, key, 0.5)
+    with pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
+        sparse_attention(query, key, value, lines, dense_above=9.0)
+    lines.slash[:], lines.vertical[:] = torch.arange(300) % 40 == 0, False  # lone lines alone: nothing else would tell
+    with pytest.raises(UnsupportedError, match=r"under torch\.no_grad"):
+        sparse_attention(query, key, value, lines, dense_above=9.0)
+
+
 def test_heads_in_threads_are_the_same_and_leave_no_trace() -> None:
     query, key, value = inputs(4, 2, 300, 300)
     lines = drawn(4, 300, 300, 0.02, 0.03)
@@ -220,6 +231,15 @@ def test_without_a_compiler_it_says_so_once_and_gives_the_same(monkeypatch: pyte
         assert len(said) == 1 and "\n" not in str(said[0].message)
         torch.testing.assert_close(out, with_one, atol=1e-5, rtol=0)
         assert min(what.computed) > 0.2 and what.kernel == "blocks, lone lines not compiled"
+    monkeypatch.undo()
+
+    def no_room(**_: Any) -> Any:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(lone_module.tempfile, "TemporaryDirectory", no_room)
+    lone_module._library.cache_clear()
+    with pytest.warns(UserWarning, match="failed: .*No usable temporary directory"):
+        sparse_attention(query, key, value, lines, dense_above=99.0)
     lone_module._library.cache_clear()
 
 

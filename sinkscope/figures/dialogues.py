@@ -47,7 +47,7 @@ def draw(result: Any) -> go.Figure:
                     hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>", row=row, col=2,
                 )  # fmt: skip
                 shown.add(g.method)
-        fig.update_yaxes(tickformat=".0%", range=[-0.03, 1.05], row=row)
+        fig.update_yaxes(tickformat=".0%", range=[-0.05, 1.08], row=row)
         fig.update_xaxes(title_text="tokens read per decoding step", row=row, col=2)
         names = list(dict.fromkeys(html.escape(label(g)) for g in mine))
         fig.update_xaxes(categoryorder="array", categoryarray=names, row=row, col=1)
@@ -61,14 +61,15 @@ def draw(result: Any) -> go.Figure:
 
 
 def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
-    """A colour for every method, a symbol for every way it is set."""
+    """A colour for every method, a symbol for every way it is set; later ones are smaller, so that none is covered."""
     kinds: dict[str, list[str]] = {name: [] for name in METHODS}
     for method in dict.fromkeys(methods):
         kinds.setdefault(name_of(method), []).append(method)
+    shown = [(i, k, method) for i, kind in enumerate(kinds.values()) for k, method in enumerate(kind)]
+    sizes = {method: 20 - 12 * n / len(shown) for n, (_, _, method) in enumerate(shown)}
     return {
-        method: {"color": _DOTS[i % len(_DOTS)], "size": 10, "symbol": _SYMBOLS[k % len(_SYMBOLS)]}
-        for i, kind in enumerate(kinds.values())
-        for k, method in enumerate(kind)
+        method: {"color": _DOTS[i % len(_DOTS)], "size": sizes[method], "symbol": _SYMBOLS[k % len(_SYMBOLS)]}
+        for i, k, method in shown
     }
 
 

@@ -205,7 +205,7 @@ def _few_shot(
     task: Task, records: Sequence[Record], turns: int, count: int, repaired: bool, rng: random.Random
 ) -> tuple[list[Dialogue], int]:
     """Algorithm 3. Repaired: each turn but the last asks about a held-out example, not the same question again."""
-    classes = tuple(sorted({a for record in records for a in record.answers})) if task.metric == "accuracy" else ()
+    classes = _classes(records) if task.metric == "accuracy" else ()
     made: list[Dialogue] = []
     skipped = 0
     for record in records:
@@ -234,6 +234,13 @@ def _few_shot(
             f"no record of {task.name} has the {2 * turns} examples that {turns} turns need: give fewer turns"
         )
     return made, skipped
+
+
+def _classes(records: Sequence[Record]) -> tuple[str, ...]:
+    """LongBench's `all_classes` and whatever else is an answer, here also of examples."""
+    found = {name for record in records for name in (*record.classes, *record.answers)}
+    shown = {context for record in records for context in examples_of(record.context)}
+    return tuple(sorted(found | {answer for example in shown for answer in _held_out(example)[1]}))
 
 
 def examples_of(context: str) -> list[str]:

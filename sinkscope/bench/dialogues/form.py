@@ -23,8 +23,8 @@ class Turn:
     Attributes:
         prompts: the text by position of the question in it.
         answers: right answers; what a history of right answers holds is the first.
-        depends: turns (0-based, this one included) whose context the answer needs or, in the set as the paper prints
-            it, whose context was put into this turn.
+        depends: turns (0-based, this one included) whose context the answer needs; of LongBench's questions, whose
+            context was put into this turn.
         answerable: what is needed for the answer was said in this turn or before; None where that is not known.
     """
 

@@ -25,12 +25,13 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Record:
-    """What is used of a record: its `_id`, text, question and right answers."""
+    """What is used of a record: its `_id`, text, question, right answers and, for classification, `all_classes`."""
 
     id: str
     context: str
     question: str
     answers: tuple[str, ...]
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,12 +159,13 @@ def _record(task: str, line: bytes, where: str) -> Record:
         raise SinkscopeError(f"{where} is of {content['dataset']!r}, expected {task}: {again}")
     if not content["context"].strip():
         raise SinkscopeError(f"{where}: the context is empty: {again}")
-    if not all(isinstance(answer, str) for answer in content["answers"]):
-        raise SinkscopeError(f"{where}: answers is {content['answers']!r:.40}, expected a list of texts: {again}")
+    for name in ("answers", "all_classes"):
+        if not all(isinstance(text, str) for text in content[name] or ()):
+            raise SinkscopeError(f"{where}: {name} is {content[name]!r:.40}, expected a list of texts: {again}")
     if task == "2wikimqa" and not (content["answers"] and content["input"].strip()):
         raise SinkscopeError(f"{where} has no question or no answer: {again}")
-    answers = tuple(_whole(answer) for answer in content["answers"])
-    return Record(content["_id"], _whole(content["context"]), _whole(content["input"]), answers)
+    answers, classes = (tuple(map(_whole, content[name] or ())) for name in ("answers", "all_classes"))
+    return Record(content["_id"], _whole(content["context"]), _whole(content["input"]), answers, classes)
 
 
 def _whole(text: str) -> str:

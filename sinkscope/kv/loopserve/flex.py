@@ -115,6 +115,8 @@ def flex_heads(
         try:
             flex = _compiled(dynamic)
             return flex(query[None], some_keys, some_values, block_mask=mask, scale=scaling)[0]
+        except torch.OutOfMemoryError:  # which may not be so for the next prompt
+            raise
         except Exception as error:  # compilers fail in many ways
             why = f"it could not be compiled: {_line(error)}"
     _failed[_kind(query, value)] = why

@@ -28,7 +28,7 @@ _FLAGS = ["-O3", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"
 
 @dataclass(frozen=True, eq=False)
 class Lone:
-    """The two loops over lone lines, for float32 tensors that are contiguous in the last dimension.
+    """The two loops over lone lines, for float32 tensors: contiguous ones, but that rows of `[row line]` may lie apart.
 
     Attributes:
         compiled: they are C; else PyTorch.
@@ -59,19 +59,19 @@ def compiler() -> str | None:
 @cache
 def _library(width: int, values: int) -> ctypes.CDLL | None:
     why, command = "no C compiler was found", compiler()
-    if command is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder, "lone.so")
-            sizes = [f"-DWIDTH={width}", f"-DVALUES={values}"]
-            for native in (["-march=native"], []):
-                line = [command, *_FLAGS, *native, *sizes, str(_SOURCE), "-o", str(made)]
-                try:
-                    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-                    if done.returncode == 0:
-                        return ctypes.CDLL(str(made))
-                    why = f"{command} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[0]}"
-                except (OSError, subprocess.TimeoutExpired) as error:
-                    why = f"{command} failed: {error}"
+    for native in [["-march=native"], []] if command is not None else []:
+        try:
+            # Windows keeps a library that is in use.
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                made = Path(folder, "lone.so")
+                sizes = [f"-DWIDTH={width}", f"-DVALUES={values}"]
+                line = [str(command), *_FLAGS, *native, *sizes, str(_SOURCE), "-o", str(made)]
+                done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+                if done.returncode == 0:
+                    return ctypes.CDLL(str(made))
+                why = f"{command} failed: {(done.stderr.strip().splitlines() or ['it said nothing'])[0]}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            why = f"{command} failed: {error}"
     warnings.warn(
         f"lone slash lines are computed by PyTorch, about ten times slower, so more heads are dense: {why}; "
         "install gcc or clang, or set CC",

@@ -107,7 +107,8 @@ class SparsePrompts:
         scaling = prompt.settings.get("scaling")
         scaling = None if scaling is None else float(scaling)
         heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-        whole = min(self.dense_rows, queries)
+        # As it would be alone, whatever longer prompts it shares a batch with.
+        whole = queries if keys < self.shortest else min(self.dense_rows, queries)
         if not whole:
             lines = self.choose(query, key, scaling)
             limit, kernel = self.dense_above, self.kernel
@@ -132,7 +133,7 @@ class SparsePrompts:
     def _why_dense(self, prompt: Prompt) -> str | None:
         """Why the model's own attention has to be, or is better, used; None: it is not."""
         keys, settings = prompt.key.shape[2], prompt.settings
-        if keys < self.shortest:
+        if bool(((prompt.pos[:, 0] >= 0).sum(-1) < self.shortest).all()):
             return f"fewer than {self.shortest} keys"
         device = prompt.query.device.type
         if device != "cpu" and not self.in_blocks:

@@ -55,6 +55,7 @@ def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) ->
     return torch.cat([drawn, torch.arange(before, queries)])
 
 
+@torch.no_grad()
 def select_lines(
     query: Float[Tensor, "head query d_head"],
     key: Float[Tensor, "kv_head key d_head"],
@@ -99,6 +100,7 @@ def select_lines(
     return _exact(probs, at, alpha, start, dense_above)
 
 
+@torch.no_grad()
 def minference_lines(
     query: Float[Tensor, "head query d_head"],
     key: Float[Tensor, "kv_head key d_head"],
@@ -134,7 +136,7 @@ def minference_lines(
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
     columns, offsets = probs.sum(1), slash_lines(probs, at)[0]
-    columns[:, :first] = offsets[:, :local] = torch.inf
+    columns[:, : min(first, vertical)] = offsets[:, : min(local, slash)] = torch.inf
     chosen: list[Tensor] = []
     for weights, count in ((columns, vertical), (offsets, slash)):
         top = weights.topk(min(count, keys), dim=1).indices
@@ -167,6 +169,7 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
     chosen = torch.stack([lines.vertical, lines.slash], 1).float()  # [head kind line]; flat: vertical ones first
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
     weights[:, :, 0] = -torch.inf
+    flat = flat | missing.isnan()  # as a dense head would have it
     chosen[flat] = 1.0
     result, which = chosen.clone(), torch.arange(heads, device=left.device)
     limit = dense_above * float(lengths.sum()) if dense_above < 1 else torch.inf
@@ -256,7 +259,7 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
             elif v is not None:
                 chosen_v.append(v)
                 overlap_v, total, j = overlap_v + most_v[v], total + max(0.0, gain_v), j + 1
-        if total < target:
+        if not total >= target:  # or not a number
             lines.vertical[head] = True
         else:
             lines.vertical[head, chosen_v] = True

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.loopserve import flex
 from sinkscope.kv.loopserve.blocks import head_in_blocks, plan_of
 from sinkscope.kv.loopserve.lines import HeadLines
@@ -86,7 +86,12 @@ def sparse_attention(
 
     Raises:
         SinkscopeError: lines of another shape, a head without the main diagonal, an unknown kernel.
+        UnsupportedError: inputs that want gradients.
     """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        raise UnsupportedError(
+            "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
+        )
     heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     if lines.vertical.shape != (heads, keys) or lines.queries != queries or not bool(lines.slash[:, 0].all()):
         raise SinkscopeError(
