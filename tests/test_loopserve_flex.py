@@ -190,7 +190,7 @@ def test_few_queries_and_other_devices_do_without_a_word() -> None:
         warnings.simplefilter("error")
         assert flex.why_not(query, value) == "fewer than 128 queries"
         what = sparse_attention(query, key, value, drawn(2, 400, 127, 0.02, 0.0), kernel="flex")[1]
-        assert what.kernel == "blocks"
+        assert what.kernel.startswith("blocks")
         assert flex.why_not(query.new_empty(2, 200, 16, device="meta"), value) == "it is not used on meta"
     with pytest.raises(SinkscopeError, match="kernel='gpu'"):
         check_kernel("gpu")

@@ -23,6 +23,7 @@ from sinkscope.kv.loopserve.select import select_lines
 from sinkscope.kv.loopserve.sparse import sparse_attention
 
 LONE, SLOW = lone(16, 12, torch.device("cpu")), lone(16, 12, torch.device("meta"))
+compiled = pytest.mark.skipif(not LONE.compiled, reason="no C compiler")
 
 
 def inputs(heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +97,7 @@ def test_equal_over_several_blocks_of_the_usual_size(
     torch.testing.assert_close(out.double(), masked(query, key, value, lines), atol=1e-5, rtol=0)
 
 
+@compiled
 @pytest.mark.parametrize(("queries", "keys"), [(40, 40), (20, 60)])
 def test_dense_where_that_is_faster(queries: int, keys: int) -> None:
     """Nearly all cells of one head are on lines: it is dense, the other stays sparse."""
@@ -199,6 +201,7 @@ def test_gradients_are_refused_where_they_would_be_lost() -> None:
         sparse_attention(query, key, value, lines, dense_above=9.0)
 
 
+@compiled
 def test_heads_in_threads_are_the_same_and_leave_no_trace() -> None:
     query, key, value = inputs(4, 2, 300, 300)
     lines = drawn(4, 300, 300, 0.02, 0.03)
@@ -214,6 +217,7 @@ def test_heads_in_threads_are_the_same_and_leave_no_trace() -> None:
     torch.testing.assert_close(three.clone(), one, atol=1e-6, rtol=0)
 
 
+@compiled
 def test_without_a_compiler_it_says_so_once_and_gives_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     query, key, value = inputs(2, 1, 300, 300)
     lines = drawn(2, 300, 300, 0.0, 0.03)
@@ -243,6 +247,7 @@ def test_without_a_compiler_it_says_so_once_and_gives_the_same(monkeypatch: pyte
     lone_module._library.cache_clear()
 
 
+@compiled
 @settings(max_examples=25, deadline=None)
 @given(
     widths=st.sampled_from([(1, 3), (16, 12), (70, 33)]), start=st.integers(0, 30), rows=st.integers(1, 40),

@@ -1,8 +1,8 @@
 """Lone slash lines: a query meets one key on each, so there is no matrix product to be had.
 
-Twenty lines of C do it at about the price of as many cells of dense attention; they are compiled by the machine's own
-compiler when first needed (a third of a second, once per process). Without one, PyTorch does it row by row, at the
-price of two dozen.
+A few lines of C do it at about the price of as many cells of dense attention; they are compiled by the machine's own
+compiler when first needed (a third of a second, once per process and width of heads). Without one, PyTorch does it row
+by row, at the price of two dozen.
 """
 
 from __future__ import annotations
