@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +23,7 @@ def bridge_of(model: Any, tokenizer: Any) -> Any:
     inner = copy.deepcopy(model)
     inner.config.architectures = [type(inner).__name__]
     folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer.save_pretrained(folder)
     tokenizer.init_kwargs["name_or_path"] = folder
     inner.config.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -196,3 +197,19 @@ def test_where_positions_cannot_be_given_anew() -> None:
         with pytest.raises(UnsupportedError, match=said) as raised, POLICY.on(model):
             pass
         assert "\n" not in str(raised.value) and 'positions="original"' in str(raised.value)
+
+
+def test_bytes_of_keys_that_are_float32_once_they_are_rebased() -> None:
+    model = copy.deepcopy(model_of("llama", num_hidden_layers=1)).bfloat16()
+    ids, mask = prompts([20], 4)
+    cache = DynamicCache()
+    with replace(POLICY, budget=18).on(model) as run:
+        decode(model, ids, mask, 20, cache)
+    layer = cache.layers[0]
+    assert layer.keys.dtype == torch.float32 and layer.values.dtype == torch.bfloat16
+    whole = 20 * layer.keys.shape[1] * layer.keys.shape[-1] * (2 + 2)
+    kept = layer.keys.shape[2] * layer.keys.shape[1] * layer.keys.shape[-1] * (4 + 2)
+    assert kept > whole
+    (usage,) = run.usage
+    assert usage.physical_bytes == usage.logical_bytes == kept
+    assert usage.peak_tokens == [20.0]

@@ -271,3 +271,14 @@ def test_compiled_lone_lines_are_those_of_pytorch(widths: tuple[int, int], start
     torch.testing.assert_close(*scores, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(*out, rtol=1e-4, atol=1e-5)
     assert (scores[0][:, len(offsets) :] == 0).all()  # not theirs
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "keys", "width", "values"), [(3, 6, 16, 6), (2, 0, 16, 0), (2, 6, 8, 6), (2, 6, 16, 5)]
+)
+def test_keys_and_values_that_do_not_fit_are_refused(kv_heads: int, keys: int, width: int, values: int) -> None:
+    lines = HeadLines(torch.ones(4, keys, dtype=torch.bool), torch.ones(4, keys, dtype=torch.bool), min(keys, 6))
+    query, key, value = torch.rand(4, 6, 16), torch.rand(kv_heads, keys, width), torch.rand(kv_heads, values, 16)
+    call: Any = getattr(sparse_attention, "__wrapped__", sparse_attention)  # without the check of types
+    with pytest.raises(SinkscopeError, match="expected keys and values"):
+        call(query, key, value, lines)

@@ -58,7 +58,8 @@ class Meter:
         if first.keys is None or not first.slots:
             return
         batch = first.keys.shape[0]
-        if not self._widths:
+        if not self._widths or self._widths[0] != _bytes(first):  # rebased keys are float32
+            self._settle()
             self._widths = [_bytes(layer) for layer in layers]
         self.calls += 1
         # What a copy was taken of is what is held; the copy is only allocated.
@@ -95,7 +96,7 @@ class Meter:
         else:
             self._sum, self._peak = self._sum + held, torch.maximum(self._peak, peak)
             self._counted += self._pending
-        logical = peak.sum()
+        logical = peak.double().sum() * sum(self._widths)  # bytes
         self._logical = logical if self._logical is None else torch.maximum(self._logical, logical)
         self._pending = self._slots = self._most = 0
 
@@ -105,8 +106,7 @@ class Meter:
         if self._sum is None or self._peak is None or self._logical is None:
             return Usage(0, [], [], 0, 0)
         mean = (self._sum / self._counted).tolist()
-        logical = round(float(self._logical) * sum(self._widths))
-        return Usage(self.calls, mean, self._peak.tolist(), logical, self.physical)
+        return Usage(self.calls, mean, self._peak.tolist(), round(float(self._logical)), self.physical)
 
 
 def _bytes(layer: CacheLayer) -> int:

@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
@@ -16,7 +15,6 @@ from sinkscope.bench.dialogues.methods import Budget, Method, check_methods
 from sinkscope.errors import SinkscopeError
 from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.target import Target
@@ -167,11 +165,6 @@ def padded(to: Asked, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids, device=to.target.device), torch.tensor(mask, device=to.target.device)
 
 
-def readable(layer: CacheLayer) -> Bool[Tensor, "batch kv_head slot"]:
-    """Slots that hold a token which is not hidden."""
-    return layer.pos >= 0 if layer.hidden is None else (layer.pos >= 0) & ~layer.hidden
-
-
 class Reads(Intervention):
     """Counts, after every call and per row, the tokens that it could attend to: mean over layers and kv heads."""
 
@@ -184,7 +177,7 @@ class Reads(Intervention):
         session.own_cache()
 
         def note(moment: Any) -> None:
-            shown = map(readable, moment.layers)
+            shown = [layer.readable for layer in moment.layers]
             self.counts.append(torch.stack([there.sum(-1).float().mean(1).cpu() for there in shown]).mean(0))
 
         session.after_call(note)

@@ -35,7 +35,6 @@ from sinkscope.bench.dialogues.asking import (
     padded,
     question,
     read_of,
-    readable,
 )  # fmt: skip
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn
@@ -261,7 +260,7 @@ class _Readable(Intervention):
 
 def _there(layer: CacheLayer) -> Bool[Tensor, "batch kv_head pos"]:
     """Positions that hold a token which is not hidden."""
-    pos, there = layer.pos, readable(layer)
+    pos, there = layer.pos, layer.readable
     found = torch.zeros(*pos.shape[:2], layer.seen + 1, dtype=torch.bool, device=pos.device)
     return found.scatter_(-1, pos.masked_fill(~there, layer.seen), True)[..., : layer.seen]
 

@@ -73,9 +73,9 @@ def blocks_of(lines: HeadLines) -> Blocks:
     end = (begin + BLOCK - 1).clamp(max=keys - 1)
     # Offsets of a block: from its upper right to its lower left corner.
     least, most = first[:, None] - end, last[:, None] - begin
-    before = pad(lines.slash.int().cumsum(1), (1, 0))
+    before = pad(lines.slash.cumsum(1, dtype=torch.int32), (1, 0))
     there = before[:, (most + 1).clamp(min=0)] - before[:, least.clamp(min=0)]
-    shut = pad(vertical.int().cumsum(1), (1, 0))
+    shut = pad(vertical.cumsum(1, dtype=torch.int32), (1, 0))
     shut = (shut[:, end + 1] - shut[:, begin])[:, None]
     whole = (there == most - least + 1) & (shut == 0) & (least >= 0)
     return Blocks(columns, torch.cat([some, there > 0], 2), torch.cat([full, whole], 2))

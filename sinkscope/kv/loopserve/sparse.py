@@ -93,6 +93,11 @@ def sparse_attention(
             "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
         )
     heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    if not keys or heads % len(key) or key.shape[:2] != value.shape[:2] or query.shape[-1] != key.shape[-1]:
+        raise SinkscopeError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected keys and values "
+            "of the same heads and positions, as wide as queries, whose heads share them in equal groups"
+        )
     if lines.vertical.shape != (heads, keys) or lines.queries != queries or not bool(lines.slash[:, 0].all()):
         raise SinkscopeError(
             f"lines of {tuple(lines.vertical.shape)} with {lines.queries} queries for {heads} heads, {queries} queries "

@@ -119,7 +119,8 @@ class Noting(Intervention):
         session.after_call(self._note)
 
     def _follow(self, layer: int, row: int, lines: HeadLines) -> None:
-        self.lines[layer] = lines
+        # Kept for every turn, and only looked at.
+        self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
 
     def _note(self, moment: Moment) -> None:
         if moment.layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
