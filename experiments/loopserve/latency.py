@@ -128,8 +128,11 @@ def _status(name: str) -> int | None:
 
 
 def _keep_pages() -> None:
-    """Let glibc keep what is freed; other libraries are left alone."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    """Let glibc give back what is free now, and keep what is freed from here on; other libraries are left alone."""
+    library = ctypes.CDLL(None)
+    mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # else a run would use pages of its parent, and its memory would not rise
     if mallopt is not None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
         mallopt(-4, 0)  # M_MMAP_MAX
