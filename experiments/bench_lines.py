@@ -131,10 +131,11 @@ def peak_of(arm: str, shape: str, length: int, seed: int, threads: int) -> int:
     return int(json.loads(done.stdout)["peak"])
 
 
-def _status(name: str) -> int:
-    """A line of this process's memory, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+def memory(name: str) -> Any:
+    """A line of this process's memory ("VmRSS", "VmHWM") in bytes; None: there is none (not on Linux)."""
+    file = Path("/proc/self/status")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -180,9 +181,9 @@ def main() -> None:
     if args.arm:
         run(args.arm, target, ids_of(64, args.seed))  # libraries are loaded
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now (Linux)
-        before = _status("VmRSS")
+        before = memory("VmRSS")
         run(args.arm, target, ids_of(args.length, args.seed))
-        print(json.dumps({"peak": max(1, _status("VmHWM") - before)}))
+        print(json.dumps({"peak": max(1, memory("VmHWM") - before)}))
         return
     short = ids_of(512, args.seed)
     pairs = [

@@ -10,14 +10,12 @@ alpha 0.99. What the halves cost is measured by `experiments.loopserve.latency`.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.drawn import save
-from experiments.loopserve.runs import CHAIN, KEPT, answers, rows_of, seconds_of, settings_of, specs
+from experiments.loopserve.runs import CHAIN, KEPT, answers, options, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
@@ -56,12 +54,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.ablation", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the recall model's answers")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+    args = options("ablation", __doc__).parse_args(argv)
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
     rows, seconds = list[dict[str, Any]](), 0.0

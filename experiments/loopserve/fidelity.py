@@ -10,11 +10,9 @@ Controls: the whole cache, which is at 0, and a random part of it.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -22,7 +20,7 @@ import torch
 
 from experiments.loopguard.drawn import save
 from experiments.loopserve import paper
-from experiments.loopserve.runs import LONGBENCH, seconds_of, specs
+from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, legends
 from experiments.record import record
 from sinkscope._console import Progress
@@ -112,12 +110,8 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.fidelity", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = options("fidelity", __doc__)
     parser.add_argument("--count", type=int, default=4, help="texts")
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the answers")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
     torch.set_num_threads(1)

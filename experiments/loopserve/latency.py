@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.bench_lines import MARKED, SHAPES, VOCAB, made
+from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
 from experiments.loopguard.drawn import save
+from experiments.loopserve import paper
 from experiments.record import record
 from sinkscope._console import note
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
@@ -48,7 +49,7 @@ from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
 
 NAME = "loopserve_latency"
-OUTPUTS = (40, 80, 120)
+OUTPUTS = paper.LENGTHS
 SMALL = 3e-4
 WARM = 164
 LIMITS = {"h2o": 4096, "minference": 16384}  # longest context: the slowest prompts
@@ -120,13 +121,6 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
     }  # fmt: skip
 
 
-def _status(name: str) -> int | None:
-    """A line of this process's memory, in bytes (Linux)."""
-    file = Path("/proc/self/status")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(name + ":")), None)
-
-
 def _keep_pages() -> None:
     """Let glibc give back what is free now, and keep what is freed from here on; other libraries are left alone."""
     library = ctypes.CDLL(None)
@@ -143,11 +137,11 @@ def fresh(work: Callable[[], Run]) -> Run:
 
     def child(pipe: Any) -> None:
         _keep_pages()
-        before = _status("VmRSS")
+        before = memory("VmRSS")
         if before is not None:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
         found = work()
-        after = _status("VmHWM")
+        after = memory("VmHWM")
         pipe.send({**found, "peak": after - before if after is not None and before is not None else None})
 
     context = multiprocessing.get_context("fork")
@@ -349,7 +343,7 @@ def left_out(args: argparse.Namespace) -> list[str]:
     found = [f"{n}: one round" for n in args.long]
     every = [*args.contexts, *args.long]
     found += [f"{arm} above {n}" for arm, n in LIMITS.items() if arm in args.arms and max(every) > n]
-    return found + [f"context {n}" for n in (2048, 4096, 8192, 16384, 32768) if n not in every]
+    return found + [f"context {n}" for n in paper.CONTEXTS if n not in every]
 
 
 def of_runs(settings: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ quarters of an hour of one core.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -111,6 +112,16 @@ METHODS.update({
     "random": Kind(_HERE, "RandomKeep", "a random part of the prompt"),
     "random-progressive": Kind(_HERE, "RandomProgressive", "a random part, anew while decoding", {"after": 0}),
 })  # fmt: skip
+
+
+def options(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Of every script that draws what the recall model answered: where answers are kept, and where figures go."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m experiments.loopserve.{name}", description=(doc or "").splitlines()[0]
+    )
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the answers")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    return parser
 
 
 def specs(names: Sequence[str], settings: Settings = "equal") -> list[str]:

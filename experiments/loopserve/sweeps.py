@@ -10,10 +10,8 @@ Controls: everything, a random part, and for the sample one that always holds th
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.drawn import save
@@ -25,6 +23,7 @@ from experiments.loopserve.runs import (
     SWEPT_KEPT,
     Suite,
     answers,
+    options,
     rows_of,
     seconds_of,
     settings_of,
@@ -124,12 +123,7 @@ def legends(fig: Any, panels: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.sweeps", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the recall model's answers")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+    args = options("sweeps", __doc__).parse_args(argv)
     started = time.perf_counter()
     points, full, seconds = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
     for suite in (SWEPT_KEPT, SWEPT_CHAIN):

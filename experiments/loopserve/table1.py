@@ -10,10 +10,8 @@ before is written), and longer ones at the sizes of Table 7. Controls: everythin
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.drawn import save
@@ -25,6 +23,7 @@ from experiments.loopserve.runs import (
     LONGBENCH,
     SHARE,
     answers,
+    options,
     rows_of,
     seconds_of,
     settings_of,
@@ -165,12 +164,8 @@ def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> t
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.table1", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = options("table1", __doc__)
     parser.add_argument("--runs", nargs="*", default=[], help="folders of `sinkscope dialogues run`")
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the recall model's answers")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
     table1, table8 = paper_rows(args.runs), table8_rows(args.runs)

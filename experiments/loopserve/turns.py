@@ -11,15 +11,23 @@ sample.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from experiments.loopguard.drawn import save
 from experiments.loopserve.paper import TURNS
-from experiments.loopserve.runs import LONGBENCH, NINE, NINE_CHAIN, answers, seconds_of, settings_of, specs, turns_of
+from experiments.loopserve.runs import (
+    LONGBENCH,
+    NINE,
+    NINE_CHAIN,
+    answers,
+    options,
+    seconds_of,
+    settings_of,
+    specs,
+    turns_of,
+)
 from experiments.record import record
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
@@ -62,12 +70,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.loopserve.turns", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the recall model's answers")
-    parser.add_argument("--out", type=Path, default=Path("figures"))
-    args = parser.parse_args(argv)
+    args = options("turns", __doc__).parse_args(argv)
     started = time.perf_counter()
     methods = dict(zip(NAMES, specs(list(NAMES.values())), strict=True))
     rows, seconds = list[dict[str, Any]](), 0.0

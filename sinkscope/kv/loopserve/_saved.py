@@ -314,8 +314,5 @@ def _write_tensors(folder: Path, data: dict[str, Tensor]) -> tuple[str, str]:
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as opened:
-        while part := opened.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()

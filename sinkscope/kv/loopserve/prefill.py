@@ -68,11 +68,6 @@ class SparsePrompts:
         out: Tensor | None = None
         found: list[Sparsity | None] = [None] * rows
         if why is None:
-            if torch.is_grad_enabled() and any(t.requires_grad for t in (prompt.query, prompt.key, prompt.value)):
-                raise UnsupportedError(
-                    f"{self.name}: attention along lines has no gradients: call the model under torch.no_grad()",
-                    page="kv-session",
-                )
             out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
             for row in range(rows):
                 real, held = prompt.query_pos[row] >= 0, prompt.pos[row, 0] >= 0
@@ -110,25 +105,26 @@ class SparsePrompts:
         # As it would be alone, whatever longer prompts it shares a batch with.
         whole = queries if keys < self.shortest else min(self.dense_rows, queries)
         if not whole:
-            lines = self.choose(query, key, scaling)
-            limit, kernel = self.dense_above, self.kernel
-            made = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel)
-            return *made, lines
+            return self._along(query, key, value, scaling)
         every = torch.ones(heads, keys, dtype=torch.bool, device=query.device)
         last = HeadLines(every, every, whole)
         out, what = sparse_attention(query[:, -whole:], key, value, last, scaling=scaling, dense_above=0.0)
         if whole == queries:
             return out, what, last
-        query, key, value = query[:, :-whole], key[:, :-whole], value[:, :-whole]
-        lines = self.choose(query, key, scaling)
-        limit, kernel = self.dense_above, self.kernel
-        before, some = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel)
+        before, some, lines = self._along(query[:, :-whole], key[:, :-whole], value[:, :-whole], scaling)
         share = int(lines.lengths().sum())
         share = share / (share + int(last.lengths().sum()))
         cells, computed = (
             tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed)
         )  # fmt: skip
         return torch.cat([before, out], 1), Sparsity(cells, computed, some.dense, some.kernel), lines
+
+    def _along(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> tuple[Tensor, Sparsity, HeadLines]:
+        lines = self.choose(query, key, scaling)
+        limit, kernel = self.dense_above, self.kernel
+        return *sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel), lines
 
     def _why_dense(self, prompt: Prompt) -> str | None:
         """Why the model's own attention has to be, or is better, used; None: it is not."""
