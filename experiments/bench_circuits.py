@@ -71,10 +71,14 @@ def atlas(made: Setup, layer: int, tokens: list[int], sample: int, limit: int, r
     same = all(a == [b[t] for t in some] for (_, a), (_, b) in pairs)
     return {
         "ratio": statistics.median((a / len(some)) / (b / len(tokens)) for (a, _), (b, _) in pairs),
-        "same": same, "max_repeats": limit, "first_pass": work.length, "tokens": len(tokens), "sample": len(some),
+        "same": same,
+        "max_repeats": limit,
+        "first_pass": work.length,
+        "tokens": len(tokens),
+        "sample": len(some),
         "seconds_per_token": [[a / len(some), b / len(tokens)] for (a, _), (b, _) in pairs],
         "resisting": sum(n is None for n in pairs[0][1][1].values()),
-    }  # fmt: skip
+    }
 
 
 def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int, rounds: int) -> dict[str, Any]:
@@ -127,9 +131,13 @@ def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int,
     return {
         "ratio": statistics.median(a / b for a, _, b in seconds),
         "ratio_batched": statistics.median(c / b for _, c, b in seconds),
-        "same": gap < 1e-3, "largest_difference": gap, "heads": heads, "tokens": len(tokens), "sample": len(some),
+        "same": gap < 1e-3,
+        "largest_difference": gap,
+        "heads": heads,
+        "tokens": len(tokens),
+        "sample": len(some),
         "seconds_per_token": seconds,
-    }  # fmt: skip
+    }
 
 
 def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
@@ -172,8 +180,11 @@ def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
     gap = float((by_hand - torch.tensor(first.wholes()[0].distance)).abs().max() / by_hand.max())
     return {
         "ratio": statistics.median(a / b for (a, _), (b, _) in runs),
-        "same": gap < 1e-3, "largest_difference": gap, "repeats": limit, "seconds": [[a, b] for (a, _), (b, _) in runs],
-    }  # fmt: skip
+        "same": gap < 1e-3,
+        "largest_difference": gap,
+        "repeats": limit,
+        "seconds": [[a, b] for (a, _), (b, _) in runs],
+    }
 
 
 def main() -> None:
@@ -211,9 +222,13 @@ def main() -> None:
             print(f"{name} ...", file=sys.stderr, flush=True)
             results[name] = row()
     text = record(
-        "bench-circuits", results, {"rounds": args.rounds, "threads": args.threads}, started=started,
-        device=made.target.device, dtype=made.target.dtype,
-    )  # fmt: skip
+        "bench-circuits",
+        results,
+        {"rounds": args.rounds, "threads": args.threads},
+        started=started,
+        device=made.target.device,
+        dtype=made.target.dtype,
+    )
     if args.out is None:
         print(text)
     else:

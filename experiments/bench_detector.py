@@ -59,9 +59,10 @@ def main() -> None:
             "prefill_4x64": ratio(lambda: model(ids), lambda: detector.on(model), args.rounds),
             "generate_32": ratio(
                 lambda: model.generate(ids[:1], max_new_tokens=32, min_new_tokens=32, do_sample=False),
-                lambda: detector.on(model), args.rounds,
+                lambda: detector.on(model),
+                args.rounds,
             ),
-        }  # fmt: skip
+        }
     text = record("bench-detector", rows, {"model": made.target.name, "rounds": args.rounds}, started=started)
     print(text)
     write_atomic(args.out, text)

@@ -92,10 +92,13 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
         found = find_sinks(target, tokens=["a"], top_k=CANDIDATES, max_repeats=REPEATS, all_layers=all_layers)
         read.update(target.store.source.read)
         return {
-            "layer": found.sink_layer, "neurons": sorted(n.neuron for n in found.causal),
-            "layers_read": found.layers_read, "n_layers": found.model.n_layers, "set_drop": found.set_drop,
+            "layer": found.sink_layer,
+            "neurons": sorted(n.neuron for n in found.causal),
+            "layers_read": found.layers_read,
+            "n_layers": found.model.n_layers,
+            "set_drop": found.set_drop,
             "repeats": found.repeats.median,
-        }  # fmt: skip
+        }
 
     out = measured(run)
     layers = {int(name.split("layers.")[1].split(".")[0]) for name in read if "layers." in name}
@@ -129,26 +132,39 @@ def make(folder: Path, *options: str) -> dict[str, Any]:
     """A checkpoint with a planted sink, and its truth."""
     subprocess.run(
         [sys.executable, "-m", "experiments.make_shape", "--out", str(folder), *options],
-        check=True, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     return json.loads((folder / "truth.json").read_text())
 
 
 def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
     """Both arms in turn; ratios round by round."""
     truth = make(
-        folder, "--shape", SHAPE, "--sink-layer", str(sink_layer), "--dense-layers", "24", "--dtype", "float32",
-        "--beta", "2.7",
-    )  # fmt: skip
+        folder,
+        "--shape",
+        SHAPE,
+        "--sink-layer",
+        str(sink_layer),
+        "--dense-layers",
+        "24",
+        "--dtype",
+        "float32",
+        "--beta",
+        "2.7",
+    )
     planted = sorted(n["neuron"] for n in truth["neurons"])
     runs = [(child("notebook", folder), child("sinkscope", folder)) for _ in range(rounds)]
     right = [a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted for a, b in runs]
     return {
-        "sink_layer": sink_layer, "planted": planted, "same_answer_and_right": all(right),
+        "sink_layer": sink_layer,
+        "planted": planted,
+        "same_answer_and_right": all(right),
         "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in runs),
         "rss_growth_ratio": statistics.median(b["rss_growth_bytes"] / a["rss_growth_bytes"] for a, b in runs),
-        "notebook": [a for a, _ in runs], "sinkscope": [b for _, b in runs],
-    }  # fmt: skip
+        "notebook": [a for a, _ in runs],
+        "sinkscope": [b for _, b in runs],
+    }
 
 
 def seven_b(folder: Path) -> dict[str, Any]:
@@ -157,10 +173,12 @@ def seven_b(folder: Path) -> dict[str, Any]:
     apparent = sum(f.stat().st_size for f in folder.iterdir())
     shallow, whole = child("sinkscope", folder), child("sinkscope-all", folder)
     return {
-        "apparent_bytes": apparent, "planted": sorted(n["neuron"] for n in truth["neurons"]),
+        "apparent_bytes": apparent,
+        "planted": sorted(n["neuron"] for n in truth["neurons"]),
         "no_unread_layer_touched": shallow["deepest_tensor_read"] < shallow["layers_read"],
-        "default": shallow, "all_layers": whole,
-    }  # fmt: skip
+        "default": shallow,
+        "all_layers": whole,
+    }
 
 
 def cold_start(rounds: int) -> dict[str, Any]:

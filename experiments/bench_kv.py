@@ -34,9 +34,13 @@ from pathlib import Path
 from typing import Any
 
 SHAPE = {
-    "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
-    "num_key_value_heads": 4, "max_position_embeddings": 8192,
-}  # fmt: skip
+    "vocab_size": 8192,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+}
 # prompt tokens, budget, tokens decoded, interval, policies by their name here
 DECODING = [
     (1024, 512, 48, 1, ("streaming", "tova")),
@@ -142,10 +146,12 @@ def overhead(rounds: int) -> dict[str, Any]:
     small = interleaved(arms(bundled, 128), 4 * rounds)
     milliseconds = statistics.median(big["plain"]["token"]) * 1e3
     return {
-        "milliseconds_per_token": milliseconds, "ratio": ratios(big, "plain"), "guard_events": len(events),
+        "milliseconds_per_token": milliseconds,
+        "ratio": ratios(big, "plain"),
+        "guard_events": len(events),
         "bundled_microseconds_per_token": {n: statistics.median(p["token"]) * 1e6 for n, p in small.items()},
         "bundled_ratio": ratios(small, "plain"),
-    }  # fmt: skip
+    }
 
 
 def monitor(rounds: int) -> dict[str, Any]:
@@ -212,14 +218,19 @@ def h2o(rounds: int) -> dict[str, Any]:
         return run
 
     arms = {
-        "eager": arm("eager", None), "sdpa": arm("sdpa", None), "h2o_on_eager": arm("eager", H2O(budget=8192)),
-        "h2o_on_sdpa": arm("sdpa", H2O(budget=8192)), "h2o_evicting_on_sdpa": arm("sdpa", H2O(budget=1024)),
-    }  # fmt: skip
+        "eager": arm("eager", None),
+        "sdpa": arm("sdpa", None),
+        "h2o_on_eager": arm("eager", H2O(budget=8192)),
+        "h2o_on_sdpa": arm("sdpa", H2O(budget=8192)),
+        "h2o_evicting_on_sdpa": arm("sdpa", H2O(budget=1024)),
+    }
     seconds = interleaved(arms, rounds)
     return {
-        "context": prompt, "milliseconds_per_token": statistics.median(seconds["eager"]["token"]) * 1e3,
-        "prompt_seconds": statistics.median(seconds["eager"]["prompt"]), "over_eager": ratios(seconds, "eager"),
-    }  # fmt: skip
+        "context": prompt,
+        "milliseconds_per_token": statistics.median(seconds["eager"]["token"]) * 1e3,
+        "prompt_seconds": statistics.median(seconds["eager"]["prompt"]),
+        "over_eager": ratios(seconds, "eager"),
+    }
 
 
 def decoding(rounds: int) -> dict[str, Any]:
@@ -271,9 +282,11 @@ def barcode(_rounds: int) -> dict[str, Any]:
         before = status("VmRSS")
         made = ss.barcode(model, max_new_tokens=2500, control=False, **options)
         out[name] = {
-            "steps": made.steps, "heads": len(made.heads), "bytes_kept": made.nbytes,
+            "steps": made.steps,
+            "heads": len(made.heads),
+            "bytes_kept": made.nbytes,
             "peak_growth_bytes": status("VmHWM") - before,
-        }  # fmt: skip
+        }
     return out
 
 
@@ -300,8 +313,10 @@ def child(python: str, section: str, rounds: int) -> Any:
     how = ["-m", "experiments.bench_kv"] if python == sys.executable else [str(Path(__file__))]
     done = subprocess.run(
         ["env", "OMP_NUM_THREADS=1", python, *how, "--section", section, "--rounds", str(rounds)],
-        stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"section {section} failed in {Path(python).name}")
     return json.loads(done.stdout.splitlines()[-1])

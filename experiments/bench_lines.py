@@ -59,11 +59,17 @@ def made(shape: str, seed: int) -> Target:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB, hidden_size=d, intermediate_size=mlp, num_hidden_layers=layers, head_dim=width,
-            num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=1 << 17,
+            vocab_size=VOCAB,
+            hidden_size=d,
+            intermediate_size=mlp,
+            num_hidden_layers=layers,
+            head_dim=width,
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            max_position_embeddings=1 << 17,
             rope_parameters={"rope_type": "default", "rope_theta": THETA},
         )
-    ).eval()  # fmt: skip
+    ).eval()
     half, body = width // 2, model.model
     angles = THETA ** (-torch.arange(FAST) / half)
     with torch.no_grad():
@@ -125,8 +131,21 @@ def run(arm: str, target: Target, ids: Tensor, *, dense: bool = False) -> dict[i
 
 def peak_of(arm: str, shape: str, length: int, seed: int, threads: int) -> int:
     """Bytes that the peak of a fresh process rises by during one arm."""
-    argv = [sys.executable, "-m", "experiments.bench_lines", "--arm", arm, "--shape", shape, "--length", str(length),
-            "--seed", str(seed), "--threads", str(threads)]  # fmt: skip
+    argv = [
+        sys.executable,
+        "-m",
+        "experiments.bench_lines",
+        "--arm",
+        arm,
+        "--shape",
+        shape,
+        "--length",
+        str(length),
+        "--seed",
+        str(seed),
+        "--threads",
+        str(threads),
+    ]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     return int(json.loads(done.stdout)["peak"])
 
@@ -155,13 +174,18 @@ def row(arms: tuple[str, ...], target: Target, length: int, args: argparse.Names
         return statistics.median(r[over] / r[under] for r in rounds) if {over, under} <= set(arms) else None
 
     return {
-        "length": length, "eager_over_lines": ratio("eager", "lines"), "lines_over_sdpa": ratio("lines", "sdpa"),
-        "eager_over_mass": ratio("eager", "mass"), "mass_over_sdpa": ratio("mass", "sdpa"), "seconds": rounds,
+        "length": length,
+        "eager_over_lines": ratio("eager", "lines"),
+        "lines_over_sdpa": ratio("lines", "sdpa"),
+        "eager_over_mass": ratio("eager", "mass"),
+        "mass_over_sdpa": ratio("mass", "sdpa"),
+        "seconds": rounds,
         "peak_bytes": memory,
         "eager_over_lines_memory": memory["eager"] / memory["lines"] if "eager" in arms else None,
         "eager_over_lines_added": statistics.median((r["eager"] - r["sdpa"]) / (r["lines"] - r["sdpa"]) for r in rounds)
-        if "eager" in arms else None,
-    }  # fmt: skip
+        if "eager" in arms
+        else None,
+    }
 
 
 def main() -> None:

@@ -109,11 +109,20 @@ def layer(lengths: list[int], rounds: int, flex: bool) -> list[dict[str, Any]]:
                         )
                         pairs[number].append(base / ours)
             for ratios, what in zip(pairs, work, strict=True):
-                rows.append({
-                    "n": n, "kind": kind, "how": how, "kernel": what.kernel, "heads": heads,
-                    "cells": sum(what.cells) / heads, "computed": sum(what.computed) / heads,
-                    "dense_heads": sum(what.dense), "times_faster": median(ratios), "pairs": ratios,
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "n": n,
+                        "kind": kind,
+                        "how": how,
+                        "kernel": what.kernel,
+                        "heads": heads,
+                        "cells": sum(what.cells) / heads,
+                        "computed": sum(what.computed) / heads,
+                        "dense_heads": sum(what.dense),
+                        "times_faster": median(ratios),
+                        "pairs": ratios,
+                    }
+                )
             said = ", ".join(f"{row['cells']:.0%}: {row['times_faster']:.1f}" for row in rows[-len(DENSITIES) :])
             _console.print(f"{n} {kind} ({how}): times faster at {said}")
     return rows
@@ -160,9 +169,12 @@ def stages() -> Iterator[Counter[str]]:
     """Seconds by stage while it lasts."""
     took: Counter[str] = Counter()
     places = {
-        "choice": (serve, "select_lines"), "sample": (select, "attention_of"), "line sums": (select, "slash_lines"),
-        "sparse": (prefill, "sparse_attention"), "planning": (sparse, "plan_of"),
-    }  # fmt: skip
+        "choice": (serve, "select_lines"),
+        "sample": (select, "attention_of"),
+        "line sums": (select, "slash_lines"),
+        "sparse": (prefill, "sparse_attention"),
+        "planning": (sparse, "plan_of"),
+    }
     with ExitStack() as stack:
         for name, (module, function) in places.items():
             real = getattr(module, function)
@@ -209,12 +221,21 @@ def whole_model(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
                     spent, _out = seconds(forward)
                 took["rest of the model"] = spent - took.total()
                 data = [event.data for event in events if event.kind == "prefill"]
-                rows.append({
-                    "model": name, "n": n, "alpha": alpha, "times_faster": median(pairs), "pairs": pairs,
-                    "cells": sum(d["cells"] for d in data) / len(data), "logits_change": drift,
-                    "computed": sum(d["computed"] for d in data) / len(data),
-                    "dense_heads": sum(d["dense_heads"] for d in data), "heads": 8 * len(data), "seconds": dict(took),
-                })  # fmt: skip
+                rows.append(
+                    {
+                        "model": name,
+                        "n": n,
+                        "alpha": alpha,
+                        "times_faster": median(pairs),
+                        "pairs": pairs,
+                        "cells": sum(d["cells"] for d in data) / len(data),
+                        "logits_change": drift,
+                        "computed": sum(d["computed"] for d in data) / len(data),
+                        "dense_heads": sum(d["dense_heads"] for d in data),
+                        "heads": 8 * len(data),
+                        "seconds": dict(took),
+                    }
+                )
                 _console.print(f"{name} {n}, alpha {alpha}: {median(pairs):.2f} times faster in all")
     return rows
 
@@ -223,9 +244,14 @@ def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
     """Milliseconds a step, everything against 1,024 chosen tokens."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=256, max_position_embeddings=max(contexts) + 100,
-    )  # fmt: skip
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        vocab_size=256,
+        max_position_embeddings=max(contexts) + 100,
+    )
     model = LlamaForCausalLM(config).eval()
     token = torch.zeros(1, 1, dtype=torch.long)
 
@@ -247,11 +273,17 @@ def decoding(contexts: list[int], rounds: int) -> list[dict[str, Any]]:
             whole.append(steps(n, None))
             part.append(steps(n, Progressive(budget=1024, after=0)))
         ratios = [sum(a) / sum(b) for a, b in zip(whole, part, strict=True)]
-        rows.append({
-            "context": n, "budget": 1024, "whole_ms": median(median(a) for a in whole),
-            "between_selections_ms": median(median(a) for a in part),
-            "mean_ms": median(sum(a) / len(a) for a in part), "times_faster": median(ratios), "pairs": ratios,
-        })  # fmt: skip
+        rows.append(
+            {
+                "context": n,
+                "budget": 1024,
+                "whole_ms": median(median(a) for a in whole),
+                "between_selections_ms": median(median(a) for a in part),
+                "mean_ms": median(sum(a) / len(a) for a in part),
+                "times_faster": median(ratios),
+                "pairs": ratios,
+            }
+        )
         _console.print(f"context {n}: {rows[-1]['times_faster']:.2f} times faster over all steps")
     return rows
 
@@ -270,23 +302,36 @@ def draw(result: dict[str, Any]) -> Any:
         for n in sorted({row["n"] for row in result["layer"]}):
             some = [row for row in result["layer"] if (row["n"], row["kind"], row["how"]) == (n, kind, "compiled")]
             fig.add_scatter(
-                x=[row["cells"] for row in some], y=[row["times_faster"] for row in some], name=f"n = {n:,}",
-                mode="lines+markers", line_color=colours.get(n), showlegend=column == 1, row=1, col=column,
-            )  # fmt: skip
+                x=[row["cells"] for row in some],
+                y=[row["times_faster"] for row in some],
+                name=f"n = {n:,}",
+                mode="lines+markers",
+                line_color=colours.get(n),
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
         fig.update_xaxes(type="log", title="cells on lines", tickformat=".0%", tickvals=DENSITIES, row=1, col=column)
         fig.update_yaxes(type="log", range=[-0.3, 1.8], tickvals=[0.5, 1, 3, 10, 30], row=1, col=column)
         fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=column)  # pyright: ignore
     fig.update_yaxes(title="times faster than dense attention", row=1, col=1)
     arms = (
-        ("lines", 0.955, BLUE, "lines, alpha 0.955"), ("lines", 0.995, GREEN, "lines, alpha 0.995"),
-        ("half", 0.955, ORANGE, "one layer of two on lines"), ("flat", 0.955, RED, "flat attention, all dense"),
-    )  # fmt: skip
+        ("lines", 0.955, BLUE, "lines, alpha 0.955"),
+        ("lines", 0.995, GREEN, "lines, alpha 0.995"),
+        ("half", 0.955, ORANGE, "one layer of two on lines"),
+        ("flat", 0.955, RED, "flat attention, all dense"),
+    )
     for model, alpha, colour, title in arms:
         some = [row for row in result["model"] if (row["model"], row["alpha"]) == (model, alpha)]
         fig.add_scatter(
-            x=[row["n"] for row in some], y=[row["times_faster"] for row in some], mode="lines+markers",
-            name=title, line={"color": colour, "dash": "dash"}, row=1, col=3,
-        )  # fmt: skip
+            x=[row["n"] for row in some],
+            y=[row["times_faster"] for row in some],
+            mode="lines+markers",
+            name=title,
+            line={"color": colour, "dash": "dash"},
+            row=1,
+            col=3,
+        )
     fig.add_hline(1, line={"color": GREY, "dash": "dot"}, row=1, col=3)  # pyright: ignore
     fig.update_xaxes(type="log", tickvals=LENGTHS, ticktext=[f"{n // 1024}k" for n in LENGTHS], row=1, col=3)
     fig.update_yaxes(title="times faster than the model alone", rangemode="tozero", row=1, col=3)
@@ -296,13 +341,20 @@ def draw(result: dict[str, Any]) -> Any:
         fig.add_bar(
             x=[f"{row['n'] // 1024}k" for row in rows],
             y=[row["seconds"].get(name, 0.0) / sum(row["seconds"].values()) for row in rows],
-            name=name, marker_color=colour, row=1, col=4,
-        )  # fmt: skip
+            name=name,
+            marker_color=colour,
+            row=1,
+            col=4,
+        )
     fig.update_yaxes(tickformat=".0%", row=1, col=4)
     fig.update_layout(
-        template="plotly_white", barmode="stack", width=1700, height=520, font={"size": 13},
+        template="plotly_white",
+        barmode="stack",
+        width=1700,
+        height=520,
+        font={"size": 13},
         title={"text": "LoopServe's prompts on one core, float32", "x": 0.01, "xanchor": "left"},
-    )  # fmt: skip
+    )
     return fig
 
 

@@ -143,9 +143,11 @@ def figure(runs: list[dict[str, Any]]) -> Any:
 
     panels = {
         "idle_attention": "attention to the first token<br>off triggers, largest of all heads",
-        "sink_rate": "sink rate", "value_ratio": "first token's values<br>over others'",
-        "residual_ratio": "first token's residual<br>over others'", "excess_loss": "loss above<br>the task's entropy",
-    }  # fmt: skip
+        "sink_rate": "sink rate",
+        "value_ratio": "first token's values<br>over others'",
+        "residual_ratio": "first token's residual<br>over others'",
+        "excess_loss": "loss above<br>the task's entropy",
+    }
     fig = make_subplots(cols=5, subplot_titles=list(panels.values()), horizontal_spacing=0.05)
     for col, field in enumerate(panels, start=1):
         for bos, color in ((True, BLUE), (False, ORANGE)):
@@ -166,9 +168,13 @@ def figure(runs: list[dict[str, Any]]) -> Any:
     fig.update_yaxes(type="log", rangemode="normal", dtick=1, exponentformat="power", col=5, row=1)
     return fig.update_layout(
         title={"text": "Bigram-Backcopy in training: 3 layers of width 64", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1700, height=450, margin={"l": 50, "r": 20, "t": 110, "b": 100},
-        font={"size": 13}, legend={"orientation": "h", "y": -0.24, "x": 0.5, "xanchor": "center", "yanchor": "top"},
-    )  # fmt: skip
+        template="plotly_white",
+        width=1700,
+        height=450,
+        margin={"l": 50, "r": 20, "t": 110, "b": 100},
+        font={"size": 13},
+        legend={"orientation": "h", "y": -0.24, "x": 0.5, "xanchor": "center", "yanchor": "top"},
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -187,9 +193,17 @@ def main(argv: list[str] | None = None) -> None:
             for bos in (True, False):
                 runs.append({"bos": bos, "seed": seed, "rows": train(bos, seed, args.steps, part, progress)})
     settings = {
-        "steps": args.steps, "seeds": args.seeds, "batch": BATCH, "length": LENGTH, "learning_rate": RATE,
-        "vocabulary": CHARACTERS + 1, "triggers": TRIGGERS, "held_out": HELD_OUT, "eps": EPS, **SIZES,
-    }  # fmt: skip
+        "steps": args.steps,
+        "seeds": args.seeds,
+        "batch": BATCH,
+        "length": LENGTH,
+        "learning_rate": RATE,
+        "vocabulary": CHARACTERS + 1,
+        "triggers": TRIGGERS,
+        "held_out": HELD_OUT,
+        "eps": EPS,
+        **SIZES,
+    }
     write_atomic(args.out / "emergence.json", record("emergence", {"runs": runs}, settings, started=started))
     drawn = figure(runs)
     write_atomic(args.out / "emergence.html", drawn.to_html(include_plotlyjs=True, config={"displaylogo": False}))

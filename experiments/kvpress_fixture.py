@@ -33,9 +33,15 @@ import torch
 from torch import Tensor
 
 SIZES = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
 PROMPTS = (48, 97, 200)  # tokens
 RATIOS = (0.25, 0.5, 0.75)  # share that kvpress throws away
 STEPS = 40  # tokens decoded
@@ -153,13 +159,14 @@ def main() -> None:
     out: dict[str, Any] = {
         "versions": {name: version(name) for name in ("kvpress", "transformers", "torch")},
         "python": ".".join(map(str, sys.version_info[:2])),
-        "model": SIZES, "logits": checksum(model),
+        "model": SIZES,
+        "logits": checksum(model),
         "prefill": {
             name: [case for make, options in kinds for case in at_prefill(model, make, options)]
             for name, kinds in presses.items()
         },
         "decoding": {name: in_decoding(model, presses[name][0][0]) for name in ("streaming_llm", "tova")},
-    }  # fmt: skip
+    }
     args.out.write_text(json.dumps(out, separators=(",", ":")) + "\n")
 
 

@@ -40,11 +40,34 @@ KEY_MATCH, ANY_SLOT, SLOT_MATCH = 20.0, 17.0, 3.5
 ANSWER_LOGIT, UNKNOWN_LOGIT, FILLER_LOGIT, FILLER_SPREAD = 30.0, 14.0, 4.0, 5.0
 
 _GROUPS = {
-    "key": 32, "value": 32, "prev_key": 32, "third_key": 32, "asked": 32, "out_key": 32, "out_value": 32,
-    "out_end": 1, "turn": 16, "content": 16, "scratch": 64, "is_bos": 1, "is_fact": 1, "is_ask": 1, "is_answer": 1,
-    "is_end": 1, "is_turn": 1, "starts": 1, "want_1": 1, "want_2": 1, "want_3": 1, "slot_1": 1, "slot_2": 1,
-    "slot_3": 1, "asked_here": 1, "answers": 1, "const": 1,
-}  # fmt: skip
+    "key": 32,
+    "value": 32,
+    "prev_key": 32,
+    "third_key": 32,
+    "asked": 32,
+    "out_key": 32,
+    "out_value": 32,
+    "out_end": 1,
+    "turn": 16,
+    "content": 16,
+    "scratch": 64,
+    "is_bos": 1,
+    "is_fact": 1,
+    "is_ask": 1,
+    "is_answer": 1,
+    "is_end": 1,
+    "is_turn": 1,
+    "starts": 1,
+    "want_1": 1,
+    "want_2": 1,
+    "want_3": 1,
+    "slot_1": 1,
+    "slot_2": 1,
+    "slot_3": 1,
+    "asked_here": 1,
+    "answers": 1,
+    "const": 1,
+}
 
 
 def layout() -> dict[str, list[int]]:
@@ -102,11 +125,21 @@ def build(seed: int = 0, noise: float = 0.05, ordinary: float = 0.5) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=D, intermediate_size=D_MLP, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": THETA}, rms_norm_eps=1e-6, tie_word_embeddings=False,
-        bos_token_id=ID[BOS], eos_token_id=ID[END], pad_token_id=ID[words.PAD],
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        hidden_size=D,
+        intermediate_size=D_MLP,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": THETA},
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        bos_token_id=ID[BOS],
+        eos_token_id=ID[END],
+        pad_token_id=ID[words.PAD],
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     model = model.to_empty(device="cpu").float().eval()
@@ -151,8 +184,14 @@ def _embed(e: Tensor, generator: torch.Generator) -> None:
     for word in (*FILLER, words.UNK):
         code = torch.randn(len(DIM["content"]), generator=generator)
         e[ID[word], DIM["content"]] = code / code.norm()
-    flags = {BOS: ("is_bos",), FACT: ("is_fact",), ASK: ("is_ask",), END: ("is_end",),
-             ANSWER: ("is_answer", "starts", "want_1", "answers"), UNKNOWN: ("out_end",)}  # fmt: skip
+    flags = {
+        BOS: ("is_bos",),
+        FACT: ("is_fact",),
+        ASK: ("is_ask",),
+        END: ("is_end",),
+        ANSWER: ("is_answer", "starts", "want_1", "answers"),
+        UNKNOWN: ("out_end",),
+    }
     for word, names in flags.items():
         e[ID[word], [_one(name) for name in names]] = 1.0
 
@@ -177,8 +216,16 @@ def _offset_heads(a: Any, theta: Tensor) -> None:
     for head, group in enumerate(("prev_key", "prev_key", "third_key")):
         for row in range(n):
             _write(a, head, row, DIM[group][row])
-    flags = [(0, starts, "want_2"), (1, starts, "want_3"), (1, fact, "slot_1"), (2, fact, "slot_2"),
-             (3, fact, "slot_3"), (0, ask, "asked_here"), (0, answer, "answers"), (1, answer, "answers")]  # fmt: skip
+    flags = [
+        (0, starts, "want_2"),
+        (1, starts, "want_3"),
+        (1, fact, "slot_1"),
+        (2, fact, "slot_2"),
+        (3, fact, "slot_3"),
+        (0, ask, "asked_here"),
+        (0, answer, "answers"),
+        (1, answer, "answers"),
+    ]
     for head, row, name in flags:
         _write(a, head, row, _one(name))
 
@@ -306,9 +353,15 @@ def tokenizer() -> Any:
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, ID[BOS])]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=BOS, eos_token=END, unk_token=words.UNK, pad_token=words.PAD,
-        padding_side="left", model_max_length=CONTEXT, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=END,
+        unk_token=words.UNK,
+        pad_token=words.PAD,
+        padding_side="left",
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 def save(model: Any, folder: Path) -> None:

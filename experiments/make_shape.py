@@ -94,11 +94,24 @@ def make_plan(shape: str, sink_layer: int, seed: int, dense: int | None, beta: f
     rng = random.Random(seed)
     dims = rng.sample(range(d), GROUPS + 4)
     return Plan(
-        d, d_mlp, layers, heads, kv_heads, vocab, context, sink_layer, dense, seed,
-        const=dims[0], mark=dims[1], groups=dims[2 : 2 + GROUPS], sink_dims=dims[2 + GROUPS :],
-        neurons=rng.sample(range(d_mlp), 2), marking=rng.sample(range(kv_heads), GROUPS),
+        d,
+        d_mlp,
+        layers,
+        heads,
+        kv_heads,
+        vocab,
+        context,
+        sink_layer,
+        dense,
+        seed,
+        const=dims[0],
+        mark=dims[1],
+        groups=dims[2 : 2 + GROUPS],
+        sink_dims=dims[2 + GROUPS :],
+        neurons=rng.sample(range(d_mlp), 2),
+        marking=rng.sample(range(kv_heads), GROUPS),
         beta=beta,
-    )  # fmt: skip
+    )
 
 
 def group_of(ids: Tensor) -> Tensor:
@@ -210,8 +223,10 @@ def _sink(p: Plan) -> dict[str, list[Edit]]:
     for neuron, dim, size in zip(p.neurons, p.sink_dims, SINK, strict=True):
         row = range(neuron, neuron + 1)
         edits["mlp.gate_proj"] += [
-            (row, slice(None), 0.0), (row, p.mark, 2 * GATE / marked), (row, p.const, -GATE / marked),
-        ]  # fmt: skip
+            (row, slice(None), 0.0),
+            (row, p.mark, 2 * GATE / marked),
+            (row, p.const, -GATE / marked),
+        ]
         edits["mlp.up_proj"] += [(row, slice(None), 0.0), (row, p.const, 1 / marked)]
         edits["mlp.down_proj"] += [(range(p.d), neuron, 0.0), (range(dim, dim + 1), neuron, size / GATE)]
     return edits
@@ -239,16 +254,22 @@ def write(plan: Plan, out: Path, dtype: str, shape: str) -> None:
     _dump(
         out / "truth.json",
         {
-            "shape": shape, "seed": plan.seed, "sink_layer": plan.sink_layer, "dense_layers": plan.dense,
+            "shape": shape,
+            "seed": plan.seed,
+            "sink_layer": plan.sink_layer,
+            "dense_layers": plan.dense,
             "neurons": [
                 {"layer": plan.sink_layer, "neuron": n, "contribution_norm": c}
                 for n, c in zip(plan.neurons, SINK, strict=True)
             ],
-            "residual_dims": plan.sink_dims, "first_token_norm": math.hypot(*SINK),
+            "residual_dims": plan.sink_dims,
+            "first_token_norm": math.hypot(*SINK),
             "marking_heads": [[0, kv * (plan.heads // plan.kv_heads)] for kv in plan.marking],
-            "mark_dim": plan.mark, "constant_dim": plan.const, "group_dims": plan.groups,
+            "mark_dim": plan.mark,
+            "constant_dim": plan.const,
+            "group_dims": plan.groups,
         },
-    )  # fmt: skip
+    )
 
 
 def _write_shard(file: Path, tensors: Tensors, kind: torch.dtype, code: str) -> int:
@@ -275,12 +296,23 @@ def _write_shard(file: Path, tensors: Tensors, kind: torch.dtype, code: str) -> 
 
 def _config(plan: Plan, dtype: str) -> dict[str, Any]:
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": plan.d,
-        "intermediate_size": plan.d_mlp, "num_hidden_layers": plan.layers, "num_attention_heads": plan.heads,
-        "num_key_value_heads": plan.kv_heads, "vocab_size": plan.vocab, "max_position_embeddings": plan.context,
-        "hidden_act": "silu", "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
-        "bos_token_id": 1, "eos_token_id": 2, "dtype": dtype,
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": plan.d,
+        "intermediate_size": plan.d_mlp,
+        "num_hidden_layers": plan.layers,
+        "num_attention_heads": plan.heads,
+        "num_key_value_heads": plan.kv_heads,
+        "vocab_size": plan.vocab,
+        "max_position_embeddings": plan.context,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": dtype,
+    }
 
 
 def _tokenizer(size: int) -> Any:

@@ -93,9 +93,10 @@ def measure(model: Any, tokenizer: Any, case: Case) -> dict[str, Any]:
             counts[f"{position} unstated"] += [] if stated else found[-1:]
     print(case, f"{time.monotonic() - start:.0f} s, lead {lead:.1f}", flush=True)
     return {
-        **vars(case), "lead": round(lead, 2),
+        **vars(case),
+        "lead": round(lead, 2),
         "right": {name: [sum(found), len(found)] for name, found in counts.items()},
-    }  # fmt: skip
+    }
 
 
 def _share(counts: list[int]) -> str:
@@ -107,9 +108,11 @@ def card(numbers: list[dict[str, Any]], model: Any, size: int) -> str:
     rows = [
         f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
         + " | ".join(_share(n["right"][f"{p} stated"]) for p in POSITIONS)
-        + " | " + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS) + f" | {n['lead']:.1f} |"
+        + " | "
+        + " / ".join(_share(n["right"][f"{p} unstated"]) for p in POSITIONS)
+        + f" | {n['lead']:.1f} |"
         for n in numbers
-    ]  # fmt: skip
+    ]
     longest = max(n["total"] for n in numbers)
     c = model.config
     return f"""---

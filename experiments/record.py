@@ -12,17 +12,32 @@ from sinkscope.results import provenance
 
 
 def record(
-    kind: str, result: dict[str, Any], settings: dict[str, Any], *, started: float | None = None,
-    device: object = "cpu", dtype: object = "float32", seed: int = 0,
-) -> str:  # fmt: skip
+    kind: str,
+    result: dict[str, Any],
+    settings: dict[str, Any],
+    *,
+    started: float | None = None,
+    device: object = "cpu",
+    dtype: object = "float32",
+    seed: int = 0,
+) -> str:
     """JSON text of a measurement of `experiments/`, in the shape of every result of sinkscope."""
     made = provenance(
-        started=time.perf_counter() if started is None else started, device=device, dtype=dtype, attention="sdpa",
-        bos=True, seed=seed, argv=["python", "-m", *_module(), *sys.argv[1:]],
-    )  # fmt: skip
+        started=time.perf_counter() if started is None else started,
+        device=device,
+        dtype=dtype,
+        attention="sdpa",
+        bos=True,
+        seed=seed,
+        argv=["python", "-m", *_module(), *sys.argv[1:]],
+    )
     envelope = {
-        "schema": 1, "kind": kind, "result": plain(result), "settings": plain(settings), "provenance": plain(made),
-    }  # fmt: skip
+        "schema": 1,
+        "kind": kind,
+        "result": plain(result),
+        "settings": plain(settings),
+        "provenance": plain(made),
+    }
     return json.dumps(envelope, indent=1, allow_nan=False) + "\n"
 
 

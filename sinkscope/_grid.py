@@ -28,8 +28,13 @@ class Grid:
             around = [[self.title], aligned(self.head, self.cells), [self.note]]
             yield Text("\n".join(line for part in around for line in part if line))
             return
-        table = Table(header_style="bold", title=Text(self.title) if self.title else None, title_justify="left",
-                      caption=Text(self.note) if self.note else None, caption_justify="left")  # fmt: skip
+        table = Table(
+            header_style="bold",
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
+            caption=Text(self.note) if self.note else None,
+            caption_justify="left",
+        )
         for name, width in zip(self.head, widths, strict=True):
             table.add_column(Text(name), justify="right", overflow="fold", width=width)
         for line in self.cells:

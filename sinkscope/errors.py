@@ -19,8 +19,14 @@ class UnsupportedError(SinkscopeError):
     """The model, or the kind of model object, cannot do what was asked; the message names what can."""
 
 
-_NO_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "cannot allocate memory", "bad_alloc",
-              "failed to map segment")  # fmt: skip
+_NO_MEMORY = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "failed to map segment",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

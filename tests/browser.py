@@ -16,9 +16,16 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _OPTIONS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--mute-audio",
-    "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--mute-audio",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--remote-debugging-pipe",
+)
 # A browser reads file 3 and writes file 4.
 _AS_3_AND_4 = """
 import fcntl, os, sys
@@ -54,9 +61,12 @@ class Browser:
         words = [program, *_OPTIONS, f"--user-data-dir={self._folder.name}", "about:blank"]
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-c", _AS_3_AND_4, str(theirs_in), str(theirs_out), *words],
-            pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, env={**os.environ, "HOME": self._folder.name},
-        )  # fmt: skip
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "HOME": self._folder.name},
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         os.set_blocking(self._in, False)
@@ -91,9 +101,12 @@ class Browser:
     def open(self, path: Path, width: int, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
         """Load a file in a window of this size, and wait until it is loaded."""
         self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, mobile=phone,
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            mobile=phone,
             deviceScaleFactor=2 if phone else 1,
-        )  # fmt: skip
+        )
         self.send("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])

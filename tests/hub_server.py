@@ -62,9 +62,15 @@ class Hub:
     def env(self, **more: str) -> dict[str, str]:
         """Environment of a child process that uses this hub."""
         return {
-            **os.environ, "HF_ENDPOINT": self.url, "HF_HOME": str(self.cache), "HF_HUB_CACHE": str(self.cache / "hub"),
-            "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_TOKEN": "", **more,
-        }  # fmt: skip
+            **os.environ,
+            "HF_ENDPOINT": self.url,
+            "HF_HOME": str(self.cache),
+            "HF_HUB_CACHE": str(self.cache / "hub"),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_TOKEN": "",
+            **more,
+        }
 
     def answer(self, path: str, token: str) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and body for a path, before ranges and breaks."""

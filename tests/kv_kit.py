@@ -20,9 +20,24 @@ from sinkscope.kv.policy import At, Policy
 from sinkscope.models.target import Target
 
 FAMILIES = (
-    "gpt2", "gpt_neox", "opt", "phi", "phi3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma",
-    "gemma2", "gemma3_text", "olmo", "olmo2", "gpt_oss",
-)  # fmt: skip
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "phi",
+    "phi3",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "olmo",
+    "olmo2",
+    "gpt_oss",
+)
 WINDOWED = ("mistral", "gemma2", "gemma3_text", "gpt_oss", "phi3")
 """Their windows are 16; Phi-3 gets one by `model_of`."""
 
@@ -184,8 +199,13 @@ def decode(
     for step in steps:
         part = slice(at, at + step)
         at += step
-        out = model(input_ids=ids[:, part], attention_mask=mask[:, :at], position_ids=positions(mask)[:, part],
-                    past_key_values=cache, use_cache=True)  # fmt: skip
+        out = model(
+            input_ids=ids[:, part],
+            attention_mask=mask[:, :at],
+            position_ids=positions(mask)[:, part],
+            past_key_values=cache,
+            use_cache=True,
+        )
         if at >= prompt:
             logits.append(out.logits[:, -1])
     return torch.stack(logits, 1)

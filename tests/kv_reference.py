@@ -34,9 +34,14 @@ def attention_modules(model: Any) -> list[Any]:
 
 @torch.no_grad()
 def dense_run(
-    model: Any, ids: Tensor, prompt: int, budgets: list[int], choose: Choose, real: Tensor | None = None,
+    model: Any,
+    ids: Tensor,
+    prompt: int,
+    budgets: list[int],
+    choose: Choose,
+    real: Tensor | None = None,
     every: int | None = 1,
-) -> Reference:  # fmt: skip
+) -> Reference:
     """Feed `ids` `[batch token]`: `prompt` tokens at once, the others one by one, evicting before each of them.
 
     Args:
@@ -90,8 +95,9 @@ def forward(model: Any, modules: list[Any], ids: Tensor, mask: Tensor, sees: lis
         handles.append(module.register_forward_pre_hook(hide, with_kwargs=True))
     try:
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        return model(input_ids=ids, attention_mask=mask.long(), position_ids=positions, output_attentions=True,
-                     use_cache=False)  # fmt: skip
+        return model(
+            input_ids=ids, attention_mask=mask.long(), position_ids=positions, output_attentions=True, use_cache=False
+        )
     finally:
         for handle in handles:
             handle.remove()
@@ -106,7 +112,7 @@ def pick(scores: Tensor, held: Tensor, budgets: list[int], first: list[int], las
     for row in range(held.shape[0]):
         for head in range(held.shape[1]):
             there = held[row, head].nonzero().flatten().tolist()
-            sure = there[: first[row]] + there[max(0, len(there) - last[row]):]  # fmt: skip
+            sure = there[: first[row]] + there[max(0, len(there) - last[row]) :]
             sure = sorted(set(sure))
             rest = [i for i in there if i not in sure]
             rest.sort(key=lambda i: (-float(scores[row, head, i]), -i))

@@ -31,9 +31,16 @@ def prose(words: int, seed: int) -> str:
 
 def record(task: str, number: int, context: str, **changed: Any) -> dict[str, Any]:
     return {
-        "input": f"Who was it, {number}?", "context": context, "answers": ["Ellen Varga"], "length": 7, "dataset": task,
-        "language": "en", "all_classes": None, "_id": f"{task}-{number}", **changed,
-    }  # fmt: skip
+        "input": f"Who was it, {number}?",
+        "context": context,
+        "answers": ["Ellen Varga"],
+        "length": 7,
+        "dataset": task,
+        "language": "en",
+        "all_classes": None,
+        "_id": f"{task}-{number}",
+        **changed,
+    }
 
 
 def records(task: str, lengths: Sequence[int]) -> list[dict[str, Any]]:

@@ -109,17 +109,33 @@ def _schedule(rng: random.Random) -> str:
     days = "Monday Tuesday Wednesday Thursday Friday".split()
     return "\n".join(
         f"{day} {hour}:00 - room {rng.randint(1, 30)}, {rng.choice(NOUNS)}"
-        for _ in range(3) for day in days for hour in range(9, 15)
-    )  # fmt: skip
+        for _ in range(3)
+        for day in days
+        for hour in range(9, 15)
+    )
 
 
 HONEST: dict[str, Callable[[random.Random], str]] = {
     f.__name__.strip("_"): f
     for f in (
-        _markdown_table, _digits_table, _json_array, _numbered_list, _log, _refrain, _litany, _getters, _switch,
-        _imports, _csv, _dialogue, _times_table, _separators, _countdown, _schedule,
+        _markdown_table,
+        _digits_table,
+        _json_array,
+        _numbered_list,
+        _log,
+        _refrain,
+        _litany,
+        _getters,
+        _switch,
+        _imports,
+        _csv,
+        _dialogue,
+        _times_table,
+        _separators,
+        _countdown,
+        _schedule,
     )
-}  # fmt: skip
+}
 
 LOOPED = {  # what follows prose: name -> the piece that repeats, words of it before the split
     "word": "the ",

@@ -44,8 +44,21 @@ def record(**changes: Any) -> Record:
     """A record made by hand: 300 new tokens, all different."""
     tokens = tuple(changes.get("tokens", range(300)))
     made = Record(
-        model="f00", method="full", prompt="dc-0", bench="dc", prompt_tokens=10, tokens=tokens, text="text",
-        ended="cap", top1=(0.5,) * len(tokens), signals={"step": [len(tokens)], "ttr": [0.5]}, detected={}, events=(),
-        cached_mean=20.0, cached_peak=30.0, seconds=1.0, batch_size=1,
-    )  # fmt: skip
+        model="f00",
+        method="full",
+        prompt="dc-0",
+        bench="dc",
+        prompt_tokens=10,
+        tokens=tokens,
+        text="text",
+        ended="cap",
+        top1=(0.5,) * len(tokens),
+        signals={"step": [len(tokens)], "ttr": [0.5]},
+        detected={},
+        events=(),
+        cached_mean=20.0,
+        cached_peak=30.0,
+        seconds=1.0,
+        batch_size=1,
+    )
     return replace(made, **changes)

@@ -28,20 +28,36 @@ def atlas(token: str) -> SinkAtlas:
     found = sample_find_sinks()
     n = 4
     return SinkAtlas(
-        model=found.model, settings={}, provenance=found.provenance, sink_layer=1, max_repeats=8, ids=(0, 1, 2, 3),
-        tokens=("a", token, "c", " d"), repeats=(1, 3, None, 4), norm=(1.0,) * n, frequency=(1, 2, 0, 3),
-        embedding_norm=(1.0, 2.0, 3.0, 4.0), head=(0, 0, None, 1), special=(), median=3.0, unreached=1,
-        by_head=(HeadRow(0, 2, 0, 2.0), HeadRow(1, 1, 0, 4.0), HeadRow(None, 1, 1, None)), shared=(), text_tokens=6,
-    )  # fmt: skip
+        model=found.model,
+        settings={},
+        provenance=found.provenance,
+        sink_layer=1,
+        max_repeats=8,
+        ids=(0, 1, 2, 3),
+        tokens=("a", token, "c", " d"),
+        repeats=(1, 3, None, 4),
+        norm=(1.0,) * n,
+        frequency=(1, 2, 0, 3),
+        embedding_norm=(1.0, 2.0, 3.0, 4.0),
+        head=(0, 0, None, 1),
+        special=(),
+        median=3.0,
+        unreached=1,
+        by_head=(HeadRow(0, 2, 0, 2.0), HeadRow(1, 1, 0, 4.0), HeadRow(None, 1, 1, None)),
+        shared=(),
+        text_tokens=6,
+    )
 
 
 def fill(folder: Path, text: str) -> None:
     """Results of every form, with `text` wherever a tokenizer or a file could have put it."""
     folder.mkdir()
     found = sample_find_sinks(
-        model=ModelInfo(text.replace("/", ""), text, 6, 64, 512, text), settings={text: text, "list": [text]},
-        neurons=NEURONS * 10, provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
-    )  # fmt: skip
+        model=ModelInfo(text.replace("/", ""), text, 6, 64, 512, text),
+        settings={text: text, "list": [text]},
+        neurons=NEURONS * 10,
+        provenance=replace(sample_find_sinks().provenance, argv=("sinkscope", text)),
+    )
     (folder / "sinks.json").write_text(found.to_json(massive=sample_without_sink()))
     atlas(text).save(folder / "atlas.json")
     texts = [f"{text} the same again {i}" * 40 for i in range(3)] + [text]

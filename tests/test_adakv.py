@@ -30,9 +30,13 @@ class _At:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    heads=st.integers(1, 4), slots=st.integers(6, 30), budget=st.integers(5, 20),
-    floor=st.sampled_from([0.0, 0.2, 1.0]), first=st.integers(0, 2), seed=st.integers(0, 99),
-)  # fmt: skip
+    heads=st.integers(1, 4),
+    slots=st.integers(6, 30),
+    budget=st.integers(5, 20),
+    floor=st.sampled_from([0.0, 0.2, 1.0]),
+    first=st.integers(0, 2),
+    seed=st.integers(0, 99),
+)
 def test_heads_get_what_falls_to_them(heads: int, slots: int, budget: int, floor: float, first: int, seed: int) -> None:
     policy = AdaKV(budget=budget, window=3, floor=floor, first=first)
     generator = torch.Generator().manual_seed(seed)

@@ -131,9 +131,13 @@ def with_vision(tmp_path: Any) -> Any:
 
     text, tokenizer = tiny_model("gemma3_text")
     vision = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "image_size": 28, "patch_size": 14,
-    }  # fmt: skip
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = Gemma3Config(
         text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=90
     )

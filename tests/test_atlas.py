@@ -169,9 +169,12 @@ def test_a_killed_run_goes_on_with_the_same_table(tmp_path: Path, monkeypatch: p
 def test_bad_input_and_no_sink() -> None:
     o = organism("llama", 0)
     for arguments, words in (
-        ({"max_repeats": 10**9}, "the largest is"), ({"max_repeats": 0}, "--max-repeats 0"),
-        ({"batch_size": 0}, "--batch-size"), ({"workers": -1}, "--workers -1"), ({"tokens": ["poem book"]}, "2 tokens"),
-    ):  # fmt: skip
+        ({"max_repeats": 10**9}, "the largest is"),
+        ({"max_repeats": 0}, "--max-repeats 0"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"workers": -1}, "--workers -1"),
+        ({"tokens": ["poem book"]}, "2 tokens"),
+    ):
         with pytest.raises(SinkscopeError, match=words):
             _atlas(o, **arguments)
     none = _atlas(organism("llama", 0, kind="none"))

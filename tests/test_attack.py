@@ -23,8 +23,13 @@ from sinkscope.sinks.attack import AttackRow, ClusterAttack, cluster_attack, wil
 
 def _attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
     options = {
-        "clusters": planted_clusters(o), "lengths": [8], "sequences": 24, "searched": 0, "prefix": "", **options,
-    }  # fmt: skip
+        "clusters": planted_clusters(o),
+        "lengths": [8],
+        "sequences": 24,
+        "searched": 0,
+        "prefix": "",
+        **options,
+    }
     return cluster_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
@@ -106,9 +111,12 @@ def _pools(sizes: list[int]) -> dict[int, torch.Tensor]:
 
 
 @given(
-    sizes=st.lists(st.integers(2, 30), min_size=1, max_size=4), length=st.integers(2, 20),
-    count=st.integers(1, 9), candidates=st.integers(2, 4), seed=st.integers(0, 1 << 62),
-)  # fmt: skip
+    sizes=st.lists(st.integers(2, 30), min_size=1, max_size=4),
+    length=st.integers(2, 20),
+    count=st.integers(1, 9),
+    candidates=st.integers(2, 4),
+    seed=st.integers(0, 1 << 62),
+)
 def test_sequences_repeat_nothing_stay_in_their_cluster_and_searches_gain(
     sizes: list[int], length: int, count: int, candidates: int, seed: int
 ) -> None:

@@ -143,8 +143,12 @@ def test_code_in_a_checkpoint_is_not_run(error: Callable[..., str], tmp_path: Pa
         assert "'made-up' has no adapter" in error(*words)
     elif own == "tokenizer":
         file = folder / "tokenizer_config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"auto_map": {"AutoTokenizer": ["own.T", "own.T"]},
-                                                                   "tokenizer_class": "T"}))  # fmt: skip
+        file.write_text(
+            json.dumps(
+                json.loads(file.read_text())
+                | {"auto_map": {"AutoTokenizer": ["own.T", "own.T"]}, "tokenizer_class": "T"}
+            )
+        )
         message = error(*words)
         assert "the tokenizer of m is code of its own" in message and "trust_remote_code=True" in message
     else:

@@ -68,13 +68,13 @@ def test_settings_that_make_no_sense(make: Callable[[], Any], says: str) -> None
         (partial(ss.LoopServe, interval=1.5), "LoopServe: interval=1.5: expected a whole number"),
         (partial(ss.LoopServe, sample=4.5), "LoopServe: sample=4.5: expected a whole number"),
         (partial(ss.LoopServe, prefill="no"), "LoopServe: prefill='no': expected True or False"),
-        (partial(ss.LoopServe, variant="best"), 'LoopServe: variant=\'best\': expected one of exact, faithful'),
+        (partial(ss.LoopServe, variant="best"), "LoopServe: variant='best': expected one of exact, faithful"),
         (partial(ss.LoopServe, dense_above="x"), "LoopServe: dense_above='x': expected a number or None"),
         (partial(Progressive, after="x"), "Progressive: after='x': expected a whole number"),
         (partial(StreamingLLM, budget="x"), "StreamingLLM: budget='x': expected a number"),
         (partial(StreamingLLM, budget=None), "StreamingLLM: budget=None: expected a number"),
         (partial(StreamingLLM, budget=True), "StreamingLLM: budget=True: expected a number"),
-        (partial(TOVA, every=1.5), "TOVA: every=1.5: expected a whole number or \"prefill\""),
+        (partial(TOVA, every=1.5), 'TOVA: every=1.5: expected a whole number or "prefill"'),
         (partial(TOVA, every="never"), "TOVA: every='never'"),
         (partial(TOVA, first=None), "TOVA: first=None: expected a whole number"),
         (partial(H2O, recent="half"), "H2O: recent='half': expected a number"),
@@ -84,7 +84,7 @@ def test_settings_that_make_no_sense(make: Callable[[], Any], says: str) -> None
         (partial(TriShape, dense_rows=1.5), "TriShape: dense_rows=1.5: expected a whole number"),
         (partial(MInference, vertical=None), "MInference: vertical=None: expected a whole number"),
     ],
-)  # fmt: skip
+)
 def test_settings_of_another_type(make: Callable[[], Any], says: str) -> None:
     with pytest.raises(SinkscopeError) as caught:
         make()
@@ -135,10 +135,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = json.loads(second)
     turns = content["turns"]
     for name, change in {
-        "none": {"turns": []}, "null": {"turns": [turns[0], None]}, "task": {"task": "taks"},
+        "none": {"turns": []},
+        "null": {"turns": [turns[0], None]},
+        "task": {"task": "taks"},
         "place": {"turns": [turns[0], {**turns[1], "prompts": {"begin": "a"}}]},
-        "answer": {"turns": [{**turns[0], "answers": []}]}, "twice": {"id": json.loads(first)["id"]},
-    }.items():  # fmt: skip
+        "answer": {"turns": [{**turns[0], "answers": []}]},
+        "twice": {"id": json.loads(first)["id"]},
+    }.items():
         (folder / f"{name}.jsonl").write_text(f"{first}\n{json.dumps(content | change)}\n")
     (folder / "lacks.jsonl").write_text(f"{first}\n{json.dumps({'id': 'a', 'task': 'recall'})}\n")
     (folder / "cut.jsonl").write_text(f"{first}\n{second[:80]}")

@@ -99,9 +99,15 @@ def test_an_evicting_policy_is_seen_at_true_positions() -> None:
     model.generation_config.eos_token_id = None
     policy = StreamingLLM(budget=12, first=3)
     found = barcode(
-        model, PROMPT, heads=HEADS, raw=True, max_new_tokens=NEW, tokenizer=tokenizer, interventions=policy,
+        model,
+        PROMPT,
+        heads=HEADS,
+        raw=True,
+        max_new_tokens=NEW,
+        tokenizer=tokenizer,
+        interventions=policy,
         control=False,
-    )  # fmt: skip
+    )
     for head in HEADS:
         rows = found.arrays[head]
         torch.testing.assert_close(rows.sum(1), torch.ones(NEW))

@@ -86,9 +86,17 @@ def test_arguments_arrive(calls: list[Any]) -> None:
     del arguments["progress"]
     assert model == "m"
     assert arguments == {
-        "revision": "r", "device": "cpu", "dtype": "float16", "bos": False, "all_layers": True, "top_k": 3, "seed": 5,
-        "max_repeats": 9, "text": Path("t.txt"), "tokens": ["cat", "dog"],
-    }  # fmt: skip
+        "revision": "r",
+        "device": "cpu",
+        "dtype": "float16",
+        "bos": False,
+        "all_layers": True,
+        "top_k": 3,
+        "seed": 5,
+        "max_repeats": 9,
+        "text": Path("t.txt"),
+        "tokens": ["cat", "dog"],
+    }
 
 
 def test_backend_loads_that_kind_of_object(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +238,12 @@ def test_full_standard_output() -> None:
 def test_a_reader_that_stops_early_is_no_error() -> None:
     done = subprocess.run(
         f"{sys.executable} -m sinkscope models | head -n 1; echo ${{PIPESTATUS[0]}}",
-        shell=True, executable="/bin/bash", env=_environment(), capture_output=True, text=True,
-    )  # fmt: skip
+        shell=True,
+        executable="/bin/bash",
+        env=_environment(),
+        capture_output=True,
+        text=True,
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines()[-1] == "0"
 
@@ -280,9 +292,16 @@ def test_generate_text_on_stdout_events_on_stderr(
     assert main("generate --prompt-file p.txt --patch patch.json --max-new-tokens 2 --no-bos".split()) == 0
     assert capsys.readouterr() == ("one two\n", "patched: step 3, position 4, layer 1, neuron 7\n")
     assert asked == {
-        "model": ((None,), {"backend": "hf"}), "prompt": "the prompt\n", "patch": Path("patch.json"),
-        "policy": None, "guard": False, "max_new_tokens": 2, "temperature": 0.0, "seed": 0, "bos": False,
-    }  # fmt: skip
+        "model": ((None,), {"backend": "hf"}),
+        "prompt": "the prompt\n",
+        "patch": Path("patch.json"),
+        "policy": None,
+        "guard": False,
+        "max_new_tokens": 2,
+        "temperature": 0.0,
+        "seed": 0,
+        "bos": False,
+    }
 
 
 def test_interrupted_generation_keeps_its_text(

@@ -208,9 +208,13 @@ def test_some_tokens_are_what_they_are_among_all() -> None:
 def test_bad_input_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("llama", 0)
     for arguments, words in (
-        ({"threshold": 0.0}, "more than 0"), ({"sample": -1}, "--sample"), ({"batch_size": 0}, "--batch-size"),
-        ({"workers": 0}, "--workers 0"), ({"tokens": ["poem book"]}, "2 tokens"), ({"seed": -1}, "negative"),
-    ):  # fmt: skip
+        ({"threshold": 0.0}, "more than 0"),
+        ({"sample": -1}, "--sample"),
+        ({"batch_size": 0}, "--batch-size"),
+        ({"workers": 0}, "--workers 0"),
+        ({"tokens": ["poem book"]}, "2 tokens"),
+        ({"seed": -1}, "negative"),
+    ):
         with pytest.raises(SinkscopeError, match=words):
             _clusters(o, **arguments)
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
@@ -238,9 +242,7 @@ def test_bundled_model_learned_its_clusters() -> None:
     words = [
         i for i in range(300, 900, 5) if tokenizer(tokenizer.decode([i]), add_special_tokens=False)["input_ids"] == [i]
     ]
-    found = token_clusters(
-        made.target.hf, tokenizer=tokenizer, tokens=[tokenizer.decode([i]) for i in words], sample=0
-    )  # fmt: skip
+    found = token_clusters(made.target.hf, tokenizer=tokenizer, tokens=[tokenizer.decode([i]) for i in words], sample=0)
     truth = [heads.get(circuit["group_of_token"][i]) for i in found.ids]
     right = sum(a == b for a, b in zip(found.head, truth, strict=True))
     assert len(truth) > 50 and right >= 0.95 * len(truth)

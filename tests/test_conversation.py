@@ -131,12 +131,17 @@ def test_kept_lines_are_those_of_select_lines_on_the_layers_own_queries(answers:
 @pytest.mark.parametrize(
     ("policy", "answers"),
     [
-        (StreamingLLM(budget=20), "recompute"), (StreamingLLM(budget=20, positions="rebased"), "keep"),
-        (H2O(budget=20), "keep"), (H2O(budget=20), "recompute"), (SnapKV(budget=20, window=4), "keep"),
-        (AdaKV(budget=20, window=4, floor=0.0), "keep"), (AdaKV(budget=20, window=4, floor=0.0), "recompute"),
-        (TOVA(budget=20, mode="select"), "recompute"), (TOVA(budget=20, mode="select"), "keep"),
+        (StreamingLLM(budget=20), "recompute"),
+        (StreamingLLM(budget=20, positions="rebased"), "keep"),
+        (H2O(budget=20), "keep"),
+        (H2O(budget=20), "recompute"),
+        (SnapKV(budget=20, window=4), "keep"),
+        (AdaKV(budget=20, window=4, floor=0.0), "keep"),
+        (AdaKV(budget=20, window=4, floor=0.0), "recompute"),
+        (TOVA(budget=20, mode="select"), "recompute"),
+        (TOVA(budget=20, mode="select"), "keep"),
     ],
-)  # fmt: skip
+)
 def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answers: str) -> None:
     """The same turns inside one `with`, on a cache of the caller's own, cropped by hand."""
     model = model_of("llama")
@@ -148,9 +153,14 @@ def test_leaving_and_entering_changes_nothing_for_a_policy(policy: Policy, answe
             ids += said(number)
             given = torch.tensor([ids])
             made: Any = model.generate(
-                given, attention_mask=torch.ones_like(given), past_key_values=cache, max_new_tokens=NEW,
-                do_sample=False, output_logits=True, return_dict_in_generate=True,
-            )  # fmt: skip
+                given,
+                attention_mask=torch.ones_like(given),
+                past_key_values=cache,
+                max_new_tokens=NEW,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
             assert made.sequences[0, len(ids) :].tolist() == list(turn.ids)
             assert torch.equal(torch.stack(made.logits, 1), logits(turn))
             if answers == "recompute":
@@ -186,9 +196,8 @@ def test_read_counts_what_decoding_steps_attend_to() -> None:
 
 @pytest.mark.parametrize(
     ("edit", "answers"),
-    [(SMALL, "keep"), (H2O(budget=20), "recompute"),
-     (None, "recompute"), (None, "keep")],
-)  # fmt: skip
+    [(SMALL, "keep"), (H2O(budget=20), "recompute"), (None, "recompute"), (None, "keep")],
+)
 def test_a_turn_that_is_said_leaves_what_an_answer_of_the_model_would(edit: Any, answers: Any) -> None:
     model = model_of("llama")
     asked, told = (Conversation(model, edit, answers=answers) for _ in range(2))
@@ -275,9 +284,8 @@ class _Stops:
 
 @pytest.mark.parametrize(
     ("edit", "answers"),
-    [(SMALL, "recompute"), (H2O(budget=20), "keep"),
-     (ALARM, "keep")],
-)  # fmt: skip
+    [(SMALL, "recompute"), (H2O(budget=20), "keep"), (ALARM, "keep")],
+)
 def test_an_interrupted_turn_leaves_the_conversation_as_it_was(edit: Any, answers: Any) -> None:
     model = model_of("llama")
     chat, calm = (Conversation(model, edit, answers=answers) for _ in range(2))
@@ -300,22 +308,27 @@ def test_a_turn_that_exceeds_the_context_is_named_and_nothing_changes() -> None:
     with pytest.raises(SinkscopeError, match="at most 5 new tokens; the conversation is as it was"):
         chat.ask(said(1), max_new_tokens=6)
     assert len(chat.ids) == 47
-    close(logits(chat.ask(said(1), max_new_tokens=5, output_logits=True, return_dict_in_generate=True)),
-          one_prompt(model_of("llama"), 2)[1][1][:, :5])  # fmt: skip
+    close(
+        logits(chat.ask(said(1), max_new_tokens=5, output_logits=True, return_dict_in_generate=True)),
+        one_prompt(model_of("llama"), 2)[1][1][:, :5],
+    )
 
 
 @pytest.mark.parametrize(
     ("prompt", "more", "words"),
     [
-        ([], {}, "turn 1: the prompt is empty"), (" \n", {}, "turn 1: the prompt is empty"),
-        ([5, 96], {}, "turn 1: 96 is no token id of"), ([5, -1], {}, "-1 is no token id"),
+        ([], {}, "turn 1: the prompt is empty"),
+        (" \n", {}, "turn 1: the prompt is empty"),
+        ([5, 96], {}, "turn 1: 96 is no token id of"),
+        ([5, -1], {}, "-1 is no token id"),
         ([True], {}, "True is no token id"),
-        ("text", {}, "give tokenizer=..., or token ids"), ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        ("text", {}, "give tokenizer=..., or token ids"),
+        ([5], {"max_new_tokens": 0}, "max_new_tokens=0"),
         ([5], {"use_cache": False}, "use_cache is made by the conversation"),
         ([5], {"num_beams": 2}, "num_beams=2: a conversation is one row"),
         ([5], {"num_return_sequences": 2}, "num_return_sequences=2"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_asked(prompt: Any, more: Any, words: str) -> None:
     chat = Conversation(model_of("llama"))
     if isinstance(prompt, str) and not prompt.strip():
@@ -386,10 +399,11 @@ def test_a_chat_template_is_put_around_turns(ended: bool) -> None:
 @pytest.mark.parametrize(
     ("edit", "answers", "place"),
     [
-        (LoopServe(alpha=1.0), "recompute", "begin"), (LoopServe(alpha=1.0), "keep", "middle"),
+        (LoopServe(alpha=1.0), "recompute", "begin"),
+        (LoopServe(alpha=1.0), "keep", "middle"),
         (LoopServe(), "recompute", "end"),  # short prompts are dense, and the first 16 steps read everything
     ],
-)  # fmt: skip
+)
 def test_the_recall_model_answers_through_a_growing_conversation(edit: LoopServe, answers: str, place: Any) -> None:
     model: Any = ss.load("recall", backend="hf")
     dialogue = recall_dialogue(5, turns=4, tokens=[150, 90, 200, 120], hops=2)

@@ -28,13 +28,19 @@ GUARD = LoopGuard(budget=40, anchors=2, window=8, variant="always", monitor={"wa
 @pytest.mark.parametrize(
     ("edit", "answers"),
     [
-        (None, "recompute"), (None, "keep"), (SMALL, "recompute"), (SMALL | GUARD, "keep"), (H2O(budget=20), "keep"),
-        (AdaKV(budget=20, window=4, floor=0.0), "keep"), (StreamingLLM(budget=20, positions="rebased"), "recompute"),
-        (TOVA(budget=20, mode="select"), "keep"), (SinkPatch(layer=1, neurons=[3, 5]), "recompute"),
+        (None, "recompute"),
+        (None, "keep"),
+        (SMALL, "recompute"),
+        (SMALL | GUARD, "keep"),
+        (H2O(budget=20), "keep"),
+        (AdaKV(budget=20, window=4, floor=0.0), "keep"),
+        (StreamingLLM(budget=20, positions="rebased"), "recompute"),
+        (TOVA(budget=20, mode="select"), "keep"),
+        (SinkPatch(layer=1, neurons=[3, 5]), "recompute"),
         (SinkDetector(layer=1, neurons=[3], levels=[0.001], threshold=-1e9) | H2O(budget=20), "recompute"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_continued_as_if_never_saved(edit: Any, answers: Any, tmp_path: Path) -> None:
     chat = Conversation(model_of("llama"), edit, answers=answers)
     for number in range(2):
@@ -45,8 +51,13 @@ def test_continued_as_if_never_saved(edit: Any, answers: Any, tmp_path: Path) ->
     assert all(torch.equal(a, b) for a, b in zip(tensors(chat), tensors(restored), strict=True))
     for old, new in zip(chat.turns, restored.turns, strict=True):
         assert (old.prompt, old.ids, old.text, old.prompt_tokens, old.queries, old.read) == (
-            new.prompt, new.ids, new.text, new.prompt_tokens, new.queries, new.read
-        )  # fmt: skip
+            new.prompt,
+            new.ids,
+            new.text,
+            new.prompt_tokens,
+            new.queries,
+            new.read,
+        )
         assert [(e.kind, e.step, e.position) for e in old.events] == [(e.kind, e.step, e.position) for e in new.events]
         for a, b in zip(old.lines, new.lines, strict=True):
             assert (a is None) == (b is None)
@@ -77,7 +88,7 @@ def talk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda: model_of("qwen3"), "give the same model"),
         (lambda: model_of("llama").double(), "give the same model"),
     ],
-)  # fmt: skip
+)
 def test_another_model_is_refused(talk: Path, make: Callable[[], Any], words: str) -> None:
     with pytest.raises(SinkscopeError, match=re.escape(words)) as caught:
         Conversation.load(talk, make(), SMALL)
@@ -121,7 +132,8 @@ def _other_tensors(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_flip, "is missing or damaged"), (_cut("*.safetensors"), "is missing or damaged"),
+        (_flip, "is missing or damaged"),
+        (_cut("*.safetensors"), "is missing or damaged"),
         (lambda folder: next(folder.glob("*.safetensors")).unlink(), "is missing or damaged"),
         (_cut("*.json"), "conversation.json is not JSON"),
         (lambda folder: (folder / "conversation.json").unlink(), "no such file or directory"),
@@ -137,7 +149,7 @@ def _other_tensors(folder: Path) -> None:
         (_edit(lambda data: data.update(tensors="../" + data["tensors"])), "is missing or damaged"),
         (_other_tensors, "its two files do not fit"),
     ],
-)  # fmt: skip
+)
 def test_damaged_and_foreign_files_are_refused_in_one_line(
     talk: Path, tmp_path: Path, damage: Callable[[Path], None], words: str
 ) -> None:

@@ -29,9 +29,14 @@ from sinkscope.trace.run import trace
 
 def _detect(o: Organism, folder: Path, **options: Any) -> AttackDetection:
     options = {
-        "clusters": planted_clusters(o), "lengths": [16], "sequences": 40, "prefix": "",
-        "harmless": {"text": words(o)}, "rules": [(1, 1), (4, 8)], **options,
-    }  # fmt: skip
+        "clusters": planted_clusters(o),
+        "lengths": [16],
+        "sequences": 40,
+        "prefix": "",
+        "harmless": {"text": words(o)},
+        "rules": [(1, 1), (4, 8)],
+        **options,
+    }
     return detect_attack(o.model, tokenizer=o.tokenizer, text=text_file(o, folder), **options)
 
 
@@ -104,8 +109,10 @@ def test_online_in_pieces_and_padded_as_by_hand(family: str, seed: int, rule: tu
     detector = _calibrated(o, hits=hits, window=window)
     first, second = o.tokens_of(0), o.tokens_of(1)
     rows = [  # sinks, ordinary tokens, sinks again where the group outweighs what came between
-        [*first[:6], *second[:3], *first[:9]], [first[0], second[0], *first[1:5]], [*first[:2], *second[:9]],
-    ]  # fmt: skip
+        [*first[:6], *second[:3], *first[:9]],
+        [first[0], second[0], *first[1:5]],
+        [*first[:2], *second[:9]],
+    ]
     scores = [
         detector.scores(neuron_values(Target.of(o.model), o.truth.neurons, torch.tensor([row]), 1))[0].tolist()
         for row in rows
@@ -134,18 +141,21 @@ def test_online_in_pieces_and_padded_as_by_hand(family: str, seed: int, rule: tu
 
 
 @given(
-    scores=st.lists(st.integers(-3, 9), min_size=2, max_size=30), hits=st.integers(1, 4), more=st.integers(0, 4),
+    scores=st.lists(st.integers(-3, 9), min_size=2, max_size=30),
+    hits=st.integers(1, 4),
+    more=st.integers(0, 4),
     threshold=st.integers(-3, 9),
-)  # fmt: skip
+)
 def test_the_peak_is_the_largest_threshold_that_alarms(scores: list[int], hits: int, more: int, threshold: int) -> None:
     alarms = _brute([math.nan, *map(float, scores)], float(threshold), hits, hits + more)
     assert bool(alarms) == (peak(torch.tensor([scores]).float(), hits, hits + more).item() >= threshold)
 
 
 @given(
-    loud=st.lists(st.integers(0, 9), min_size=1, max_size=20), quiet=st.lists(st.integers(0, 9), min_size=1),
+    loud=st.lists(st.integers(0, 9), min_size=1, max_size=20),
+    quiet=st.lists(st.integers(0, 9), min_size=1),
     rate=st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]),
-)  # fmt: skip
+)
 def test_curves_agree_with_scikit_learn(loud: list[int], quiet: list[int], rate: float) -> None:
     a, b = torch.tensor(loud).float(), torch.tensor(quiet).float()
     truth = [1] * len(loud) + [0] * len(quiet)

@@ -173,8 +173,10 @@ def test_every_right_answer_is_a_class_and_scores_1(tmp_path: Path) -> None:
 
 
 def test_examples_of_both_sets() -> None:
-    assert examples_of(examples(1, 2)) == ["Question: what is 1.0 ?\nType: Person",
-                                           "Question: what is 1.1 ?\nType: Number of something"]  # fmt: skip
+    assert examples_of(examples(1, 2)) == [
+        "Question: what is 1.0 ?\nType: Person",
+        "Question: what is 1.1 ?\nType: Number of something",
+    ]
     samsum = "Dialogue: A: hi\nB: ho\nSummary: They greet.\nDialogue: A: x\nSummary: A says x."
     assert examples_of(samsum) == samsum.replace("\nDialogue", "\n\nDialogue").split("\n\n")
 

@@ -106,7 +106,7 @@ def test_one_forward_call_under_a_mask_gives_the_same(tmp_path: Path, method: st
         kl = [
             float(torch.nn.functional.kl_div(other[i].log_softmax(-1), full[i].softmax(-1), reduction="sum"))
             for i in steps
-        ]  # fmt: skip
+        ]
         kept = [fmean(float((layer[:, i] * seen[i]).sum(-1).mean()) for layer in attention) for i in steps]
         record = found[method, dialogue.id]
         assert record.kl == pytest.approx(kl, abs=2e-5)
@@ -147,8 +147,14 @@ def test_mass_kept_by_heads_that_keep_different_tokens(tmp_path: Path) -> None:
 
 
 def test_full_is_itself_and_batches_change_nothing(tmp_path: Path) -> None:
-    methods = ["full", "h2o", "tova", "progressive-0:every=3", "progressive-0:every=3:gather=false",
-               "loopserve-0:alpha=0.7:shortest=0:dense_above=inf"]  # fmt: skip
+    methods = [
+        "full",
+        "h2o",
+        "tova",
+        "progressive-0:every=3",
+        "progressive-0:every=3:gather=false",
+        "loopserve-0:alpha=0.7:shortest=0:dense_above=inf",
+    ]
     given: dict[str, Any] = {"along": "full", "max_new_tokens": 6}
     one, many = (_run(tmp_path / str(size), methods, batch_size=size, **given) for size in (1, 3))
     assert set(one) == set(many) and len(one) == 18
@@ -221,8 +227,17 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path: Path) -> None:
 
 def _near(dialogue: str, kl: tuple[float, ...], **changes: Any) -> Near:
     given = {"method": "full", "position": "end", "kept": (0.5,) * (len(kl) - 1), "read": 9.0, "cells": None, **changes}
-    return Near(model="f00", prompt=f"{dialogue} {given['position']} 0", dialogue=dialogue, turn=0, prompt_tokens=20,
-                kl=kl, agree=tuple(value < 0.5 for value in kl), seconds=1.0, **given)  # fmt: skip
+    return Near(
+        model="f00",
+        prompt=f"{dialogue} {given['position']} 0",
+        dialogue=dialogue,
+        turn=0,
+        prompt_tokens=20,
+        kl=kl,
+        agree=tuple(value < 0.5 for value in kl),
+        seconds=1.0,
+        **given,
+    )
 
 
 def _folder(path: Path, records: list[Near], **changes: Any) -> Path:
@@ -236,10 +251,11 @@ def _folder(path: Path, records: list[Near], **changes: Any) -> Path:
 
 def test_means_and_errors_are_recomputed(tmp_path: Path) -> None:
     records = [
-        _near("q-0", (0.0, 1.0), method="h2o"), _near("q-1", (0.5, 0.7, 0.9), method="h2o"),
+        _near("q-0", (0.0, 1.0), method="h2o"),
+        _near("q-1", (0.5, 0.7, 0.9), method="h2o"),
         _near("q-2", (0.1,), method="h2o", read=None),
         _near("q-0", (0.0, 0.0), method="a-shape:budget=0.25", cells=0.4),
-    ]  # fmt: skip
+    ]
     made = tabulate_fidelity([_folder(tmp_path / "r", records)])
     h2o, shape = made.groups
     assert (h2o.questions, h2o.tokens, h2o.read, h2o.budget, h2o.position) == (3, 6, 9.0, 64, "end")

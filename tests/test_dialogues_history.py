@@ -62,8 +62,9 @@ def test_a_conversation_goes_on_from_what_the_method_said(tmp_path: Path) -> Non
     assert other  # a wrong answer stood in a history
     table = tabulate_dialogues([tmp_path / "gold", tmp_path / "model"])
     assert [(g.history, g.questions) for g in table.groups if (g.method, g.position) == ("full", "end")] == [
-        ("gold", 6), ("model", 6),
-    ]  # fmt: skip
+        ("gold", 6),
+        ("model", 6),
+    ]
     assert "recall by recall after its own answers: full 100.0%" in table.summary()
     assert [line.count("full") for line in table.summary().splitlines()] == [1, 1]
 
@@ -72,8 +73,13 @@ def test_a_conversation_cut_off_ends_the_same(tmp_path: Path) -> None:
     """Dialogues of unequal numbers of turns, batched over dialogues; what was done in the first run is the history."""
     hf, tokenizer = tiny_model("llama", num_hidden_layers=1)
     some = [SOME[0], replace(SOME[1], turns=SOME[1].turns[:1]), SOME[2]]
-    given: dict[str, Any] = {"tokenizer": tokenizer, "max_new_tokens": 3, "positions": ["end"], "history": "model",
-                             "batch_size": 3}  # fmt: skip
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "max_new_tokens": 3,
+        "positions": ["end"],
+        "history": "model",
+        "batch_size": 3,
+    }
 
     def work(name: str, progress: Any = None) -> tuple[Said, ...]:
         run_dialogues(hf, some, ["full", "tova:budget=8"], out=tmp_path / name, progress=progress, **given)
@@ -126,8 +132,9 @@ def test_what_a_turn_threw_away_is_missing_in_the_next(tmp_path: Path) -> None:
     assert seen == {True, False}
     made = tabulate_dialogues([tmp_path / "fresh", tmp_path / "grow"])
     assert [(g.cache, g.score) for g in made.groups if (g.method, g.position) == ("full", "end")] == [
-        ("fresh", 1.0), ("grow", 1.0),
-    ]  # fmt: skip
+        ("fresh", 1.0),
+        ("grow", 1.0),
+    ]
     assert "recall by recall on one cache: full 100.0%" in made.summary()
 
 
@@ -135,8 +142,17 @@ def test_own_answers_on_one_cache_and_a_dialogue_that_was_cut_off(tmp_path: Path
     """With the full cache, right answers are its own, so both histories are the same; a cut one is run again whole."""
 
     def work(name: str, history: str, progress: Any = None) -> tuple[Said, ...]:
-        run_dialogues(model(), SOME[:2], ["full", "loopserve-0:budget=24"], out=tmp_path / name, positions=["end"],
-                      history=history, cache="grow", progress=progress, max_new_tokens=10)  # fmt: skip
+        run_dialogues(
+            model(),
+            SOME[:2],
+            ["full", "loopserve-0:budget=24"],
+            out=tmp_path / name,
+            positions=["end"],
+            history=history,
+            cache="grow",
+            progress=progress,
+            max_new_tokens=10,
+        )
         return _records(tmp_path / name)
 
     def stop(_what: str, done: int, _total: int) -> None:

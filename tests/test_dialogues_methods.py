@@ -19,22 +19,37 @@ from sinkscope.kv.loopserve.select import minference_lines
 def test_methods_with_settings_are_what_they_say() -> None:
     made = {
         text: read_method(text).make(200)
-        for text in ("loopserve:alpha=0.98:first=0", "snapkv:window=32:pooling=max", "progressive-0:every=8",
-                     "h2o:budget=0.5", "loopserve-p", "loopserve-d:interval=4", "loopserve:dense_above=none",
-                     "progressive:gather=false", "tri-shape:dense_rows=9")
-    }  # fmt: skip
+        for text in (
+            "loopserve:alpha=0.98:first=0",
+            "snapkv:window=32:pooling=max",
+            "progressive-0:every=8",
+            "h2o:budget=0.5",
+            "loopserve-p",
+            "loopserve-d:interval=4",
+            "loopserve:dense_above=none",
+            "progressive:gather=false",
+            "tri-shape:dense_rows=9",
+        )
+    }
     assert list(made.values()) == [
-        ss.LoopServe(alpha=0.98, first=0, budget=200), SnapKV(window=32, pooling="max", budget=200),
-        Progressive(every=8, after=0, budget=200), H2O(budget=0.5), ss.LoopServe(decode=False),
-        ss.LoopServe(prefill=False, interval=4, budget=200), ss.LoopServe(budget=200),
-        Progressive(gather=False, budget=200), TriShape(dense_rows=9),
-    ]  # fmt: skip
+        ss.LoopServe(alpha=0.98, first=0, budget=200),
+        SnapKV(window=32, pooling="max", budget=200),
+        Progressive(every=8, after=0, budget=200),
+        H2O(budget=0.5),
+        ss.LoopServe(decode=False),
+        ss.LoopServe(prefill=False, interval=4, budget=200),
+        ss.LoopServe(budget=200),
+        Progressive(gather=False, budget=200),
+        TriShape(dense_rows=9),
+    ]
     assert [read_method(text).spec for text in ("h2o : recent=.5 : budget=64", "progressive:gather=false")] == [
-        "h2o:budget=64:recent=0.5", "progressive:gather=false",
-    ]  # fmt: skip
+        "h2o:budget=64:recent=0.5",
+        "progressive:gather=false",
+    ]
     assert [m.spec for m in check_methods(["h2o:recent=0.5:budget=64", "h2o", "h2o:budget=64:recent=0.50"])] == [
-        "h2o:budget=64:recent=0.5", "h2o",
-    ]  # fmt: skip
+        "h2o:budget=64:recent=0.5",
+        "h2o",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -65,21 +80,35 @@ def test_settings_that_are_none_are_refused(text: str, says: str) -> None:
 def test_settings_of_the_paper_and_at_an_equal_share() -> None:
     paper = {read_method(text).name: read_method(text).make(1) for text in at_settings([], "paper")}
     assert paper == {
-        "full": Full(), "h2o": H2O(budget=1024), "snapkv": SnapKV(budget=1024), "adakv": AdaKV(budget=1024),
-        "streaming": StreamingLLM(budget=4096), "a-shape": AShape(first=128, local=4096),
-        "tri-shape": TriShape(first=128, local=4096, dense_rows=128), "minference": MInference(),
+        "full": Full(),
+        "h2o": H2O(budget=1024),
+        "snapkv": SnapKV(budget=1024),
+        "adakv": AdaKV(budget=1024),
+        "streaming": StreamingLLM(budget=4096),
+        "a-shape": AShape(first=128, local=4096),
+        "tri-shape": TriShape(first=128, local=4096, dense_rows=128),
+        "minference": MInference(),
         "loopserve": ss.LoopServe(alpha=0.955, budget=1024, interval=16, shortest=0),
-    }  # fmt: skip
+    }
     names = ["loopserve-p", "loopserve-d:interval=8", "tova", "h2o:budget=64", "a-shape:budget=0.5"]
     assert at_settings(names, "paper") == [
-        "loopserve-p:alpha=0.955:shortest=0", "loopserve-d:budget=1024:interval=8", "tova:budget=1024",
-        "h2o:budget=64:recent=0.5", "a-shape:budget=0.5",
-    ]  # fmt: skip
+        "loopserve-p:alpha=0.955:shortest=0",
+        "loopserve-d:budget=1024:interval=8",
+        "tova:budget=1024",
+        "h2o:budget=64:recent=0.5",
+        "a-shape:budget=0.5",
+    ]
     names = "full h2o snapkv:window=8 a-shape tri-shape:first=2 loopserve loopserve-p loopserve-d".split()
     assert at_settings(names, "equal", 0.25) == [
-        "full", "h2o:budget=0.25", "snapkv:budget=0.25:window=8", "a-shape:budget=0.25", "tri-shape:first=2",
-        "loopserve:budget=0.25:shortest=0", "loopserve-p:shortest=0", "loopserve-d:budget=0.25",
-    ]  # fmt: skip
+        "full",
+        "h2o:budget=0.25",
+        "snapkv:budget=0.25:window=8",
+        "a-shape:budget=0.25",
+        "tri-shape:first=2",
+        "loopserve:budget=0.25:shortest=0",
+        "loopserve-p:shortest=0",
+        "loopserve-d:budget=0.25",
+    ]
     for share in (2, 0.0, 1.5):
         with pytest.raises(SinkscopeError, match="expected a share of the context"):
             at_settings(names, "equal", share)

@@ -126,9 +126,9 @@ TALKS = [[END, FRONT], [MIDDLE], [SINGLE, NONE, END], [FOREIGN]]
 
 def rows(kind: str) -> list[Any]:
     """The talks in each log's own format, with answers that ask much themselves."""
-    role, text, human, bot = ("from", "value", "human", "gpt") if kind == "conversations" else (
-        "role", "content", "user", "assistant"
-    )  # fmt: skip
+    role, text, human, bot = (
+        ("from", "value", "human", "gpt") if kind == "conversations" else ("role", "content", "user", "assistant")
+    )
     made = []
     for i, talk in enumerate(TALKS):
         said = [{role: "system", text: "You help. What is it?"}] if kind == "messages" else []

@@ -117,11 +117,26 @@ def test_batches_change_nothing(tmp_path: Path) -> None:
 
 def test_cells_are_those_of_the_shape(tmp_path: Path) -> None:
     """A-shape and Tri-shape counted cell by cell; MInference fills its share, and one line more would exceed it."""
-    methods = ["full", "a-shape:first=3:local=9", "tri-shape:first=3:local=9:dense_rows=7", "minference:budget=0.3",
-               "loopserve-p:alpha=0.5:shortest=0:dense_above=inf", "loopserve:alpha=0.9"]  # fmt: skip
+    methods = [
+        "full",
+        "a-shape:first=3:local=9",
+        "tri-shape:first=3:local=9:dense_rows=7",
+        "minference:budget=0.3",
+        "loopserve-p:alpha=0.5:shortest=0:dense_above=inf",
+        "loopserve:alpha=0.9",
+    ]
     hf, tokenizer = tiny_model("llama", num_hidden_layers=2)
-    run_dialogues(hf, SOME[:2], methods, out=tmp_path / "r", positions=["end"], batch_size=3, budget=64,
-                  tokenizer=tokenizer, max_new_tokens=3)  # fmt: skip
+    run_dialogues(
+        hf,
+        SOME[:2],
+        methods,
+        out=tmp_path / "r",
+        positions=["end"],
+        batch_size=3,
+        budget=64,
+        tokenizer=tokenizer,
+        max_new_tokens=3,
+    )
     found = {(r.method, r.prompt): r for r in _records(tmp_path / "r")}
     for (method, name), record in found.items():
         n = record.prompt_tokens
@@ -215,14 +230,24 @@ def _said(dialogue: str, turn: int, text: str, **changes: Any) -> Said:
         "prompt_tokens": 10,
         **changes,
     }
-    return Said(model="f00", prompt=f"{dialogue} {given['position']} {turn}", dialogue=dialogue, turn=turn, text=text,
-                ended="eos", seconds=1.0, **given)  # fmt: skip
+    return Said(
+        model="f00",
+        prompt=f"{dialogue} {given['position']} {turn}",
+        dialogue=dialogue,
+        turn=turn,
+        text=text,
+        ended="eos",
+        seconds=1.0,
+        **given,
+    )
 
 
 def _folder(path: Path, records: Sequence[Said], **changes: Any) -> Path:
     prompts = dict.fromkeys(POSITIONS, "?")
-    turns = [{"prompts": prompts, "answers": [answer], "depends": [], "answerable": known} for answer, known in
-             (("the blue whale", True), ("yes", False))]  # fmt: skip
+    turns = [
+        {"prompts": prompts, "answers": [answer], "depends": [], "answerable": known}
+        for answer, known in (("the blue whale", True), ("yes", False))
+    ]
     dialogues = [{"id": f"q-{i}", "task": "qasper", "turns": turns, "classes": []} for i in range(2)]
     settings = {"command": "dialogues", "model": MODEL, "budget": 64, "history": "gold", **changes}
     with Folder(path, settings, dialogues, Said) as store:
@@ -233,10 +258,13 @@ def _folder(path: Path, records: Sequence[Said], **changes: Any) -> Path:
 def test_scores_intervals_and_counts_are_recomputed(tmp_path: Path) -> None:
     other = {"method": "h2o", "read": 4.0}
     records = [
-        _said("q-0", 0, "a blue whale"), _said("q-0", 1, "no"), _said("q-1", 0, "blue fish", tokens=(7,), read=None),
+        _said("q-0", 0, "a blue whale"),
+        _said("q-0", 1, "no"),
+        _said("q-1", 0, "blue fish", tokens=(7,), read=None),
         _said("q-0", 0, "whale", position="begin", prompt_tokens=30),
-        _said("q-0", 0, "blue whale", **other), _said("q-0", 1, "yes", tokens=(1, 2, 4), **other),
-    ]  # fmt: skip
+        _said("q-0", 0, "blue whale", **other),
+        _said("q-0", 1, "yes", tokens=(1, 2, 4), **other),
+    ]
     made = tabulate_dialogues([_folder(tmp_path / "r", records)])
     end = _group(made, "full", "end")
     assert end.score == pytest.approx((1 + 0 + 0.5) / 3)
@@ -250,8 +278,11 @@ def test_scores_intervals_and_counts_are_recomputed(tmp_path: Path) -> None:
     h2o = _group(made, "h2o", "end")
     assert (h2o.score, h2o.same, h2o.read, h2o.budget) == (1.0, 0.5, 4.0, 64)
     assert [(g.method, g.position) for g in made.groups] == [
-        ("full", "begin"), ("full", "end"), ("full", "all"), ("h2o", "end"),
-    ]  # fmt: skip
+        ("full", "begin"),
+        ("full", "end"),
+        ("full", "all"),
+        ("h2o", "end"),
+    ]
     assert made.summary() == "qasper by tiny: full 54.2%, h2o 64 100.0%"
     assert Result.from_dict(json.loads(made.to_json())) == made
 
@@ -334,10 +365,25 @@ def test_tables_load_no_torch(tmp_path: Path) -> None:
     run, near = str(_folder(tmp_path / "r", [_said("q-0", 0, "whale")])), tmp_path / "n"
     settings = {"command": "dialogues fidelity", "model": MODEL, "budget": 64, "along": "gold"}
     with Folder(near, settings, [{"id": "q-0", "task": "text", "turns": [], "classes": []}], Near) as store:
-        store.append([
-            Near(model="f00", method="full", prompt="q-0 end 0", dialogue="q-0", position="end", turn=0,
-                 prompt_tokens=9, kl=(0.0,), agree=(True,), kept=(), read=None, cells=None, seconds=1.0)
-        ])  # fmt: skip
+        store.append(
+            [
+                Near(
+                    model="f00",
+                    method="full",
+                    prompt="q-0 end 0",
+                    dialogue="q-0",
+                    position="end",
+                    turn=0,
+                    prompt_tokens=9,
+                    kl=(0.0,),
+                    agree=(True,),
+                    kept=(),
+                    read=None,
+                    cells=None,
+                    seconds=1.0,
+                )
+            ]
+        )
     code = (
         "import sys; from sinkscope.cli import main\n"
         "codes = [main(['dialogues', 'table', folder]) for folder in sys.argv[1:]]\n"

@@ -23,28 +23,74 @@ BOOK = "\n".join(f"Chapter {i}. The captain of ship {i} was called Name{i}." for
 PAIRS = json.dumps({f"key-{i}": f"value-{i}" for i in range(21)})
 OPTIONS = ["a whale", "a ship", "a harbour", "a storm"]
 ROWS: dict[str, list[dict[str, Any]]] = {  # fields as in the benchmark's files, a row each
-    "scbench_kv": [{"id": 7, "context": f"JSON data:\n{PAIRS}", "multi_turns": [
-        {"input": 'Key: "key-3"', "answer": "value-3"}, {"input": 'Key: "key-19"', "answer": "value-19"}]}],
-    "scbench_prefix_suffix": [{"context": BOOK, "multi_turns": [
-        {"input": "Prefix: Na, suffix: e4", "answer": "Name4"}]}],
+    "scbench_kv": [
+        {
+            "id": 7,
+            "context": f"JSON data:\n{PAIRS}",
+            "multi_turns": [
+                {"input": 'Key: "key-3"', "answer": "value-3"},
+                {"input": 'Key: "key-19"', "answer": "value-19"},
+            ],
+        }
+    ],
+    "scbench_prefix_suffix": [
+        {"context": BOOK, "multi_turns": [{"input": "Prefix: Na, suffix: e4", "answer": "Name4"}]}
+    ],
     "scbench_vt": [{"input": BOOK, "multi_turns": [{"input": "Which variables?", "answer": ["VAR A", "B"]}]}],
-    "scbench_repoqa": [{"id": 0, "context": BOOK, "lang": "python", "repo": "a/b", "multi_turns": [
-        {"input": "The function adds.", "answer": "def add(): ...", "name": "add"}]}],
-    "scbench_qa_eng": [{"id": 1, "context": BOOK, "multi_turns": [
-        {"input": "Who is the captain of ship 5?", "answer": "Name5"}, {"input": "And of 6?", "answer": "Name6"}]}],
+    "scbench_repoqa": [
+        {
+            "id": 0,
+            "context": BOOK,
+            "lang": "python",
+            "repo": "a/b",
+            "multi_turns": [{"input": "The function adds.", "answer": "def add(): ...", "name": "add"}],
+        }
+    ],
+    "scbench_qa_eng": [
+        {
+            "id": 1,
+            "context": BOOK,
+            "multi_turns": [
+                {"input": "Who is the captain of ship 5?", "answer": "Name5"},
+                {"input": "And of 6?", "answer": "Name6"},
+            ],
+        }
+    ],
     "scbench_qa_chn": [{"id": 2, "context": BOOK, "multi_turns": [{"input": "谁?", "answer": "Name5"}]}],
-    "scbench_choice_eng": [{"id": 3, "context": BOOK, "multi_turns": [
-        {"input": "What sinks?", "answer": "a ship", "options": OPTIONS}]}],
-    "scbench_many_shot": [{"id": 4, "task": "geometric", "context": BOOK, "multi_turns": [
-        {"input": "Which is it?", "answer": "(A)"}]}],
+    "scbench_choice_eng": [
+        {"id": 3, "context": BOOK, "multi_turns": [{"input": "What sinks?", "answer": "a ship", "options": OPTIONS}]}
+    ],
+    "scbench_many_shot": [
+        {"id": 4, "task": "geometric", "context": BOOK, "multi_turns": [{"input": "Which is it?", "answer": "(A)"}]}
+    ],
     "scbench_summary": [{"id": 5, "context": BOOK, "multi_turns": [{"input": "Summarize.", "answer": "Captains."}]}],
-    "scbench_mf": [{"id": 6, "context": [9, 4, 7, 1] * 5, "multi_turns": [
-        {"input": "The largest number is", "answer": 9}, {"input": "The median number is", "answer": [4]}]}],
-    "scbench_summary_with_needles": [{"id": 8, "context": BOOK, "multi_turns": [
-        {"task": "scbench_passkey", "input": "What is the pass key?", "answer": "71"}]}],
-    "scbench_repoqa_and_kv": [{"id": 9, "lang": "go", "repo": "a/b", "context": BOOK, "multi_turns": [
-        {"task": "scbench_kv", "input": "Extract the value of key-1.", "answer": "value-1"}]}],
-}  # fmt: skip
+    "scbench_mf": [
+        {
+            "id": 6,
+            "context": [9, 4, 7, 1] * 5,
+            "multi_turns": [
+                {"input": "The largest number is", "answer": 9},
+                {"input": "The median number is", "answer": [4]},
+            ],
+        }
+    ],
+    "scbench_summary_with_needles": [
+        {
+            "id": 8,
+            "context": BOOK,
+            "multi_turns": [{"task": "scbench_passkey", "input": "What is the pass key?", "answer": "71"}],
+        }
+    ],
+    "scbench_repoqa_and_kv": [
+        {
+            "id": 9,
+            "lang": "go",
+            "repo": "a/b",
+            "context": BOOK,
+            "multi_turns": [{"task": "scbench_kv", "input": "Extract the value of key-1.", "answer": "value-1"}],
+        }
+    ],
+}
 SCORED = {"scbench_kv", "scbench_prefix_suffix", "scbench_qa_eng"}
 
 

@@ -41,9 +41,13 @@ def _word(o: Organism) -> int:
 def _measure(**changes: Any) -> Divergence:
     o = _repeater()
     options: dict[str, Any] = {
-        "tokens": [o.tokenizer.decode([_word(o)])], "prefix": "cat the", "max_repeats": 300, "repeats": [5, 280],
-        "new_tokens": 8, "controls": 3,
-    }  # fmt: skip
+        "tokens": [o.tokenizer.decode([_word(o)])],
+        "prefix": "cat the",
+        "max_repeats": 300,
+        "repeats": [5, 280],
+        "new_tokens": 8,
+        "controls": 3,
+    }
     return divergence(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 

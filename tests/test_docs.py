@@ -114,7 +114,9 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "site" / "extending.html").is_file()

@@ -76,8 +76,11 @@ def test_the_command_writes_data_and_figure(
     main(["--steps", "4", "--seeds", "2", "--out", str(tmp_path)])
     data = json.loads((tmp_path / "emergence.json").read_text())
     assert [(run["bos"], run["seed"], len(run["rows"])) for run in data["result"]["runs"]] == [
-        (True, 0, 3), (False, 0, 3), (True, 1, 3), (False, 1, 3),
-    ]  # fmt: skip
+        (True, 0, 3),
+        (False, 0, 3),
+        (True, 1, 3),
+        (False, 1, 3),
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["emergence.html", "emergence.json"]
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 4 and "no PNG: no browser" in err
@@ -98,9 +101,11 @@ def test_idle_attention_is_that_of_positions_without_a_trigger() -> None:
     best = 0.0
     for layer in model(ids, output_attentions=True).attentions:
         got = [
-            float(layer[row, 0, at, 0]) for row in range(5) for at in range(1, ids.shape[1])
+            float(layer[row, 0, at, 0])
+            for row in range(5)
+            for at in range(1, ids.shape[1])
             if int(ids[row, at]) not in (1, 2, 3)
-        ]  # fmt: skip
+        ]
         best = max(best, sum(got) / len(got))
     assert emergence.measure(model, ids, 0.0)["idle_attention"] == pytest.approx(best, rel=1e-4)
 

@@ -22,10 +22,19 @@ from sinkscope.figures import _DRAWN
 from sinkscope.results import Result
 
 CHOICES = {  # one of a few words, or packed numbers
-    "attacks.source", "detections.attack", "sequences.curves.condition", "ablation.method", "groups.position",
-    "heads.healthy_late.shares", "heads.healthy_whole.shares", "heads.late.shares", "heads.whole.shares",
-    "picture.shares", "outputs.ended", "verdict",
-}  # fmt: skip
+    "attacks.source",
+    "detections.attack",
+    "sequences.curves.condition",
+    "ablation.method",
+    "groups.position",
+    "heads.healthy_late.shares",
+    "heads.healthy_whole.shares",
+    "heads.late.shares",
+    "heads.whole.shares",
+    "picture.shares",
+    "outputs.ended",
+    "verdict",
+}
 BAD = "<img src=x onerror=alert(1)>"
 COMMITTED = Path(__file__).parents[1] / "figures"
 

@@ -66,9 +66,13 @@ def test_pieces_arrive_in_order(tmp_path: Path) -> None:
     SinkPatch(sites=SITES).save(tmp_path / "patch.json")
     pieces: list[tuple[int, str]] = []
     results = generate(
-        model, PROMPTS, patch=tmp_path / "patch.json", tokenizer=tokenizer, max_new_tokens=8,
+        model,
+        PROMPTS,
+        patch=tmp_path / "patch.json",
+        tokenizer=tokenizer,
+        max_new_tokens=8,
         on_text=lambda i, text: pieces.append((i, text)),
-    )  # fmt: skip
+    )
     assert ["".join(t for i, t in pieces if i == k).strip() for k in range(3)] == [r.text.strip() for r in results]
     assert [i for i, _ in pieces] == sorted(i for i, _ in pieces) and len(pieces) > 6
     assert [r.tokens for r in results] == [
@@ -91,8 +95,15 @@ def test_policy_and_guard(make: Any) -> None:
             out = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
         rows.append((out, [(i, e.step, e.position, e.kind) for e in run.events if e.kind == "guard"]))
     for size in (1, 3):
-        got = generate(other, PROMPTS, patch=SinkPatch(sites=SITES), policy="streaming:16", guard=guard,
-                       batch_size=size, **settings)  # fmt: skip
+        got = generate(
+            other,
+            PROMPTS,
+            patch=SinkPatch(sites=SITES),
+            policy="streaming:16",
+            guard=guard,
+            batch_size=size,
+            **settings,
+        )
         assert [r.tokens for r in got] == [tokens for tokens, _ in rows]
         assert [[(e.row, e.step, e.position, e.kind) for e in r.events if e.kind == "guard"] for r in got] == [
             events for _, events in rows
@@ -134,9 +145,13 @@ def test_a_budget_too_small_for_a_prompt_is_refused_before_the_first_token(edit:
     pieces: list[str] = []
     with pytest.raises(SinkscopeError, match=r"budget=0.5 of a prompt of 41 tokens is 20"):
         generate(
-            model, ["the " * 300, "the " * 40], tokenizer=tokenizer, max_new_tokens=3,
-            on_text=lambda _, piece: pieces.append(piece), **edit,
-        )  # fmt: skip
+            model,
+            ["the " * 300, "the " * 40],
+            tokenizer=tokenizer,
+            max_new_tokens=3,
+            on_text=lambda _, piece: pieces.append(piece),
+            **edit,
+        )
     assert not pieces
 
 

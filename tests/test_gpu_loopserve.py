@@ -60,8 +60,13 @@ def test_ratios_are_of_the_same_round() -> None:
         noted = dict.fromkeys(latency.NOTED)
         return {"context": 64, "round": number, "arm": arm, "seconds": list(seconds), "peak": 5 + number, **noted}
 
-    runs = [run("full", 0, 4, 1, 1), run("x", 0, 2, 1, 2), run("full", 1, 40, 10, 10), run("x", 1, 10, 5, 5),
-            run("x", 2, 1, 1, 1)]  # fmt: skip
+    runs = [
+        run("full", 0, 4, 1, 1),
+        run("x", 0, 2, 1, 2),
+        run("full", 1, 40, 10, 10),
+        run("x", 1, 10, 5, 5),
+        run("x", 2, 1, 1, 1),
+    ]
     full, row = latency.rows_of(runs, (1, 2))
     assert full["times_faster"] == {"1": 1.0, "2": 1.0}
     assert row["rounds"] == 2 and row["peak"] == 6, "a round without full attention has nothing to be compared with"
@@ -93,8 +98,11 @@ def test_interrupted_it_goes_on_and_only_with_the_same_settings(tmp_path: Path, 
     result = json.loads(file.read_text())["result"]
     assert made == [160, 160, 256, 256] and result["complete"] and result["runs"][:2] == held["runs"]
     assert [(row["context"], row["arm"]) for row in result["rows"]] == [
-        (160, "full"), (160, "snapkv"), (256, "full"), (256, "snapkv"),
-    ]  # fmt: skip
+        (160, "full"),
+        (160, "snapkv"),
+        (256, "full"),
+        (256, "snapkv"),
+    ]
     made.clear()
     latency.main([*words, "--seed", "1"])
     assert len(made) == 6
@@ -115,9 +123,14 @@ def test_memory_is_that_of_a_run_of_its_own() -> None:
 
 def test_the_figure_shows_every_arm_and_names_what_was_left_out() -> None:
     row = {
-        "first_times_faster": 1.0, "per_token_times_faster": 1.0, "times_faster": {"40": 1.5}, "seconds": {"40": 2.0},
-        "answering": 2**20, "peak": 2**21, "rounds": 1,
-    }  # fmt: skip
+        "first_times_faster": 1.0,
+        "per_token_times_faster": 1.0,
+        "times_faster": {"40": 1.5},
+        "seconds": {"40": 2.0},
+        "answering": 2**20,
+        "peak": 2**21,
+        "rounds": 1,
+    }
     drawn = latency.figure([{"context": n, "arm": arm, **row} for n in (64, 128) for arm in ("full", "snapkv")], (40,))
     assert [trace.name for trace in drawn.data] == ["full"] * 6 + ["snapkv"] * 6
     assert list(drawn.data[6].y) == [1.5, 1.5] and list(drawn.data[10].y) == [1.0, 1.0]
@@ -141,8 +154,9 @@ def test_script_runs_unattended_without_bridge_and_nnsight(tmp_path: Path, monke
     assert first["same"] < 1e-4
     assert [(row["n"], row["density"]) for row in curve] == [(n, d) for n in (128, 256) for d in script.DENSITIES]
     assert {row["kernel"] for row in [*curve, *result["selection"]["rows"]]} <= {
-        "blocks", "blocks, lone lines not compiled",
-    }  # fmt: skip
+        "blocks",
+        "blocks, lone lines not compiled",
+    }
     for row in curve:
         assert row["times_faster"] > 0 and 0.5 * row["density"] < row["cells"] < 1.5 * row["density"] + 0.05
     for row in result["selection"]["rows"]:

@@ -93,8 +93,10 @@ class Slow:
             self.real = [list(self.real[b]) for b in index]
 
     def _keep(self, wanted: Any) -> None:
-        self.held = [[[one for one in head if wanted(b, h, one)] for h, head in enumerate(row)]
-                     for b, row in enumerate(self.held)]  # fmt: skip
+        self.held = [
+            [[one for one in head if wanted(b, h, one)] for h, head in enumerate(row)]
+            for b, row in enumerate(self.held)
+        ]
 
     def check(self, layer: CacheLayer) -> None:
         assert layer.seen == layer.get_seq_length() == len(self.real[0])
@@ -126,8 +128,13 @@ class Slow:
 
 
 def _entries(pos: Tensor) -> list[tuple[tuple[int, int, int], int]]:
-    return [((b, h, i), int(p)) for b, row in enumerate(pos) for h, head in enumerate(row) for i, p in enumerate(head)
-            if p >= 0]  # fmt: skip
+    return [
+        ((b, h, i), int(p))
+        for b, row in enumerate(pos)
+        for h, head in enumerate(row)
+        for i, p in enumerate(head)
+        if p >= 0
+    ]
 
 
 def _pads(rows: int) -> Any:
@@ -188,8 +195,12 @@ def test_crop_and_go_on(family: str) -> None:
         ids[:, 16:] = ids[:, 16:].flip(1)
         cache.layers[0].select(None)
         with torch.no_grad():
-            got = model(input_ids=ids[:, 16:], attention_mask=mask, position_ids=mask.cumsum(1)[:, 16:] - 1,
-                        past_key_values=cache).logits  # fmt: skip
+            got = model(
+                input_ids=ids[:, 16:],
+                attention_mask=mask,
+                position_ids=mask.cumsum(1)[:, 16:] - 1,
+                past_key_values=cache,
+            ).logits
     sees = masks_of(model, policy, mask, 20, every=None)
     for see in sees:
         see[:, :, 16:20] = see[:, :, 20:21].expand(-1, -1, 4, -1) & torch.ones(4, 28, dtype=torch.bool).tril(16)
@@ -279,8 +290,10 @@ def test_another_policy_goes_on_with_a_cache() -> None:
         for head, had in zip(layer.pos[0], before, strict=True):
             want = sorted(had, key=lambda pos: -second.scores(_At(pos)))[:4]  # type: ignore[arg-type]
             assert set(head.tolist()) == {*want, *range(18, 24)}
-    with pytest.raises(UnsupportedError, match="other positions in every layer"), \
-            Everywhere(budget=4, positions="rebased").on(model):  # fmt: skip
+    with (
+        pytest.raises(UnsupportedError, match="other positions in every layer"),
+        Everywhere(budget=4, positions="rebased").on(model),
+    ):
         decode(model, torch.cat([ids, ids], 1), torch.cat([mask, mask], 1), 24, cache, [])
 
 
@@ -309,9 +322,13 @@ def test_caches_that_cannot_be_taken_over() -> None:
     decode(window, ids, mask, 20, slid)
     offloading = DynamicCache(offloading=True) if torch.cuda.is_available() else None
     for cache, inside, said in (
-        (static, model, "StaticCache"), (shallow, model, "another model"), (narrow, model, "another model"),
-        (slid, window, "DynamicSlidingWindowLayer"), (offloading, model, "offloading"), ([1], model, "list"),
-    ):  # fmt: skip
+        (static, model, "StaticCache"),
+        (shallow, model, "another model"),
+        (narrow, model, "another model"),
+        (slid, window, "DynamicSlidingWindowLayer"),
+        (offloading, model, "offloading"),
+        ([1], model, "list"),
+    ):
         if cache is None:
             continue
         with policy.on(inside), pytest.raises(SinkscopeError, match=said) as raised:
@@ -356,10 +373,12 @@ def test_usage_is_counted_by_hand() -> None:
     class Counting(Drawn):
         def enter(self, run: Any, key: int) -> None:
             super().enter(run, key)
-            run.session.after_call(lambda moment: (
-                tokens.append(torch.stack([(kv.pos >= 0).sum(-1).float().mean(1) for kv in moment.layers]).mean(0)),
-                slots.append(sum(kv.keys.shape[2] for kv in moment.layers)),
-            ))  # fmt: skip
+            run.session.after_call(
+                lambda moment: (
+                    tokens.append(torch.stack([(kv.pos >= 0).sum(-1).float().mean(1) for kv in moment.layers]).mean(0)),
+                    slots.append(sum(kv.keys.shape[2] for kv in moment.layers)),
+                )
+            )
 
         select = Policy.select
 

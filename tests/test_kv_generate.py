@@ -31,8 +31,13 @@ def logprob(model: Any, policy: Drawn, ids: Tensor, mask: Tensor, prompt: int) -
 def test_greedy(family: str, policy: Drawn) -> None:
     model = model_of(family)
     ids, mask = prompts([18, 11])
-    ask: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 7, "do_sample": False,
-                           "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
+    ask: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 7,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     with policy.on(model):
         got = model.generate(ids, **ask)
     longer = torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], 1)
@@ -47,9 +52,16 @@ def test_beams_carry_their_caches(family: str) -> None:
     """Rows change places at every step, so a cache that does not follow gives sequences other scores than these."""
     model = model_of(family)
     ids, mask = prompts([14, 9])
-    ask: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "num_beams": 3,
-                           "num_return_sequences": 3, "return_dict_in_generate": True, "output_scores": True,
-                           "length_penalty": 0.0}  # fmt: skip
+    ask: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "num_beams": 3,
+        "num_return_sequences": 3,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "length_penalty": 0.0,
+    }
     stock = model.generate(ids, **ask)
     with Full().on(model):
         full = model.generate(ids, **ask)
@@ -67,8 +79,14 @@ def test_beams_carry_their_caches(family: str) -> None:
 def test_several_samples_of_one_prompt() -> None:
     model = model_of("llama")
     ids, mask = prompts([14, 9])
-    ask: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3,
-                           "return_dict_in_generate": True, "output_logits": True}  # fmt: skip
+    ask: dict[str, Any] = {
+        "attention_mask": mask,
+        "max_new_tokens": 6,
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "return_dict_in_generate": True,
+        "output_logits": True,
+    }
     torch.manual_seed(1)
     stock = model.generate(ids, **ask).sequences
     policy = Drawn(budget=6)

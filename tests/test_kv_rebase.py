@@ -23,10 +23,16 @@ from sinkscope.models.target import Target
 _SCALED: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 64, "rope_theta": 100.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 100.0,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 100.0},
-}  # fmt: skip
+}
 CASES = [
     *(("llama", {"rope_parameters": scaled}) for scaled in _SCALED.values()),
     *((family, {}) for family in ("gpt_neox", "phi", "qwen3", "olmo2", "gemma")),
@@ -148,9 +154,15 @@ def test_generate_with_beams() -> None:
     policy = replace(POLICY, every="prefill")
     with policy.on(model):
         out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=5, num_beams=3, do_sample=False, length_penalty=0.0,
-            return_dict_in_generate=True, output_scores=True,
-        )  # fmt: skip
+            ids,
+            attention_mask=mask,
+            max_new_tokens=5,
+            num_beams=3,
+            do_sample=False,
+            length_penalty=0.0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
     for row, length in enumerate((16, 11)):
         real = out.sequences[row, 16 - length :]
         total = 0.0
@@ -189,11 +201,15 @@ def test_where_positions_cannot_be_given_anew() -> None:
     llama = model_of("llama")
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for model, said in (
-        (model_of("gpt2"), "no rotary"), (model_of("opt"), "no rotary"), (model_of("mistral"), "window"),
-        (model_of("gemma3_text"), "window"), (model_of("gpt_oss"), "window"), (model_of("phi3"), "window"),
+        (model_of("gpt2"), "no rotary"),
+        (model_of("opt"), "no rotary"),
+        (model_of("mistral"), "window"),
+        (model_of("gemma3_text"), "window"),
+        (model_of("gpt_oss"), "window"),
+        (model_of("phi3"), "window"),
         (model_of("llama", rope_parameters=dynamic), "dynamic"),
         (bridge_of(llama, tiny_model("llama")[1]), "TransformerBridge"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UnsupportedError, match=said) as raised, POLICY.on(model):
             pass
         assert "\n" not in str(raised.value) and 'positions="original"' in str(raised.value)

@@ -42,14 +42,17 @@ def state_of(model: Any) -> dict[str, Any]:
     return {
         "hooks": count_hooks(hf),
         "attributes": {name: sorted(vars(module)) for name, module in hf.named_modules()},
-        "configs": {name: m.config.to_dict() for name, m in hf.named_modules() if hasattr(m, "config")
-                    and hasattr(m.config, "to_dict")},
+        "configs": {
+            name: m.config.to_dict()
+            for name, m in hf.named_modules()
+            if hasattr(m, "config") and hasattr(m.config, "to_dict")
+        },
         "attention": hf.config._attn_implementation,
         "generation": hf.generation_config.to_dict(),
         "weights": {name: (p.data_ptr(), p._version) for name, p in hf.named_parameters()},
         "known": dict(attention._STOCK),
         "context": (attention.SESSION.get(), COLUMNS.get()),
-    }  # fmt: skip
+    }
 
 
 def every_kind() -> list[Any]:

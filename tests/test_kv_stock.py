@@ -59,8 +59,9 @@ def test_observers_change_nothing_and_rows_are_those_of_eager_attention(family: 
                 got = torch.zeros(4, 23)
                 at = rows.pos[row, 0]
                 got[:, (at + pad)[at >= 0]] = rows.probs[row, :, query, at >= 0]
-                torch.testing.assert_close(got[:, : column + 1], eager[rows.layer][row, :, column, : column + 1],
-                                           atol=2e-6, rtol=0)  # fmt: skip
+                torch.testing.assert_close(
+                    got[:, : column + 1], eager[rows.layer][row, :, column, : column + 1], atol=2e-6, rtol=0
+                )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "gpt_oss"])

@@ -58,9 +58,13 @@ def _cases(draw: st.DrawFn) -> tuple[Scores, int]:
     g = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
     sinks = torch.randn(kv * groups, generator=g) if draw(st.booleans()) else None
     scores = Scores(
-        3 * torch.randn(kv * groups, queries, 8, generator=g), torch.randn(kv, keys, 8, generator=g), 0.4,
-        draw(st.none() | st.integers(1, keys)), draw(st.none() | st.just(2.0)), sinks,
-    )  # fmt: skip
+        3 * torch.randn(kv * groups, queries, 8, generator=g),
+        torch.randn(kv, keys, 8, generator=g),
+        0.4,
+        draw(st.none() | st.integers(1, keys)),
+        draw(st.none() | st.just(2.0)),
+        sinks,
+    )
     return scores, draw(st.integers(1, 45))
 
 

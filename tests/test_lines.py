@@ -166,8 +166,15 @@ def test_map_is_the_models_attention_and_round_trip(tmp_path: Path) -> None:
 
 def test_a_file_of_prompts_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "samsum.jsonl"
-    rows = [{"context": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8, "input": "Dialogue: B: bye\nSummary: ",
-             "dataset": "samsum", "_id": f"x{i}"} for i in range(3)]  # fmt: skip
+    rows = [
+        {
+            "context": f"Dialogue: A: hello {i}\nSummary: they greet. " * 8,
+            "input": "Dialogue: B: bye\nSummary: ",
+            "dataset": "samsum",
+            "_id": f"x{i}",
+        }
+        for i in range(3)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "x.json"
     argv = ["lines", "--data", str(file), "--count", "2", "--length", "64", "--layer", "2", "--eta", "0.1"]

@@ -115,9 +115,16 @@ def test_a_bridge_becomes_nothing_else():
 
 @pytest.mark.parametrize(
     "setting",
-    [{"revision": "main"}, {"layers": 1}, {"dtype": "bf16"}, {"device": "cpu"}, {"device_map": "auto"},
-     {"quantization_config": {}}, {"tokenizer": object()}],
-)  # fmt: skip
+    [
+        {"revision": "main"},
+        {"layers": 1},
+        {"dtype": "bf16"},
+        {"device": "cpu"},
+        {"device_map": "auto"},
+        {"quantization_config": {}},
+        {"tokenizer": object()},
+    ],
+)
 def test_settings_are_not_silently_ignored_on_live_models(setting: dict[str, Any]):
     message = refused(tiny_model("llama")[0], **setting)
     assert next(iter(setting)) in message
@@ -521,17 +528,24 @@ def _nothing(folder: Path) -> None:
         (_nothing, {"num_hidden_layers": 5}, r"^m lacks 18 tensors .*such as model\.layers\.3.*from one revision"),
         (_nothing, {"intermediate_size": 48}, r"tensor \S+ of m has shape .*asks for .*from one revision"),
         (_nothing, {"model_type": None}, r"config\.json of m has no model_type"),
-        (_nothing, {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
-         r"type 'mamba' has no adapter; there are"),
+        (
+            _nothing,
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            r"type 'mamba' has no adapter; there are",
+        ),
         (_nothing, {"model_type": "made-up", "architectures": None}, r"model type 'made-up' has no adapter"),
-        (_nothing, {"model_type": "bert", "architectures": ["BertForMaskedLM"]}, r"^m is an encoder-only model .*"
-         r"expected a decoder-only causal language model, such as"),
+        (
+            _nothing,
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            r"^m is an encoder-only model .*"
+            r"expected a decoder-only causal language model, such as",
+        ),
         (_nothing, {"model_type": "vit", "architectures": ["ViTForImageClassification"]}, r"^m is a vision model"),
         (_nothing, {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}}, r"^m is a vision"),
         (_nothing, {"model_type": "t5", "is_encoder_decoder": True}, r"^m is an encoder-decoder model \(archit"),
         (_nothing, {"architectures": ["LlamaForSequenceClassification"]}, r"^m is not a causal language model"),
     ],
-)  # fmt: skip
+)
 def test_spoiled_folders(tmp_path: Path, spoil: Any, config: dict[str, Any], pattern: str):
     folder = spoiled(tmp_path / "m", **config)
     spoil(folder)
@@ -655,8 +669,14 @@ def test_package_not_installed(backend: Any, package: str, monkeypatch: pytest.M
     load(checkpoint("llama"), backend="hf")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"),
-                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
 def test_out_of_memory_says_what_to_try(error: Exception, monkeypatch: pytest.MonkeyPatch):
     from transformers import AutoModelForCausalLM
 

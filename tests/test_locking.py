@@ -24,8 +24,9 @@ from sinkscope.results import Result
 def _found(o: LoopOrganism, prompt: Tensor, new: int, **options: Any) -> Locking:
     """Held against a walk on the ring, which for an organism is ordinary text."""
     calm = o.healthy_prompt(prompt.shape[1] + new, start=400)[0].tolist()
-    return locking(o.model, prompt[0].tolist(), max_new_tokens=new, tokenizer=o.tokenizer,
-                   **{"control": calm, **options})  # fmt: skip
+    return locking(
+        o.model, prompt[0].tolist(), max_new_tokens=new, tokenizer=o.tokenizer, **{"control": calm, **options}
+    )
 
 
 def test_planted_heads_rank_first() -> None:
@@ -58,8 +59,9 @@ def test_without_planted_heads_nothing_locks() -> None:
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
     whole = locking(o.model, ids=ids, tokenizer=o.tokenizer, control=o.healthy_prompt(len(ids), 400)[0].tolist())
     with_them = loop_organism(1)
-    planted = locking(with_them.model, ids=ids, tokenizer=o.tokenizer,
-                      control=o.healthy_prompt(len(ids), 400)[0].tolist())  # fmt: skip
+    planted = locking(
+        with_them.model, ids=ids, tokenizer=o.tokenizer, control=o.healthy_prompt(len(ids), 400)[0].tolist()
+    )
     gain = {(h.layer, h.head): h.gain for h in whole.heads}
     other = {(h.layer, h.head): h.gain for h in planted.heads}
     assert all(gain[head] < 0.7 < other[head] for head in with_them.truth.locking_heads)
@@ -184,8 +186,17 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
     policy = ["--policy", "streaming:48"]
     assert main(["locking", "--prompt-file", str(prompt), *options, *policy, "--json", "-"]) == 0
     told = Result.from_dict(json.loads(capsys.readouterr().out))
-    found = locking(None, "def f(x):", max_new_tokens=30, layers=[5], suffix=40, window=30, period=3, control=False,
-                    interventions=StreamingLLM(budget=48))  # fmt: skip
+    found = locking(
+        None,
+        "def f(x):",
+        max_new_tokens=30,
+        layers=[5],
+        suffix=40,
+        window=30,
+        period=3,
+        control=False,
+        interventions=StreamingLLM(budget=48),
+    )
     assert isinstance(told, Locking) and told.settings == found.settings
     assert (told.heads, told.locked_curve, told.diversity) == (found.heads, found.locked_curve, found.diversity)
 

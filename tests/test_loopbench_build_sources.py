@@ -211,8 +211,28 @@ def test_build_and_not_over_what_is_there(tmp_path: Path, file: Path, capsys: py
     assert "dc.jsonl is there already: give another --out, or --force" in capsys.readouterr().err
     (tmp_path / "dc.jsonl").rename(tmp_path / "moved.jsonl")
     assert run(tmp_path, *words, "--seed", "1") == 2, "the manifest is kept as well"
-    assert main(["loopbench", "build", "--bench", "dc", "--source", str(file), "--out", str(tmp_path / "dc.jsonl"),
-                 "--tokenizer", str(BUNDLED), "--count", "4", "--target-tokens", "380", "--force"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "loopbench",
+                "build",
+                "--bench",
+                "dc",
+                "--source",
+                str(file),
+                "--out",
+                str(tmp_path / "dc.jsonl"),
+                "--tokenizer",
+                str(BUNDLED),
+                "--count",
+                "4",
+                "--target-tokens",
+                "380",
+                "--force",
+            ]
+        )
+        == 0
+    )
     assert (tmp_path / "dc.jsonl").read_bytes() == before, "the same settings, however they were given"
 
 

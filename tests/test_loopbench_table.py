@@ -37,8 +37,17 @@ FULL_LENGTH = tuple([5] * 280)
 def _folder(
     path: Path, records: Sequence[Record], prompts: Sequence[dict[str, Any]] | None = None, **settings: Any
 ) -> Path:
-    given = {"model": MODEL, "max_new_tokens": CAP, "window": WINDOW, "budget": 64, "seed": 0, "device": "cpu",
-             "dtype": "float32", "attention": "sdpa", **settings}  # fmt: skip
+    given = {
+        "model": MODEL,
+        "max_new_tokens": CAP,
+        "window": WINDOW,
+        "budget": 64,
+        "seed": 0,
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "sdpa",
+        **settings,
+    }
     there = prompts or [
         {"id": name, "bench": name.split("-")[0], "prompt": f"say\n{name}"}
         for name in dict.fromkeys(r.prompt for r in records)
@@ -87,8 +96,12 @@ def _by_hand(runs: Sequence[tuple[int, ...]]) -> dict[str, float]:
     """TTR, CR, length and the loop rule of section 4.3, with nothing of sinkscope."""
     ttr, cr = [len(set(t)) / len(t) for t in runs], [_packed(t) for t in runs]
     loops = [a <= 0.2 and c <= 0.12 and len(t) >= CAP - 20 for a, c, t in zip(ttr, cr, runs, strict=True)]
-    return {"ttr": np.mean(ttr), "cr": np.mean(cr), "length": round(np.mean([len(t) for t in runs]), 1),
-            "loop": np.mean(loops)}  # type: ignore[dict-item]  # fmt: skip
+    return {
+        "ttr": np.mean(ttr),
+        "cr": np.mean(cr),
+        "length": round(np.mean([len(t) for t in runs]), 1),
+        "loop": np.mean(loops),
+    }  # type: ignore[dict-item]
 
 
 def _interval(share: float, n: int) -> tuple[float, float]:
@@ -136,8 +149,9 @@ def test_a_published_model_gets_the_papers_numbers_in_its_own_row(tmp_path: Path
     made = tabulate([_folder(tmp_path / "r", [record(tokens=LOOP)], model=model)])
     rows = [r for r in _table(made, "Table 1").rows if r["method"] == "full" and r["set"] == "dc"]
     assert [(r["model"], r["paper_loop"], r["loop"], r["runs"]) for r in rows] == [
-        ("qwen3-1.7b", 1.0, 1.0, 1), ("Llama-3.2-1B", 1.0, None, "not run"),
-    ]  # fmt: skip
+        ("qwen3-1.7b", 1.0, 1.0, 1),
+        ("Llama-3.2-1B", 1.0, None, "not run"),
+    ]
 
 
 def test_nothing_run_at_all() -> None:
@@ -203,8 +217,10 @@ def test_survival_falls_where_runs_collapse(folder: Path) -> None:
 
 
 def test_table_2_scores_answers_and_compares_with_full(tmp_path: Path) -> None:
-    prompts = [{"id": f"2wiki-{i}", "bench": "2wiki", "prompt": "?", "answers": a} for i, a in
-               enumerate([["The blue whale"], ["yes", "indeed"]])]  # fmt: skip
+    prompts = [
+        {"id": f"2wiki-{i}", "bench": "2wiki", "prompt": "?", "answers": a}
+        for i, a in enumerate([["The blue whale"], ["yes", "indeed"]])
+    ]
     made = tabulate(
         [
             _folder(

@@ -35,9 +35,12 @@ class Write(LogitsProcessor):
 def run(model: Any, ids: Tensor, mask: Tensor, *processors: Any, criteria: Any = (), **settings: Any) -> Tensor:
     settings = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0, **settings}
     return model.generate(
-        input_ids=ids, attention_mask=mask, logits_processor=LogitsProcessorList(processors),
-        stopping_criteria=StoppingCriteriaList(criteria), **settings,
-    )  # fmt: skip
+        input_ids=ids,
+        attention_mask=mask,
+        logits_processor=LogitsProcessorList(processors),
+        stopping_criteria=StoppingCriteriaList(criteria),
+        **settings,
+    )
 
 
 def triggers(tokens: list[int], settings: MonitorSettings, probs: list[float] | None = None) -> list[int]:

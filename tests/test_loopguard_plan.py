@@ -18,10 +18,14 @@ def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Reten
     budget = draw(st.integers(1, 80))
     anchors = draw(st.integers(0, budget - 1))
     retention = Retention(
-        budget=budget, anchors=anchors, recent=draw(st.integers(1, 60)), max_level=draw(st.integers(0, 4)),
+        budget=budget,
+        anchors=anchors,
+        recent=draw(st.integers(1, 60)),
+        max_level=draw(st.integers(0, 4)),
         recent_budget=draw(st.none() | st.integers(1, budget - anchors)),
-        recent_pick=draw(st.sampled_from(["latest", "uniform"])), clean=draw(st.sampled_from(["tail", "repeats"])),
-    )  # fmt: skip
+        recent_pick=draw(st.sampled_from(["latest", "uniform"])),
+        clean=draw(st.sampled_from(["tail", "repeats"])),
+    )
     length = draw(st.integers(1, 200))
     gone = draw(st.sets(st.integers(0, length - 1)))
     a, b, c = sorted(draw(st.integers(0, length)) for _ in range(3))

@@ -92,8 +92,10 @@ def test_fields_of_json_lines() -> None:
     """Ids before text, whichever comes first; strings and ids both make tokens; empty lines are skipped."""
     text = _lines({"text": "a b a", "tokens": [5, 6]}) + "\n" + _lines({"output": "x y x"}, {"tokens": ["q", "q"]})
     assert parse(text, "a.jsonl") == [
-        Record("line 1", [5, 6]), Record("line 3", [0, 1, 0]), Record("line 4", [0, 0]),
-    ]  # fmt: skip
+        Record("line 1", [5, 6]),
+        Record("line 3", [0, 1, 0]),
+        Record("line 4", [0, 0]),
+    ]
     assert parse('{"a": 1}', "a.txt")[0].ids == [0, 1, 2, 1, 3, 4, 5]
     assert parse('{"text": "a"}', "a.txt", "jsonl") == [Record("line 1", [0])]
 
@@ -113,9 +115,13 @@ def test_fields_of_json_lines() -> None:
     ],
 )
 def test_bad_files_are_refused_in_a_line(
-    name: str | None, content: str | bytes, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    name: str | None,
+    content: str | bytes,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     if name is not None:
         mark = b"\xef\xbb\xbf"  # some editors begin a file with it: it is no part of the first line

@@ -21,10 +21,24 @@ from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compressio
 from sinkscope.loops.records import number, split
 
 SMALL = {
-    "window": 20, "novelty_n": 2, "novelty_span": 5, "theta_nov": 0.2, "stall": 2, "warmup": 10, "cooldown": 5,
-    "stride": 3, "tail_longest": 8, "tail_shortest": 4, "tail_repeats": 2.5, "tail_hold": 2, "streak": 3,
-    "theta_ttr": 0.3, "theta_cr": 0.4, "relapse": 12, "every": 7,
-}  # fmt: skip
+    "window": 20,
+    "novelty_n": 2,
+    "novelty_span": 5,
+    "theta_nov": 0.2,
+    "stall": 2,
+    "warmup": 10,
+    "cooldown": 5,
+    "stride": 3,
+    "tail_longest": 8,
+    "tail_shortest": 4,
+    "tail_repeats": 2.5,
+    "tail_hold": 2,
+    "streak": 3,
+    "theta_ttr": 0.3,
+    "theta_cr": 0.4,
+    "relapse": 12,
+    "every": 7,
+}
 # Pieces that repeat, between tokens that do not: what a run looks like, in few tokens.
 RUN = st.lists(
     st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=9), st.integers(1, 12)), min_size=1, max_size=5
@@ -110,8 +124,14 @@ def test_levels_rise_while_triggers_follow_each_other() -> None:
     p = [1.0] * 50 + [0.0] * 40 + [1.0] * 20
     fired = [monitor.update(i, value) for i, value in enumerate(p)]
     assert [(s.step, s.level, s.since) for s in fired if s.trigger] == [
-        (1, 0, None), (11, 1, 10), (21, 2, 10), (31, 3, 10), (41, 4, 10), (91, 0, 50), (101, 1, 10),
-    ]  # fmt: skip
+        (1, 0, None),
+        (11, 1, 10),
+        (21, 2, 10),
+        (31, 3, 10),
+        (41, 4, 10),
+        (91, 0, 50),
+        (101, 1, 10),
+    ]
 
 
 def test_without_probabilities_the_other_two_vote() -> None:

@@ -38,10 +38,12 @@ def test_scores_are_counts() -> None:
     sure = [0.5] * 600 + [1.0] * 600
     wide = [*range(1000, 1600), *[*range(100)] * 6]
     data = [
-        Recorded("exact", 4, LOOP, list(sure), 600), Recorded("exact", 100, wide, list(sure), 600),
-        Recorded("counting", 4, wide, list(sure), 600), Recorded("honest", None, LOOP, list(sure), None),
+        Recorded("exact", 4, LOOP, list(sure), 600),
+        Recorded("exact", 100, wide, list(sure), 600),
+        Recorded("counting", 4, wide, list(sure), 600),
+        Recorded("honest", None, LOOP, list(sure), None),
         Recorded("honest", None, list(range(700)), [1.0] * 700, None),
-    ]  # fmt: skip
+    ]
     found = score(data, MonitorSettings())
     monitor = Monitor()
     steps = (monitor.update(*pair) for pair in zip(LOOP, sure, strict=True))

@@ -31,8 +31,11 @@ from sinkscope.loops import (
 IDS = st.lists(st.integers(0, 4), max_size=60)
 TAILED = st.builds(  # a repetition behind anything
     lambda head, piece, copies, cut: head + piece * copies + piece[:cut],
-    IDS, st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(0, 6), st.integers(0, 8),
-)  # fmt: skip
+    IDS,
+    st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    st.integers(0, 6),
+    st.integers(0, 8),
+)
 LOOP = '{"name":"U.S. Air Force Academy","wikipedia url":"…","type":"Organization"}, '  # appendix D
 
 

@@ -30,9 +30,20 @@ ROOT = Path(__file__).parents[1]
 
 def said(**changed: Any) -> Said:
     one = Said(
-        model="f", method="full", prompt="", dialogue="recall-0", position="end", turn=0, prompt_tokens=100,
-        tokens=(1, 2), text="", ended="eos", read=50.0, cells=None, seconds=0.1,
-    )  # fmt: skip
+        model="f",
+        method="full",
+        prompt="",
+        dialogue="recall-0",
+        position="end",
+        turn=0,
+        prompt_tokens=100,
+        tokens=(1, 2),
+        text="",
+        ended="eos",
+        read=50.0,
+        cells=None,
+        seconds=0.1,
+    )
     one = replace(one, **changed)
     return replace(one, prompt=f"{one.dialogue} {one.position} {one.turn}")
 
@@ -80,14 +91,21 @@ def _qasper_run(folder: Path, name: str) -> Path:
     prompts = dict.fromkeys(POSITIONS, "x")
     dialogue = Dialogue("q", "qasper", tuple(Turn(prompts, ("Ellen Varga",), ()) for _ in range(2)))
     settings = {
-        "command": COMMAND, "model": asdict(ModelInfo(name, "llama", 1, 1, 1, "f")), "budget": 1024, "history": "gold",
-        "device": "cpu", "dtype": "float32", "attention": "sdpa",
-    }  # fmt: skip
+        "command": COMMAND,
+        "model": asdict(ModelInfo(name, "llama", 1, 1, 1, "f")),
+        "budget": 1024,
+        "history": "gold",
+        "device": "cpu",
+        "dtype": "float32",
+        "attention": "sdpa",
+    }
     with Folder(folder, settings, [asdict(dialogue)], Said) as store:
-        store.append([
-            said(dialogue="q", method="snapkv", turn=0, text="Ellen Varga"),
-            said(dialogue="q", method="snapkv", turn=1, text="Ellen"),
-        ])  # fmt: skip
+        store.append(
+            [
+                said(dialogue="q", method="snapkv", turn=0, text="Ellen Varga"),
+                said(dialogue="q", method="snapkv", turn=1, text="Ellen"),
+            ]
+        )
     return folder
 
 
@@ -160,11 +178,14 @@ def test_what_the_sample_misses_the_prompt_loses() -> None:
 
 def test_every_method_of_the_experiments_can_be_made() -> None:
     methods = [
-        *runs.specs(table1.OWN), *runs.specs(table1.LONGER, "paper"), *runs.specs(list(ablation.NAMES.values())),
-        *runs.specs(list(turns.NAMES.values())), *sweeps.methods_of(runs.SWEPT_KEPT).values(),
+        *runs.specs(table1.OWN),
+        *runs.specs(table1.LONGER, "paper"),
+        *runs.specs(list(ablation.NAMES.values())),
+        *runs.specs(list(turns.NAMES.values())),
+        *sweeps.methods_of(runs.SWEPT_KEPT).values(),
         *sweeps.methods_of(runs.SWEPT_CHAIN).values(),
         *runs.specs([text.format(value) for _, _, text, values in fidelity.CURVES for value in values]),
-    ]  # fmt: skip
+    ]
     for method in check_methods(methods):
         method.make(0.5)
         kind = METHODS[method.name]
@@ -189,9 +210,21 @@ def test_the_suites_are_what_their_rules_say() -> None:
 
 
 def test_means_of_fidelity() -> None:
-    near = Near(model="f", method="tova", prompt="a", dialogue="a", position="end", turn=0, prompt_tokens=9,
-                kl=(0.0, 1.0, 2.0, 5.0), agree=(True, True, False, False), kept=(0.5, 0.7, 0.9), read=4.0, cells=0.25,
-                seconds=1.0)  # fmt: skip
+    near = Near(
+        model="f",
+        method="tova",
+        prompt="a",
+        dialogue="a",
+        position="end",
+        turn=0,
+        prompt_tokens=9,
+        kl=(0.0, 1.0, 2.0, 5.0),
+        agree=(True, True, False, False),
+        kept=(0.5, 0.7, 0.9),
+        read=4.0,
+        cells=0.25,
+        seconds=1.0,
+    )
     row = fidelity.row_of(
         [near, replace(near, prompt="b", kl=(0.0, 0.0, 0.0, 4.0)), replace(near, method="h2o")], "tova"
     )
@@ -204,8 +237,12 @@ def test_the_page_has_every_part_of_the_paper() -> None:
     text = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
     first = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
     parts = " ".join(first)
-    for name, numbers in (("Obs.", range(1, 5)), ("Algorithm", range(1, 7)), ("Table", range(1, 9)),
-                          ("Fig.", range(1, 14))):  # fmt: skip
+    for name, numbers in (
+        ("Obs.", range(1, 5)),
+        ("Algorithm", range(1, 7)),
+        ("Table", range(1, 9)),
+        ("Fig.", range(1, 14)),
+    ):
         for number in numbers:
             assert re.search(rf"{re.escape(name)} {number}\b", parts), (name, number)
     assert "Theorem 1" in parts

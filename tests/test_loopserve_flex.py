@@ -62,10 +62,13 @@ def uncompiled(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, sc
 
 @settings(max_examples=40, deadline=None)
 @given(
-    queries=st.integers(128, 300), past=st.sampled_from([0, 1, 100, 128, 200]),
-    vertical=st.sampled_from([0.0, 0.02, 0.3, 1.0]), slash=st.sampled_from([0.0, 0.01, 0.2]),
-    near=st.sampled_from([1, 40, 270]), seed=st.integers(0, 99),
-)  # fmt: skip
+    queries=st.integers(128, 300),
+    past=st.sampled_from([0, 1, 100, 128, 200]),
+    vertical=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    slash=st.sampled_from([0.0, 0.01, 0.2]),
+    near=st.sampled_from([1, 40, 270]),
+    seed=st.integers(0, 99),
+)
 def test_blocks_and_masks_are_the_lines(
     queries: int, past: int, vertical: float, slash: float, near: int, seed: int
 ) -> None:
@@ -143,10 +146,13 @@ def nothing_compiled(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("missing", "words"),
-    [(no_module, "this PyTorch has none: No module named 'flex_attention'$"),
-     (no_compiler, "could not be compiled: InvalidCxxCompiler: no working C.. compiler found$"),
-     (switched_off, "torch.compile is switched off$"), (nothing_compiled, "torch.compile is switched off$")],
-)  # fmt: skip
+    [
+        (no_module, "this PyTorch has none: No module named 'flex_attention'$"),
+        (no_compiler, "could not be compiled: InvalidCxxCompiler: no working C.. compiler found$"),
+        (switched_off, "torch.compile is switched off$"),
+        (nothing_compiled, "torch.compile is switched off$"),
+    ],
+)
 def test_without_it_lines_are_computed_in_blocks_and_it_is_said_once(
     missing: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

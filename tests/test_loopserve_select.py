@@ -54,10 +54,14 @@ def cells_of(lines: HeadLines, head: int) -> set[tuple[int, int]]:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    queries=st.integers(1, 24), past=st.integers(0, 16), alpha=st.floats(0.05, 0.999),
-    variant=st.sampled_from(VARIANTS), sample=st.sampled_from([1, 5, 48]), sharp=st.sampled_from([0.0, 1.0, 4.0]),
+    queries=st.integers(1, 24),
+    past=st.integers(0, 16),
+    alpha=st.floats(0.05, 0.999),
+    variant=st.sampled_from(VARIANTS),
+    sample=st.sampled_from([1, 5, 48]),
+    sharp=st.sampled_from([0.0, 1.0, 4.0]),
     seed=st.integers(0, 999),
-)  # fmt: skip
+)
 def test_a_choice_holds_alpha_of_the_sample(
     queries: int, past: int, alpha: float, variant: Any, sample: int, sharp: float, seed: int
 ) -> None:
@@ -223,10 +227,15 @@ def test_online_choice_beats_a_fixed_one_on_attention_that_moves() -> None:
 
 @pytest.mark.parametrize(
     ("values", "word"),
-    [((0.0, 48, "exact"), "alpha=0.0"), ((1.5, 48, "exact"), "alpha=1.5"), ((0.9, 0, "exact"), "sample=0"),
-     ((0.9, 48, "best"), "variant='best'"), ((0.9, 48, "exact", 49), "recent=49"),
-     ((0.9, 48, "exact", -1), "recent=-1")],
-)  # fmt: skip
+    [
+        ((0.0, 48, "exact"), "alpha=0.0"),
+        ((1.5, 48, "exact"), "alpha=1.5"),
+        ((0.9, 0, "exact"), "sample=0"),
+        ((0.9, 48, "best"), "variant='best'"),
+        ((0.9, 48, "exact", 49), "recent=49"),
+        ((0.9, 48, "exact", -1), "recent=-1"),
+    ],
+)
 def test_settings_that_make_no_sense(values: Any, word: str) -> None:
     with pytest.raises(SinkscopeError, match=word):
         check_selection(*values)

@@ -54,8 +54,14 @@ def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: L
             pad = int(total - mask[row].sum())
             for start, stop in pairwise(turns):
                 begin = max(start, pad)
-                lines = select_lines(query[row, :, begin:stop], key[row, :, pad:stop], serve.alpha, sample=serve.sample,
-                                     variant=serve.variant, scaling=scaling)  # fmt: skip
+                lines = select_lines(
+                    query[row, :, begin:stop],
+                    key[row, :, pad:stop],
+                    serve.alpha,
+                    sample=serve.sample,
+                    variant=serve.variant,
+                    scaling=scaling,
+                )
                 at = torch.arange(begin - pad, stop - pad)
                 sees[layer][row, :, begin:stop, :stop] = False
                 sees[layer][row, :, begin:stop, pad:stop] = lines.rows(at)
@@ -71,10 +77,20 @@ def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family
     ids, mask = prompts([50, 37], 30)
     cache = DynamicCache(config=model.config)
     with serve.on(model) as run, torch.no_grad():
-        first = model(input_ids=ids[:, :50], attention_mask=mask[:, :50], position_ids=positions_of(mask)[:, :50],
-                      past_key_values=cache, use_cache=True).logits  # fmt: skip
-        second = model(input_ids=ids[:, 50:], attention_mask=mask, position_ids=positions_of(mask)[:, 50:],
-                       past_key_values=cache, use_cache=True).logits  # fmt: skip
+        first = model(
+            input_ids=ids[:, :50],
+            attention_mask=mask[:, :50],
+            position_ids=positions_of(mask)[:, :50],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+        second = model(
+            input_ids=ids[:, 50:],
+            attention_mask=mask,
+            position_ids=positions_of(mask)[:, 50:],
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
     sees = line_masks(model, ids, mask, [0, 50, 80], serve)
     expected = dense(model, ids, mask, sees)
     close(second, expected[:, 50:])
@@ -182,10 +198,17 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family: str, wh
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"alpha": 0.0}, "alpha=0.0"), ({"alpha": 1.2}, "alpha=1.2"), ({"budget": 0}, "budget=0"),
-     ({"interval": 0}, "interval=0"), ({"first": -1}, "first=-1"), ({"sample": 0}, "sample=0"),
-     ({"prefill": False, "decode": False}, "nothing would be done"), ({"shortest": -1}, "shortest=-1")],
-)  # fmt: skip
+    [
+        ({"alpha": 0.0}, "alpha=0.0"),
+        ({"alpha": 1.2}, "alpha=1.2"),
+        ({"budget": 0}, "budget=0"),
+        ({"interval": 0}, "interval=0"),
+        ({"first": -1}, "first=-1"),
+        ({"sample": 0}, "sample=0"),
+        ({"prefill": False, "decode": False}, "nothing would be done"),
+        ({"shortest": -1}, "shortest=-1"),
+    ],
+)
 def test_settings_that_make_no_sense(settings: Any, words: str) -> None:
     with pytest.raises(SinkscopeError, match=words):
         LoopServe(**settings)

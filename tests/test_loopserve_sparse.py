@@ -34,8 +34,11 @@ def inputs(heads: int, kv_heads: int, queries: int, keys: int, seed: int = 0) ->
 
 def drawn(heads: int, keys: int, queries: int, vertical: float, slash: float, seed: int = 0) -> HeadLines:
     generator = torch.Generator().manual_seed(seed)
-    lines = HeadLines(torch.rand(heads, keys, generator=generator) < vertical,
-                      torch.rand(heads, keys, generator=generator) < slash, queries)  # fmt: skip
+    lines = HeadLines(
+        torch.rand(heads, keys, generator=generator) < vertical,
+        torch.rand(heads, keys, generator=generator) < slash,
+        queries,
+    )
     lines.slash[:, 0] = True
     return lines
 
@@ -56,11 +59,15 @@ def masked(query: Tensor, key: Tensor, value: Tensor, lines: HeadLines) -> Tenso
 
 @settings(max_examples=40, deadline=None)
 @given(
-    queries=st.integers(1, 70), past=st.integers(0, 50), vertical=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
-    slash=st.sampled_from([0.0, 0.03, 0.3, 1.0]), blocks=st.sampled_from([(4,), (7,), (16, 32), (128,)]),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), seed=st.integers(0, 999),
+    queries=st.integers(1, 70),
+    past=st.integers(0, 50),
+    vertical=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    slash=st.sampled_from([0.0, 0.03, 0.3, 1.0]),
+    blocks=st.sampled_from([(4,), (7,), (16, 32), (128,)]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 999),
     by=st.sampled_from([LONE, SLOW, replace(LONE, cost=0.0), replace(SLOW, cost=99.0)]),
-)  # fmt: skip
+)
 def test_equal_to_dense_attention_under_the_same_mask(
     queries: int, past: int, vertical: float, slash: float, blocks: Any, dtype: Any, seed: int, by: Lone
 ) -> None:
@@ -141,9 +148,10 @@ def test_only_the_parts_that_are_needed_are_computed(monkeypatch: pytest.MonkeyP
 
 @settings(max_examples=60, deadline=None)
 @given(
-    offsets=st.sets(st.integers(1, 40), max_size=8), block=st.sampled_from([1, 4, 9]),
+    offsets=st.sets(st.integers(1, 40), max_size=8),
+    block=st.sampled_from([1, 4, 9]),
     cost=st.sampled_from([0.5, 1.5, 6.0, 50.0]),
-)  # fmt: skip
+)
 def test_bands_are_the_cheapest_there_are(offsets: set[int], block: int, cost: float) -> None:
     """Against all ways to split the offsets into bands and lone ones."""
     ordered = [0, *sorted(offsets)]
@@ -173,7 +181,9 @@ def test_with_lines_that_were_selected() -> None:
     whole = masked(query, key, value, full)
     errors = []
     for alpha in (0.8, 0.95, 1.0):
-        out, what = sparse_attention(query, key, value, select_lines(query, key, alpha), dense_above=1e9 if alpha < 1 else 0.6)  # fmt: skip  # noqa: E501
+        out, what = sparse_attention(
+            query, key, value, select_lines(query, key, alpha), dense_above=1e9 if alpha < 1 else 0.6
+        )
         errors.append(float((out - whole).norm() / whole.norm()))
         assert all(what.dense) == (alpha == 1)
     assert errors[0] > errors[1] > 10 * errors[2] and errors[2] < 1e-5
@@ -250,9 +260,11 @@ def test_without_a_compiler_it_says_so_once_and_gives_the_same(monkeypatch: pyte
 @compiled
 @settings(max_examples=25, deadline=None)
 @given(
-    widths=st.sampled_from([(1, 3), (16, 12), (70, 33)]), start=st.integers(0, 30), rows=st.integers(1, 40),
+    widths=st.sampled_from([(1, 3), (16, 12), (70, 33)]),
+    start=st.integers(0, 30),
+    rows=st.integers(1, 40),
     seed=st.integers(0, 99),
-)  # fmt: skip
+)
 def test_compiled_lone_lines_are_those_of_pytorch(widths: tuple[int, int], start: int, rows: int, seed: int) -> None:
     fast, keys, generator = lone(*widths, torch.device("cpu")), start + rows, torch.Generator().manual_seed(seed)
     assert fast.compiled and not SLOW.compiled

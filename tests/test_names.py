@@ -56,9 +56,15 @@ def test_secondary_sources_are_marked():
 
 @pytest.mark.parametrize(
     "spelling",
-    ["llama-2-7b", "Llama-2-7B", "meta-llama/Llama-2-7b-hf", "META-LLAMA/llama-2-7b-hf", "Llama-2-7b-hf",
-     "a/b/Llama-2-7b-hf/"],
-)  # fmt: skip
+    [
+        "llama-2-7b",
+        "Llama-2-7B",
+        "meta-llama/Llama-2-7b-hf",
+        "META-LLAMA/llama-2-7b-hf",
+        "Llama-2-7b-hf",
+        "a/b/Llama-2-7b-hf/",
+    ],
+)
 def test_published_by_every_spelling(spelling: str):
     assert published_for(spelling).neurons == ((1, 7890), (1, 10411))
 

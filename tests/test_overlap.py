@@ -86,8 +86,9 @@ def test_line_overlap_equals_its_definition(model_type: str) -> None:
     for h in found.heads:
         own = [_chosen(weights[h.head], eta) for weights in dense]
         pairs = [(i, j) for i in range(3) for j in range(3)]
-        ratio = {(i, j): _both(own[i], own[j]) / (len(own[i][0] | own[j][0]) + len(own[i][1] | own[j][1]))
-                 for i, j in pairs}  # fmt: skip
+        ratio = {
+            (i, j): _both(own[i], own[j]) / (len(own[i][0] | own[j][0]) + len(own[i][1] | own[j][1])) for i, j in pairs
+        }
         assert h.inputs[0] == pytest.approx(sum(ratio[i, j] for i, j in pairs if i != j) / 6, abs=1e-6)
         assert h.inputs_paper[0] == pytest.approx(sum(ratio.values()) / 9, abs=1e-6)
         whole, inside = [], []

@@ -19,9 +19,24 @@ ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 # A package imports only what stands above it. Names not listed here are helpers of the ground floor.
 ORDER = (
-    "errors", "loops", "models", "trace", "text", "interventions", "kv", "sinks", "attention", "generate", "bench",
-    "figures", "html", "report", "_console", "cli", "__main__",
-)  # fmt: skip
+    "errors",
+    "loops",
+    "models",
+    "trace",
+    "text",
+    "interventions",
+    "kv",
+    "sinks",
+    "attention",
+    "generate",
+    "bench",
+    "figures",
+    "html",
+    "report",
+    "_console",
+    "cli",
+    "__main__",
+)
 GROUND = ("errors", "output", "results", "_grid", "_plain", "_provenance", "_rate", "text")
 
 
@@ -134,8 +149,10 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     pytest.importorskip("mkdocstrings", reason="needs the extra docs")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -249,9 +249,13 @@ def test_snapkv_says_where_a_bridge_hides_its_queries() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(
-    name=st.sampled_from(["streaming", "h2o", "tova"]), budget=st.integers(6, 20), first=st.integers(0, 3),
-    last=st.integers(0, 3), mode=st.sampled_from(["evict", "select"]), pad=st.integers(0, 22),
-)  # fmt: skip
+    name=st.sampled_from(["streaming", "h2o", "tova"]),
+    budget=st.integers(6, 20),
+    first=st.integers(0, 3),
+    last=st.integers(0, 3),
+    mode=st.sampled_from(["evict", "select"]),
+    pad=st.integers(0, 22),
+)
 def test_budget_and_protected_positions(name: str, budget: int, first: int, last: int, mode: Any, pad: int) -> None:
     """After every step: never more than the budget, never less than there is, and the protected ones always."""
     model, _ = tiny_model("llama", num_hidden_layers=1)

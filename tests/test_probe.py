@@ -118,7 +118,7 @@ def test_columns_read_the_wrong_way_are_found():
         ("mixtral", {"experts": "mlp.gate"}, r"."),
         ("mixtral", {"mlp": "self_attn"}, r"does not change what it should"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said(model_type: str, fields: dict[str, Any], pattern: str):
     assert re.search(pattern, wrong(model_type, **fields).problem or "")
 

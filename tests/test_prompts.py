@@ -23,16 +23,21 @@ def test_the_forms(tmp_path: Path) -> None:
     record = "Memorize each <TOPIC>. Now the record start. USER: a \n ASSISTANT: b \n USER: c. Now the record ends."
     found = read_prompts(
         _file(
-            tmp_path, {**common, "dataset": "samsum"}, "", {**common, "dataset": "qasper_e"},
+            tmp_path,
+            {**common, "dataset": "samsum"},
+            "",
+            {**common, "dataset": "qasper_e"},
             {"test_id": 7, "prompt": f"{record} What is the first topic?", "topics": ["a"], "prompt_length": -1},
             {"prompt": "Now the record ends. All"},
         )
-    )  # fmt: skip
+    )
     samsum = "Summarize the dialogue into a few short sentences. The following are some examples.\n\nC\n\n"
     assert [(p.id, p.context, p.question) for p in found] == [
-        ("i", samsum, "Q"), ("i", "C\n\n", "Q"), ("7", record, " What is the first topic?"),
+        ("i", samsum, "Q"),
+        ("i", "C\n\n", "Q"),
+        ("7", record, " What is the first topic?"),
         ("5", "Now the record ends. All", ""),
-    ]  # fmt: skip
+    ]
     assert found[0].text == samsum + "Q"
 
 

@@ -257,9 +257,13 @@ def test_repetition_shares_the_sink_out(llama: Organism, tmp_path: Path) -> None
     assert expected is not None and llama.truth.reading_heads
     marked, free = _word(llama, 0), _word(llama, -1)
     result = repeat_attention(
-        llama.model, tokenizer=llama.tokenizer, tokens=[marked, free], max_repeats=3 * expected,
-        text=_text(llama, tmp_path), layers=[layer for layer, _ in llama.truth.reading_heads],
-    )  # fmt: skip
+        llama.model,
+        tokenizer=llama.tokenizer,
+        tokens=[marked, free],
+        max_repeats=3 * expected,
+        text=_text(llama, tmp_path),
+        layers=[layer for layer, _ in llama.truth.reading_heads],
+    )
     natural, repeated, unmarked = result.sequences
     assert [p.layer for p in natural.pictures] == sorted({layer for layer, _ in llama.truth.reading_heads})
     assert (natural.high, unmarked.high) == (1, 1) and (repeated.high or 0) > expected

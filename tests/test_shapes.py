@@ -34,9 +34,13 @@ def shape_mask(first: int, local: int, rows: int, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     ("shape", "rows"),
-    [(AShape(first=3, local=6), 0), (TriShape(first=3, local=6, dense_rows=5), 5), (AShape(first=0, local=1), 0),
-     (TriShape(first=2, local=4, dense_rows=30), 30)],
-)  # fmt: skip
+    [
+        (AShape(first=3, local=6), 0),
+        (TriShape(first=3, local=6, dense_rows=5), 5),
+        (AShape(first=0, local=1), 0),
+        (TriShape(first=2, local=4, dense_rows=30), 30),
+    ],
+)
 def test_prompts_have_the_shape_and_decoding_sees_all(family: str, shape: Any, rows: int) -> None:
     model = model_of(family)
     ids, mask = prompts(list(LENGTHS), 4)

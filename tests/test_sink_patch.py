@@ -471,9 +471,13 @@ def test_unwritable_paths(tmp_path: Path) -> None:
 
 
 GOOD: dict[str, Any] = {
-    "schema": 1, "kind": "sink-patch", "model": None, "site": "post", "value": "second",
+    "schema": 1,
+    "kind": "sink-patch",
+    "model": None,
+    "site": "post",
+    "value": "second",
     "sites": [{"layer": 1, "expert": None, "neuron": 3, "calibrated": 0.5}],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,9 @@ def test_equals_the_resident_model(model_type: str, half: bool, tmp_path: Path) 
     assert layers_read(streamed) == set(range(resident.n_layers))
     assert not [n for n in streamed.store.source.read if "lm_head" in n or "embed_out" in n]
     for layer in range(resident.n_layers):
-        torch.testing.assert_close(streamed.w_out_norms(layer, *expert(resident, layer)),
-                                   resident.w_out_norms(layer, *expert(resident, layer)))  # fmt: skip
+        torch.testing.assert_close(
+            streamed.w_out_norms(layer, *expert(resident, layer)), resident.w_out_norms(layer, *expert(resident, layer))
+        )
 
 
 def expert(target: Target, layer: int) -> tuple[int, ...]:
@@ -99,8 +100,14 @@ def test_text_part_of_a_vision_language_model(tmp_path: Path) -> None:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     text = tiny_model("gemma3_text")[0].config.to_dict()
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     torch.manual_seed(0)
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     model = Gemma3ForConditionalGeneration(config).eval()

@@ -53,13 +53,29 @@ def test_measured_numbers_stand_beside_the_papers(
     assert [(s.layer, s.neuron) for s in asked[0][1]] == [(1, 7890), (1, 10411)]
     assert asked[0][0] == str(tmp_path)
     assert set(asked[0][2]) == {
-        "mmlu", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2", "winogrande", "arc_easy", "arc_challenge",
-    }  # fmt: skip
+        "mmlu",
+        "hellaswag",
+        "truthfulqa_mc1",
+        "truthfulqa_mc2",
+        "winogrande",
+        "arc_easy",
+        "arc_challenge",
+    }
     measured = [row for row in rows if row[6] not in ("not measured", table2.ABSENT)]
     assert measured == [
-        ["LLaMa-2-7B-HF", "HellaSwag", "57.12", "57.13", "+0.01", "hellaswag acc_norm", "57.12", "57.13",
-         "+0.01 +- 0.20", "-0.12 +- 0.10"]
-    ]  # fmt: skip
+        [
+            "LLaMa-2-7B-HF",
+            "HellaSwag",
+            "57.12",
+            "57.13",
+            "+0.01",
+            "hellaswag acc_norm",
+            "57.12",
+            "57.13",
+            "+0.01 +- 0.20",
+            "-0.12 +- 0.10",
+        ]
+    ]
 
 
 @pytest.mark.parametrize("words", [["--run", "llama-2-7b"], ["--run", "llama-2-7b=nowhere"], ["--models", "gpt-2"]])

@@ -22,9 +22,20 @@ from experiments.bundled.training import SIZES, Settings, Trainer
 from experiments.bundled.typical import typical_text
 
 TINY = Settings(
-    vocab_size=300, d_model=32, n_layers=3, d_mlp=24, head_dim=8, context=64, steps=6, tokens_per_step=64, length=16,
-    long_length=32, long_every=3, longest_every=6, warmup=2,
-)  # fmt: skip
+    vocab_size=300,
+    d_model=32,
+    n_layers=3,
+    d_mlp=24,
+    head_dim=8,
+    context=64,
+    steps=6,
+    tokens_per_step=64,
+    length=16,
+    long_length=32,
+    long_every=3,
+    longest_every=6,
+    warmup=2,
+)
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
 

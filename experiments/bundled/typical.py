@@ -8,12 +8,41 @@ from pydoc_data.topics import topics
 
 # Topics that are mostly prose. None of `pydoc_data` is in the training text.
 NAMES = (
-    "execmodel", "objects", "naming", "typesobjects", "atom-identifiers", "attribute-access", "binary",
-    "bltin-ellipsis-object", "class", "comparisons", "context-managers", "conversions", "customization",
-    "debugger", "dynamic-features", "exceptions", "function", "global", "imports", "nonlocal",
-    "operator-summary", "raise", "return", "slices", "specialattrs", "try", "types",
-    "typesfunctions", "typesmethods", "typesmodules", "typesseq", "while", "with", "yield",
-)  # fmt: skip
+    "execmodel",
+    "objects",
+    "naming",
+    "typesobjects",
+    "atom-identifiers",
+    "attribute-access",
+    "binary",
+    "bltin-ellipsis-object",
+    "class",
+    "comparisons",
+    "context-managers",
+    "conversions",
+    "customization",
+    "debugger",
+    "dynamic-features",
+    "exceptions",
+    "function",
+    "global",
+    "imports",
+    "nonlocal",
+    "operator-summary",
+    "raise",
+    "return",
+    "slices",
+    "specialattrs",
+    "try",
+    "types",
+    "typesfunctions",
+    "typesmethods",
+    "typesmodules",
+    "typesseq",
+    "while",
+    "with",
+    "yield",
+)
 
 
 def paragraphs(text: str) -> list[str]:

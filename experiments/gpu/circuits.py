@@ -65,8 +65,11 @@ def row_of(atlas: SinkAtlas) -> dict[str, Any]:
     reached = sorted(n for n in atlas.repeats if n is not None)
     middle = reached[len(reached) // 2] if reached else None
     return {
-        "tokens": len(atlas.ids), "reached": len(reached), "median_repeats": middle, "max_repeats": atlas.max_repeats,
-    }  # fmt: skip
+        "tokens": len(atlas.ids),
+        "reached": len(reached),
+        "median_repeats": middle,
+        "max_repeats": atlas.max_repeats,
+    }
 
 
 def main() -> None:

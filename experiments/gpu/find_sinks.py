@@ -44,11 +44,16 @@ def row(found: FindSinks, numbers: dict[str, float | int]) -> dict[str, Any]:
     """What is kept of a run."""
     rate = found.sink_rate
     return {
-        **numbers, "sink_layer": found.sink_layer, "neurons": [n.site for n in found.causal],
-        "set_drop": found.set_drop, "set_control_drop": found.set_control_drop, "layers_read": found.layers_read,
-        "n_layers": found.model.n_layers, "repeats": found.repeats.median,
+        **numbers,
+        "sink_layer": found.sink_layer,
+        "neurons": [n.site for n in found.causal],
+        "set_drop": found.set_drop,
+        "set_control_drop": found.set_control_drop,
+        "layers_read": found.layers_read,
+        "n_layers": found.model.n_layers,
+        "repeats": found.repeats.median,
         "sink_rate": None if rate is None else rate.value,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

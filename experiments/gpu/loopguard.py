@@ -74,9 +74,12 @@ def decode(target: Target, ids: torch.Tensor, prompt: int, edit: Intervention | 
         events, usage = ([], None) if run is None else (run.events, run.usage)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {
-        "seconds": seconds, "logits": out.logits[:, -1].float().cpu(), "events": len(events),
-        "usage": usage[0] if usage else None, "peak_device_bytes": int(peak),
-    }  # fmt: skip
+        "seconds": seconds,
+        "logits": out.logits[:, -1].float().cpu(),
+        "events": len(events),
+        "usage": usage[0] if usage else None,
+        "peak_device_bytes": int(peak),
+    }
 
 
 def median_ratio(pairs: Sequence[tuple[float, float]], draws: int = 2000) -> dict[str, Any]:
@@ -104,30 +107,42 @@ def cost(target: Target, ids: torch.Tensor, prompt: int, pairs: int) -> dict[str
         events += made[False]["events"]
     stock = statistics.median(a for a, _ in seconds)
     return {
-        "ratio": median_ratio(seconds), "stock_ms_per_token": 1000 * stock / new, "same_logits": same,
-        "interventions": events, "prompt_tokens": prompt, "new_tokens": new, "rows": ids.shape[0],
-    }  # fmt: skip
+        "ratio": median_ratio(seconds),
+        "stock_ms_per_token": 1000 * stock / new,
+        "same_logits": same,
+        "interventions": events,
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "rows": ids.shape[0],
+    }
 
 
 def held(target: Target, ids: torch.Tensor, prompt: int, budget: int) -> dict[str, Any]:
     """What the cache of each method holds on the same text, and the time of a token."""
-    always = LoopGuard(budget=budget, variant="always", monitor={"every": max(1, (ids.shape[1] - prompt) // 2),
-                                                               "warmup": 0})  # fmt: skip
+    always = LoopGuard(
+        budget=budget, variant="always", monitor={"every": max(1, (ids.shape[1] - prompt) // 2), "warmup": 0}
+    )
     edits: dict[str, Intervention] = {
-        "full": Full(), "streaming": StreamingLLM(budget=budget), "h2o": H2O(budget=budget),
-        "snapkv": SnapKV(budget=budget), "loopguard, untriggered": LoopGuard(budget=budget),
+        "full": Full(),
+        "streaming": StreamingLLM(budget=budget),
+        "h2o": H2O(budget=budget),
+        "snapkv": SnapKV(budget=budget),
+        "loopguard, untriggered": LoopGuard(budget=budget),
         "loopguard, cut twice": always,
-    }  # fmt: skip
+    }
     rows: dict[str, Any] = {}
     for name, edit in edits.items():
         made = decode(target, ids, prompt, edit)
         usage = made["usage"]
         rows[name] = {
-            "mean_tokens": statistics.fmean(usage.mean_tokens), "peak_tokens": max(usage.peak_tokens),
-            "logical_bytes": usage.logical_bytes, "physical_bytes": usage.physical_bytes,
-            "peak_device_bytes": made["peak_device_bytes"], "interventions": made["events"],
+            "mean_tokens": statistics.fmean(usage.mean_tokens),
+            "peak_tokens": max(usage.peak_tokens),
+            "logical_bytes": usage.logical_bytes,
+            "physical_bytes": usage.physical_bytes,
+            "peak_device_bytes": made["peak_device_bytes"],
+            "interventions": made["events"],
             "ms_per_token": 1000 * made["seconds"] / (ids.shape[1] - prompt),
-        }  # fmt: skip
+        }
     return rows
 
 
@@ -136,8 +151,15 @@ def loopbench(live: Any, folder: str, args: argparse.Namespace) -> dict[str, Any
     prompts = load_prompts("small")
     prompts = prompts[:: max(1, len(prompts) // args.prompts)][: args.prompts]
     names = [name for name in args.methods.split(",") if name]
-    run_loopbench(live, prompts, names, out=folder, max_new_tokens=args.max_new_tokens, budget=args.bench_budget,
-                  batch_size=args.batch_size)  # fmt: skip
+    run_loopbench(
+        live,
+        prompts,
+        names,
+        out=folder,
+        max_new_tokens=args.max_new_tokens,
+        budget=args.bench_budget,
+        batch_size=args.batch_size,
+    )
     table = tabulate([folder])
     return {"rows": table.rows(), "text": table.text(), "prompts": len(prompts), "budget": args.bench_budget}
 
@@ -195,9 +217,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(rows["loopbench"].pop("text"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     settings = {
-        "model": measured, "shape": args.shape if made else None, "hardware": name, "budget": args.budget,
-        "methods": args.methods, "max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size,
-    }  # fmt: skip
+        "model": measured,
+        "shape": args.shape if made else None,
+        "hardware": name,
+        "budget": args.budget,
+        "methods": args.methods,
+        "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size,
+    }
     text = record("gpu-loopguard", rows, settings, started=started, device=device, dtype=args.dtype)
     print(text)
     write_atomic(args.out, text)

@@ -77,9 +77,11 @@ def pairs_of(base: Callable[[], Any], other: Callable[[], Any], rounds: int) -> 
 
 def faster(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     return {
-        "times_faster": statistics.median(a / b for a, b in pairs), "ms": 1e3 * statistics.median(b for _, b in pairs),
-        "dense_ms": 1e3 * statistics.median(a for a, _ in pairs), "pairs": [a / b for a, b in pairs],
-    }  # fmt: skip
+        "times_faster": statistics.median(a / b for a, b in pairs),
+        "ms": 1e3 * statistics.median(b for _, b in pairs),
+        "dense_ms": 1e3 * statistics.median(a for a, _ in pairs),
+        "pairs": [a / b for a, b in pairs],
+    }
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
@@ -170,10 +172,13 @@ def selection(target: Target, args: argparse.Namespace) -> Rows:
         choice = pairs_of(attend, choose, args.rounds)
         both = pairs_of(attend, lambda along=along, choose=choose: along(choose()), args.rounds)
         yield {
-            "n": n, "layer": seen.layer, **said(work),
+            "n": n,
+            "layer": seen.layer,
+            **said(work),
             "selection_over_dense": statistics.median(b / a for a, b in choice),
-            "selection_ms": 1e3 * statistics.median(b for _, b in choice), "with_selection": faster(both),
-        }  # fmt: skip
+            "selection_ms": 1e3 * statistics.median(b for _, b in choice),
+            "with_selection": faster(both),
+        }
 
 
 def steps(found: dict[str, Any], interval: int | None) -> dict[str, float]:
@@ -183,9 +188,11 @@ def steps(found: dict[str, Any], interval: int | None) -> dict[str, float]:
         return {"median_ms": statistics.median(each), "mean_ms": statistics.fmean(each)}
     between = [ms for i, ms in enumerate(each) if i % interval]
     return {
-        "mean_ms": statistics.fmean(each), "between_ms": statistics.median(between),
-        "choosing_ms": statistics.median(each[::interval]), "tokens_read": found["read"],
-    }  # fmt: skip
+        "mean_ms": statistics.fmean(each),
+        "between_ms": statistics.median(between),
+        "choosing_ms": statistics.median(each[::interval]),
+        "tokens_read": found["read"],
+    }
 
 
 def decoding(target: Target, args: argparse.Namespace) -> Rows:
@@ -202,10 +209,17 @@ def decoding(target: Target, args: argparse.Namespace) -> Rows:
             ratios = [sum(a["seconds"][1:]) / sum(b["seconds"][1:]) for a, b in found]
             whole, some = found[len(found) // 2]
             yield {
-                "context": context, "rows": rows, "budget": args.budget, "steps": args.steps,
-                "times_faster": statistics.median(ratios), "pairs": ratios, "whole": steps(whole, None),
-                "part": steps(some, part.interval), "logical": some["logical"], "physical": some["physical"],
-            }  # fmt: skip
+                "context": context,
+                "rows": rows,
+                "budget": args.budget,
+                "steps": args.steps,
+                "times_faster": statistics.median(ratios),
+                "pairs": ratios,
+                "whole": steps(whole, None),
+                "part": steps(some, part.interval),
+                "logical": some["logical"],
+                "physical": some["physical"],
+            }
 
 
 def latency(target: Target, args: argparse.Namespace) -> Rows:

@@ -48,17 +48,26 @@ def trained(folder: Path) -> dict[str, Any]:
     losses = [row["valid_loss"] for row in log if "valid_loss" in row]
     s = about["settings"]
     return {
-        "layers": s["n_layers"], "width": s["d_model"], "steps": about["step"], "seed": s["seed"],
-        "validation_loss": losses[-1] if losses else None, "versions": about["versions"],
-    }  # fmt: skip
+        "layers": s["n_layers"],
+        "width": s["d_model"],
+        "steps": about["step"],
+        "seed": s["seed"],
+        "validation_loss": losses[-1] if losses else None,
+        "versions": about["versions"],
+    }
 
 
 def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progress) -> list[Record]:
     """The model's continuations of the small set, from the folder where they are there already."""
     run_loopbench(
-        model, load_prompts("small"), ["full"], out=folder, max_new_tokens=new, batch_size=batch_size,
+        model,
+        load_prompts("small"),
+        ["full"],
+        out=folder,
+        max_new_tokens=new,
+        batch_size=batch_size,
         progress=progress,
-    )  # fmt: skip
+    )
     return full_runs(folder)
 
 
@@ -76,10 +85,13 @@ def survived(runs: Sequence[Record], window: int, cap: int) -> dict[str, Any]:
     steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
     known = [p for p in points if p is not None]
     return {
-        "window": window, "points": points, "collapsed": len(known) / len(points),
-        "median": statistics.median(known) if known else None, "steps": steps,
+        "window": window,
+        "points": points,
+        "collapsed": len(known) / len(points),
+        "median": statistics.median(known) if known else None,
+        "steps": steps,
         "survival": [round(s, 4) for s in survival(points, steps)],
-    }  # fmt: skip
+    }
 
 
 def curve(ids: Sequence[int]) -> dict[str, Any]:
@@ -101,7 +113,7 @@ def measure(members: dict[str, tuple[dict[str, Any], list[Record]]], base: str, 
             {"name": name, **about, "runs": len(rs), "survival": [survived(rs, window, cap) for window in WINDOWS]}
             for name, (about, rs) in members.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def figure(result: dict[str, Any]) -> Any:
@@ -109,32 +121,60 @@ def figure(result: dict[str, Any]) -> Any:
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.09,
+        rows=1,
+        cols=2,
+        horizontal_spacing=0.09,
         subplot_titles=["(a) type-token ratio of the last 256 tokens", "(b) runs that have not collapsed"],
-    )  # fmt: skip
+    )
     for i, one in enumerate(result["curves"]):
         fig.add_scatter(
-            x=one["steps"], y=one["ttr"], mode="lines", line={"color": BLUE, "width": 1.2}, name="generated",
-            legendgroup="generated", showlegend=i == 0, hovertext=one["prompt"], row=1, col=1,
-        )  # fmt: skip
+            x=one["steps"],
+            y=one["ttr"],
+            mode="lines",
+            line={"color": BLUE, "width": 1.2},
+            name="generated",
+            legendgroup="generated",
+            showlegend=i == 0,
+            hovertext=one["prompt"],
+            row=1,
+            col=1,
+        )
         if one["collapse"] is not None:
             at = min(range(len(one["steps"])), key=lambda k: abs(one["steps"][k] - one["collapse"]))
             fig.add_scatter(
-                x=[one["collapse"]], y=[one["ttr"][at]], mode="markers", name="collapse point",
-                legendgroup="collapse", showlegend=i == 0,
-                marker={"color": RED, "size": 9, "symbol": "circle-open", "line": {"width": 2}}, row=1, col=1,
-            )  # fmt: skip
+                x=[one["collapse"]],
+                y=[one["ttr"][at]],
+                mode="markers",
+                name="collapse point",
+                legendgroup="collapse",
+                showlegend=i == 0,
+                marker={"color": RED, "size": 9, "symbol": "circle-open", "line": {"width": 2}},
+                row=1,
+                col=1,
+            )
     control = result["control"]
-    fig.add_scatter(x=control["steps"], y=control["ttr"], mode="lines", name="ordinary text (control)",
-                    line={"color": GREEN, "width": 2}, row=1, col=1)  # fmt: skip
+    fig.add_scatter(
+        x=control["steps"],
+        y=control["ttr"],
+        mode="lines",
+        name="ordinary text (control)",
+        line={"color": GREEN, "width": 2},
+        row=1,
+        col=1,
+    )
     fig.add_hline(THETA_TTR, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
     for i, member in enumerate(result["members"]):
         label = f"{member['name']}: {member['layers']} layers x {member['width']}"
         for one, dash in zip(member["survival"], ("solid", "dot"), strict=True):
             fig.add_scatter(
-                x=one["steps"], y=one["survival"], mode="lines", name=f"{label}, W = {one['window']}",
-                line={"color": COLOURS[i % len(COLOURS)], "dash": dash, "shape": "hv"}, row=1, col=2,
-            )  # fmt: skip
+                x=one["steps"],
+                y=one["survival"],
+                mode="lines",
+                name=f"{label}, W = {one['window']}",
+                line={"color": COLOURS[i % len(COLOURS)], "dash": dash, "shape": "hv"},
+                row=1,
+                col=2,
+            )
     fig.update_xaxes(title_text="new tokens")
     fig.update_xaxes(range=[0, SHOWN], row=1, col=1)
     fig.update_xaxes(range=[0, 640], row=1, col=2)
@@ -142,8 +182,12 @@ def figure(result: dict[str, Any]) -> Any:
     fig.update_yaxes(range=[-0.02, 1.03], tickformat=".0%", row=1, col=2)
     return fig.update_layout(
         title={"text": "Collapse of diversity, and survival by model size", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1500, height=520, font={"size": 13}, margin={"l": 60, "r": 20, "t": 90, "b": 60},
-    )  # fmt: skip
+        template="plotly_white",
+        width=1500,
+        height=520,
+        font={"size": 13},
+        margin={"l": 60, "r": 20, "t": 90, "b": 60},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -162,8 +206,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with Progress() as progress:
         for folder in args.folders:
             note(f"{folder.name}: {args.max_new_tokens} tokens after each prompt")
-            runs = runs_of(load(str(folder), backend="hf"), args.work / folder.name, args.max_new_tokens,
-                           args.batch_size, progress)  # fmt: skip
+            runs = runs_of(
+                load(str(folder), backend="hf"), args.work / folder.name, args.max_new_tokens, args.batch_size, progress
+            )
             members[folder.name] = (trained(folder), runs)
         base = load(None, backend="hf")
         config, tokenizer = base.config, base.tokenizer
@@ -172,22 +217,35 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.base_run is None
             else full_runs(args.base_run)
         )
-    about = {"layers": config.num_hidden_layers, "width": config.hidden_size, "steps": None, "seed": None,
-             "validation_loss": None, "versions": None}  # fmt: skip
+    about = {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "steps": None,
+        "seed": None,
+        "validation_loss": None,
+        "versions": None,
+    }
     members["bundled"] = (about, runs)
     members = dict(sorted(members.items(), key=lambda item: (item[1][0]["layers"], item[1][0]["width"])))
     ordinary = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
     result = measure(members, "bundled", ordinary)
     settings = {
-        "family": [f.name for f in args.folders], "trained_by": "python -m experiments.train_bundled --size SIZE "
-        "--steps STEPS --seed SEED", "prompts": "small", "max_new_tokens": args.max_new_tokens,
-        "batch_size": args.batch_size, "theta_ttr": THETA_TTR, "windows": WINDOWS, "sampling": "greedy",
-    }  # fmt: skip
+        "family": [f.name for f in args.folders],
+        "trained_by": "python -m experiments.train_bundled --size SIZE --steps STEPS --seed SEED",
+        "prompts": "small",
+        "max_new_tokens": args.max_new_tokens,
+        "batch_size": args.batch_size,
+        "theta_ttr": THETA_TTR,
+        "windows": WINDOWS,
+        "sampling": "greedy",
+    }
     save("loopguard_fig2", record("loopguard-fig2", result, settings, started=started), figure(result), args.out)
     for member in result["members"]:
         for one in member["survival"]:
-            print(f"{member['name']}, W = {one['window']}: {one['collapsed']:.0%} of {member['runs']} runs collapse, "
-                  f"median step {one['median']}")  # fmt: skip
+            print(
+                f"{member['name']}, W = {one['window']}: {one['collapsed']:.0%} of {member['runs']} runs collapse, "
+                f"median step {one['median']}"
+            )
 
 
 if __name__ == "__main__":

@@ -66,25 +66,33 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
         between = [gap for r in records if r.method == g.method for gap in gaps(r)]
         rows.append(
             {
-                "model": g.model, "method": g.method, "runs": g.runs, "counts": g.counts, "positions": g.positions,
-                "mean": g.interventions, "mode": Counter(g.counts).most_common(1)[0][0], "early": g.early,
+                "model": g.model,
+                "method": g.method,
+                "runs": g.runs,
+                "counts": g.counts,
+                "positions": g.positions,
+                "mean": g.interventions,
+                "mode": Counter(g.counts).most_common(1)[0][0],
+                "early": g.early,
                 "in_papers_range": sum(3 <= c <= 5 for c in g.counts) / len(g.counts),
                 "first": statistics.median([min(p) for p in _by_run(records, g.method) if p] or [0]),
                 "median_gap": statistics.median(between) if between else None,
             }
-        )  # fmt: skip
+        )
     if not rows:
         raise SinkscopeError(f"there is no run of {' or '.join(NAMES)} in {', '.join(f.name for f in folders)}")
     honest = [r for r in records if r.method == TEXT]
     return {
-        "guards": rows, "paper": PAPER,
+        "guards": rows,
+        "paper": PAPER,
         "control": {
             "honest_repetition": {
-                "texts": len(honest), "alarmed": [r.prompt for r in honest if r.detected.get("full")],
+                "texts": len(honest),
+                "alarmed": [r.prompt for r in honest if r.detected.get("full")],
             },
             "ordinary_text": ordinary_alarms(1500),
         },
-    }  # fmt: skip
+    }
 
 
 def _by_run(records: Sequence[Record], method: str) -> list[list[int]]:
@@ -96,41 +104,70 @@ def figure(result: dict[str, Any], cap: int) -> Any:
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
-        rows=1, cols=2, horizontal_spacing=0.08,
+        rows=1,
+        cols=2,
+        horizontal_spacing=0.08,
         subplot_titles=["(a) interventions per run", "(b) where they were"],
-    )  # fmt: skip
+    )
     for row, colour in zip([r for r in result["guards"] if r["method"] == NAMES[0]], (BLUE, ORANGE), strict=False):
         counts, positions = Counter(row["counts"]), row["positions"]
         xs = range(max(counts) + 1)
-        fig.add_bar(x=list(xs), y=[counts[i] / len(row["counts"]) for i in xs], name=row["model"], marker_color=colour,
-                    legendgroup=row["model"], row=1, col=1)  # fmt: skip
+        fig.add_bar(
+            x=list(xs),
+            y=[counts[i] / len(row["counts"]) for i in xs],
+            name=row["model"],
+            marker_color=colour,
+            legendgroup=row["model"],
+            row=1,
+            col=1,
+        )
         bins = Counter(step // BIN for step in positions)
         xs = range(cap // BIN + 1)
         fig.add_bar(
-            x=[BIN * (i + 0.5) for i in xs], y=[bins[i] / max(1, len(positions)) for i in xs], name=row["model"],
-            marker_color=colour, legendgroup=row["model"], showlegend=False, row=1, col=2,
-        )  # fmt: skip
+            x=[BIN * (i + 0.5) for i in xs],
+            y=[bins[i] / max(1, len(positions)) for i in xs],
+            name=row["model"],
+            marker_color=colour,
+            legendgroup=row["model"],
+            showlegend=False,
+            row=1,
+            col=2,
+        )
     honest, text = result["control"]["honest_repetition"], result["control"]["ordinary_text"]
     fig.add_annotation(
         text=f"Controls, texts with an alarm: honest repetition {len(honest['alarmed'])} of {honest['texts']}, "
         f"ordinary text {text['alarmed']} of {text['texts']}",
-        x=1, y=1.16, xref="paper", yref="paper", xanchor="right", showarrow=False, font={"size": 13},
-    )  # fmt: skip
+        x=1,
+        y=1.16,
+        xref="paper",
+        yref="paper",
+        xanchor="right",
+        showarrow=False,
+        font={"size": 13},
+    )
     shade: dict[str, Any] = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
     low, high = PAPER["counts"]
-    fig.add_vrect(low - 0.5, high + 0.5, annotation_text="the paper's", annotation_position="top left", **shade,
-                  row=1, col=1)  # fmt: skip
-    fig.add_vrect(*PAPER["positions"], annotation_text="the paper's", annotation_position="top left", **shade,
-                  row=1, col=2)  # fmt: skip
+    fig.add_vrect(
+        low - 0.5, high + 0.5, annotation_text="the paper's", annotation_position="top left", **shade, row=1, col=1
+    )
+    fig.add_vrect(
+        *PAPER["positions"], annotation_text="the paper's", annotation_position="top left", **shade, row=1, col=2
+    )
     fig.update_xaxes(title_text="interventions", row=1, col=1)
     fig.update_xaxes(title_text="new tokens", range=[0, cap], row=1, col=2)
     fig.update_yaxes(title_text="share of runs", tickformat=".0%", row=1, col=1)
     fig.update_yaxes(title_text="share of interventions", tickformat=".0%", row=1, col=2)
     return fig.update_layout(
         title={"text": "When LoopGuard intervenes on LoopBench's small set", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1400, height=500, font={"size": 13}, barmode="group", bargap=0.1,
-        margin={"l": 70, "r": 20, "t": 90, "b": 60}, showlegend=len({r["model"] for r in result["guards"]}) > 1,
-    )  # fmt: skip
+        template="plotly_white",
+        width=1400,
+        height=500,
+        font={"size": 13},
+        barmode="group",
+        bargap=0.1,
+        margin={"l": 70, "r": 20, "t": 90, "b": 60},
+        showlegend=len({r["model"] for r in result["guards"]}) > 1,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -148,8 +185,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     save("loopguard_fig4", text, figure(result, max(int(s["max_new_tokens"]) for s in made)), args.out)
     for row in result["guards"]:
         early = "-" if row["early"] is None else f"{row['early']:.1%}"
-        print(f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), first at "
-              f"{row['first']:g}, early {early}, median gap {row['median_gap']}")  # fmt: skip
+        print(
+            f"{row['model']}, {row['method']}: {row['mean']:.1f} interventions a run (mode {row['mode']}), first at "
+            f"{row['first']:g}, early {early}, median gap {row['median_gap']}"
+        )
     print(f"controls: {result['control']}")
 
 

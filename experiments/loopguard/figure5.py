@@ -27,8 +27,12 @@ from sinkscope.figures.style import ORANGE
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load
 
-PANELS = {"whole": "a loop", "late": "the loop, last steps", "healthy_late": "ordinary text, last steps",
-          "guarded": "with LoopGuard"}  # fmt: skip
+PANELS = {
+    "whole": "a loop",
+    "late": "the loop, last steps",
+    "healthy_late": "ordinary text, last steps",
+    "guarded": "with LoopGuard",
+}
 
 
 def figure(loop: Barcode, guarded: Barcode) -> Any:
@@ -38,8 +42,9 @@ def figure(loop: Barcode, guarded: Barcode) -> Any:
     shown = [h for h in loop.heads if h.whole is not None]
     other = {(h.layer, h.head): h for h in guarded.heads}
     titles = [f"{h.layer}.{h.head}: {name}" for h in shown for name in PANELS.values()]
-    fig: Any = make_subplots(rows=len(shown), cols=len(PANELS), subplot_titles=titles, horizontal_spacing=0.04,
-                        vertical_spacing=0.07)  # fmt: skip
+    fig: Any = make_subplots(
+        rows=len(shown), cols=len(PANELS), subplot_titles=titles, horizontal_spacing=0.04, vertical_spacing=0.07
+    )
     for row, h in enumerate(shown, 1):
         pictures = [picture(h, other.get((h.layer, h.head)), name) for name in PANELS]
         top = max([0.05, *(_high(p) for p in pictures if p is not None)])
@@ -50,9 +55,14 @@ def figure(loop: Barcode, guarded: Barcode) -> Any:
             fig.add_heatmap(
                 x=[one.first_position + (i + 0.5) * one.positions - 0.5 for i in range(len(values[0]))],
                 y=[one.first_step + (i + 0.5) * one.steps - 0.5 for i in range(len(values))],
-                z=[[math.sqrt(min(v, top)) for v in line] for line in values], zmin=0, zmax=math.sqrt(top),
-                colorscale=[[0, "#ffffff"], [1, "#000000"]], showscale=False, row=row, col=col,
-            )  # fmt: skip
+                z=[[math.sqrt(min(v, top)) for v in line] for line in values],
+                zmin=0,
+                zmax=math.sqrt(top),
+                colorscale=[[0, "#ffffff"], [1, "#000000"]],
+                showscale=False,
+                row=row,
+                col=col,
+            )
             fig.update_yaxes(autorange="reversed", row=row, col=col)
         for mark in [m for m in guarded.marks if m.kind == "guard"][:40]:
             fig.add_hline(mark.step, line={"color": ORANGE, "width": 1}, row=row, col=len(PANELS))
@@ -64,11 +74,15 @@ def figure(loop: Barcode, guarded: Barcode) -> Any:
     return fig.update_layout(
         title={
             "text": f"Attention over {loop.steps} new tokens, {ends}. Dotted: where it begins; lines: interventions",
-            "x": 0.01, "xanchor": "left",
+            "x": 0.01,
+            "xanchor": "left",
         },
-        template="plotly_white", width=1560, height=110 + 260 * len(shown), font={"size": 12},
+        template="plotly_white",
+        width=1560,
+        height=110 + 260 * len(shown),
+        font={"size": 12},
         margin={"l": 60, "r": 20, "t": 90, "b": 60},
-    )  # fmt: skip
+    )
 
 
 def picture(plain: HeadBarcode, guarded: HeadBarcode | None, name: str) -> Any:
@@ -103,11 +117,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         loop = barcode(model, prompt, heads=heads, max_new_tokens=args.max_new_tokens, progress=progress)
         named = [(h.layer, h.head) for h in loop.heads if h.whole is not None]
         guarded = barcode(
-            model, prompt, heads=named, max_new_tokens=args.max_new_tokens, control=False,
-            interventions=LoopGuard(budget=args.budget), progress=progress,
-        )  # fmt: skip
-    near = {f"{h.layer}.{h.head}": {"near": h.near, "overlap": h.overlap, "healthy_overlap": h.healthy_overlap}
-            for h in loop.heads}  # fmt: skip
+            model,
+            prompt,
+            heads=named,
+            max_new_tokens=args.max_new_tokens,
+            control=False,
+            interventions=LoopGuard(budget=args.budget),
+            progress=progress,
+        )
+    near = {
+        f"{h.layer}.{h.head}": {"near": h.near, "overlap": h.overlap, "healthy_overlap": h.healthy_overlap}
+        for h in loop.heads
+    }
     result = {
         "loop": {"period": loop.period, "onset": loop.onset, "prompt_tokens": loop.prompt_tokens, "steps": loop.steps},
         "guarded": {"period": guarded.period, "onset": guarded.onset, "interventions": [m.step for m in guarded.marks]},
@@ -116,12 +137,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{h.layer}.{h.head}": {
                 name: None if (one := picture(h, g, name)) is None else asdict(one) for name in PANELS
             }
-            for h in loop.heads if h.whole is not None
-            for g in guarded.heads if (g.layer, g.head) == (h.layer, h.head)
+            for h in loop.heads
+            if h.whole is not None
+            for g in guarded.heads
+            if (g.layer, g.head) == (h.layer, h.head)
         },
-    }  # fmt: skip
-    settings = {"model": loop.model.name, "prompt": args.prompt, "max_new_tokens": args.max_new_tokens,
-                "budget": args.budget, "heads": named, "sampling": "greedy"}  # fmt: skip
+    }
+    settings = {
+        "model": loop.model.name,
+        "prompt": args.prompt,
+        "max_new_tokens": args.max_new_tokens,
+        "budget": args.budget,
+        "heads": named,
+        "sampling": "greedy",
+    }
     save("loopguard_fig5", record("loopguard-fig5", result, settings, started=started), figure(loop, guarded), args.out)
     print(loop.summary())
     print(guarded.summary())

@@ -245,29 +245,44 @@ def figure(result: dict[str, Any]) -> Any:
     titles = ["compression of 256 tokens", "exact loops found, by variant", *names]
     grid: list[list[Any]] = [[{"colspan": 3}, None, None, {"colspan": 3}, None, None]]
     fig = make_subplots(
-        rows, 6, specs=grid + [[{"secondary_y": True}] * 6 for _ in range(rows - 1)], subplot_titles=titles,
-        row_heights=[1.4] + [1] * (rows - 1), vertical_spacing=0.08, horizontal_spacing=0.045,
-    )  # fmt: skip
+        rows,
+        6,
+        specs=grid + [[{"secondary_y": True}] * 6 for _ in range(rows - 1)],
+        subplot_titles=titles,
+        row_heights=[1.4] + [1] * (rows - 1),
+        vertical_spacing=0.08,
+        horizontal_spacing=0.045,
+    )
     _compression(fig, result["compressors"])
     _by_period(fig, result["sweeps"]["variant"])
     for i, name in enumerate(names):
         _sweep(fig, result["sweeps"][name], name, 2 + i // 6, 1 + i % 6, legend=i == 0)
     return fig.update_layout(
-        title={"text": "LoopGuard's monitor: one setting changed at a time (default in bold)", "x": 0.01,
-               "xanchor": "left"},
-        template="plotly_white", width=1800, height=420 + 270 * (rows - 1), font={"size": 12},
+        title={
+            "text": "LoopGuard's monitor: one setting changed at a time (default in bold)",
+            "x": 0.01,
+            "xanchor": "left",
+        },
+        template="plotly_white",
+        width=1800,
+        height=420 + 270 * (rows - 1),
+        font={"size": 12},
         margin={"l": 60, "r": 60, "t": 90, "b": 110},
         legend={"orientation": "h", "y": -0.07, "x": 0, "yanchor": "top"},
-    )  # fmt: skip
+    )
 
 
 def _compression(fig: Any, rows: list[dict[str, Any]]) -> None:
     dashes = {BLUE: "solid", GREEN: "solid", ORANGE: "dash", GREY: "solid", RED: "dot"}
     for name, (color, dash) in zip([k for k in rows[0] if k != "period"], dashes.items(), strict=True):
         fig.add_scatter(
-            x=[r["period"] for r in rows], y=[r[name] for r in rows], name=name, line={"color": color, "dash": dash},
-            row=1, col=1,
-        )  # fmt: skip
+            x=[r["period"] for r in rows],
+            y=[r[name] for r in rows],
+            name=name,
+            line={"color": color, "dash": dash},
+            row=1,
+            col=1,
+        )
     fig.add_hline(0.12, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
     fig.add_hline(0.2, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=1)
     fig.update_xaxes(title_text="period of the loop in tokens (dotted: thresholds 0.12 and 0.2)", row=1, col=1)
@@ -279,10 +294,19 @@ def _by_period(fig: Any, rows: list[dict[str, Any]]) -> None:
     shown = [r for r in rows if r["value"] != "always"]
     periods = list(shown[0]["detected_by_period"])
     fig.add_heatmap(
-        x=periods, y=[r["value"] for r in shown], z=[list(r["detected_by_period"].values()) for r in shown], zmin=0,
-        zmax=1, colorscale=[[0, "#f7f7f7"], [1, BLUE]], xgap=1, ygap=1, showscale=False, row=1, col=4,
+        x=periods,
+        y=[r["value"] for r in shown],
+        z=[list(r["detected_by_period"].values()) for r in shown],
+        zmin=0,
+        zmax=1,
+        colorscale=[[0, "#f7f7f7"], [1, BLUE]],
+        xgap=1,
+        ygap=1,
+        showscale=False,
+        row=1,
+        col=4,
         hovertemplate="%{y}, period %{x}: %{z:.0%}<extra></extra>",
-    )  # fmt: skip
+    )
     fig.update_xaxes(title_text="period of the loop (blue: all found)", type="category", row=1, col=4)
     fig.update_yaxes(autorange="reversed", row=1, col=4)
 
@@ -299,13 +323,27 @@ def _sweep(fig: Any, rows: list[dict[str, Any]], name: str, row: int, col: int, 
     )
     for label, y, color, dash in lines:
         fig.add_scatter(
-            x=x, y=y, name=label, line={"color": color, "dash": dash}, mode=mode, showlegend=legend,
-            row=row, col=col, secondary_y=False,
-        )  # fmt: skip
+            x=x,
+            y=y,
+            name=label,
+            line={"color": color, "dash": dash},
+            mode=mode,
+            showlegend=legend,
+            row=row,
+            col=col,
+            secondary_y=False,
+        )
     fig.add_scatter(
-        x=x, y=[r["median_delay"] for r in rows], name="median delay in tokens (right)", showlegend=legend,
-        line={"color": GREY, "dash": "dot"}, mode=mode, row=row, col=col, secondary_y=True,
-    )  # fmt: skip
+        x=x,
+        y=[r["median_delay"] for r in rows],
+        name="median delay in tokens (right)",
+        showlegend=legend,
+        line={"color": GREY, "dash": "dot"},
+        mode=mode,
+        row=row,
+        col=col,
+        secondary_y=True,
+    )
     default = "full" if name == "variant" else _label(getattr(MonitorSettings(), name))
     fig.update_xaxes(
         type="category", tickvals=x, ticktext=[f"<b>{v}</b>" if v == default else v for v in x], row=row, col=col
@@ -343,12 +381,20 @@ def main(argv: list[str] | None = None) -> None:
     counts = {"loops": sum(s.onset is not None for s in data), "others": sum(s.onset is None for s in data)}
     result = {"sequences": counts, "compressors": compressors(), "sweeps": sweeps}
     settings = {
-        "per_form": args.per_form, "runs": [file.name for file in args.runs], "periods": PERIODS, "forms": FORMS,
-        "healthy": HEALTHY, "looped": LOOPED, "sure": SURE, "vocabulary": VOCABULARY,
+        "per_form": args.per_form,
+        "runs": [file.name for file in args.runs],
+        "periods": PERIODS,
+        "forms": FORMS,
+        "healthy": HEALTHY,
+        "looped": LOOPED,
+        "sure": SURE,
+        "vocabulary": VOCABULARY,
         "default": vars(MonitorSettings()),
-    }  # fmt: skip
-    write_atomic(args.out / "loopguard_sensitivity.json", record("loopguard-sensitivity", result, settings,
-                 started=started, dtype="int"))  # fmt: skip
+    }
+    write_atomic(
+        args.out / "loopguard_sensitivity.json",
+        record("loopguard-sensitivity", result, settings, started=started, dtype="int"),
+    )
     drawn = figure(result)
     write_atomic(
         args.out / "loopguard_sensitivity.html", drawn.to_html(include_plotlyjs=True, config={"displaylogo": False})

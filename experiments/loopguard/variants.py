@@ -70,9 +70,10 @@ class Ban(LogitsProcessor):
 def run(model: Any, ids: Tensor, mask: Tensor, new: int, name: str) -> tuple[list[list[int]], int]:
     """New tokens of every row by one variant, and how many interventions there were."""
     guard = {
-        "LoopGuard": LoopGuard(budget=BUDGET), "LoopGuard, clean=repeats": LoopGuard(budget=BUDGET, clean="repeats"),
+        "LoopGuard": LoopGuard(budget=BUDGET),
+        "LoopGuard, clean=repeats": LoopGuard(budget=BUDGET, clean="repeats"),
         "LoopGuard + ban": LoopGuard(budget=BUDGET),
-    }.get(name)  # fmt: skip
+    }.get(name)
     width = ids.shape[1]
     session: Any
     with guard.on(model) if guard is not None else nullcontext() as session:
@@ -85,9 +86,13 @@ def run(model: Any, ids: Tensor, mask: Tensor, new: int, name: str) -> tuple[lis
         elif name == "no-repeat-4-gram":
             processors = [NoRepeatNGramLogitsProcessor(4)]
         out = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0,
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
             logits_processor=processors,
-        )[:, width:].tolist()  # fmt: skip
+        )[:, width:].tolist()
         events = 0 if session is None else len(session.events)
     return out, events
 
@@ -98,31 +103,41 @@ NAMES = ("no guard", "LoopGuard", "LoopGuard, clean=repeats", "LoopGuard + ban",
 def row_of(name: str, rows: Sequence[Sequence[int]], events: int) -> dict[str, Any]:
     """Means over the outputs of a variant."""
     return {
-        "name": name, "runs": len(rows), "ttr": fmean(map(type_token_ratio, rows)),
+        "name": name,
+        "runs": len(rows),
+        "ttr": fmean(map(type_token_ratio, rows)),
         "cr": fmean(map(compression_ratio, rows)),
         "loop": fmean(type_token_ratio(r) <= 0.2 and compression_ratio(r) <= 0.12 for r in rows),
-        "tail_loop": fmean(map(ends_in_loop, rows)), "interventions": events / len(rows),
-    }  # fmt: skip
+        "tail_loop": fmean(map(ends_in_loop, rows)),
+        "interventions": events / len(rows),
+    }
 
 
 def figure(rows: list[dict[str, Any]]) -> Any:
     """Diversity, compressibility and loop rates, a group of bars per variant."""
     from plotly.subplots import make_subplots
 
-    fig: Any = make_subplots(rows=1, cols=2, horizontal_spacing=0.08,
-                        subplot_titles=["type-token and compression ratio", "runs in a loop"])  # fmt: skip
+    fig: Any = make_subplots(
+        rows=1, cols=2, horizontal_spacing=0.08, subplot_titles=["type-token and compression ratio", "runs in a loop"]
+    )
     names = [row["name"] for row in rows]
     for key, label, colour, col in (
-        ("ttr", "type-token ratio", BLUE, 1), ("cr", "compression ratio", GREEN, 1),
-        ("loop", "whole output", BLUE, 2), ("tail_loop", "last 256 tokens", ORANGE, 2),
-    ):  # fmt: skip
+        ("ttr", "type-token ratio", BLUE, 1),
+        ("cr", "compression ratio", GREEN, 1),
+        ("loop", "whole output", BLUE, 2),
+        ("tail_loop", "last 256 tokens", ORANGE, 2),
+    ):
         fig.add_bar(x=names, y=[row[key] for row in rows], name=label, marker_color=colour, row=1, col=col)
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=2)
     return fig.update_layout(
         title={"text": "Variants of the intervention on the model in the package", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1400, height=520, font={"size": 13}, barmode="group",
+        template="plotly_white",
+        width=1400,
+        height=520,
+        font={"size": 13},
+        barmode="group",
         margin={"l": 60, "r": 20, "t": 90, "b": 110},
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -151,10 +166,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     n = args.max_new_tokens
     pieces = [text[i : i + n] for i in range(0, len(text) - n + 1, n)][: len(prompts)]
     rows.append(row_of("ordinary text", pieces, 0))
-    settings = {"prompts": [p.id for p in prompts], "max_new_tokens": n, "budget": BUDGET, "ban": N,
-                "sampling": "greedy"}  # fmt: skip
-    save("loopguard_variants", record("loopguard-variants", {"rows": rows}, settings, started=started), figure(rows),
-         args.out)  # fmt: skip
+    settings = {
+        "prompts": [p.id for p in prompts],
+        "max_new_tokens": n,
+        "budget": BUDGET,
+        "ban": N,
+        "sampling": "greedy",
+    }
+    save(
+        "loopguard_variants",
+        record("loopguard-variants", {"rows": rows}, settings, started=started),
+        figure(rows),
+        args.out,
+    )
 
 
 if __name__ == "__main__":

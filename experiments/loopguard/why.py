@@ -81,14 +81,17 @@ def aftermath(records: Sequence[Record]) -> dict[str, Any]:
                 parts.setdefault(part, dict.fromkeys(counts, 0))[came] += 1
     total = max(1, sum(counts.values()))
     return {
-        "interventions": total, "shares": {name: n / total for name, n in counts.items()}, "counts": counts,
+        "interventions": total,
+        "shares": {name: n / total for name, n in counts.items()},
+        "counts": counts,
         "parts": dict(sorted(parts.items())),
         "median_gap": statistics.median(gaps) if gaps else None,
         "median_period": statistics.median(periods) if periods else None,
         "probability_in_loop": {
-            "mean": statistics.fmean(sure), "above_0.9": sum(p > 0.9 for p in sure) / len(sure),
+            "mean": statistics.fmean(sure),
+            "above_0.9": sum(p > 0.9 for p in sure) / len(sure),
         },
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()
@@ -111,9 +114,11 @@ def go_on(
     token, made = ids[-1], []
     for position in range(len(ids) - 1, len(ids) - 1 + new):
         out = model(
-            input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True,
+            input_ids=torch.tensor([[token]]),
+            past_key_values=cache,
+            use_cache=True,
             position_ids=torch.tensor([[position]]),
-        )  # fmt: skip
+        )
         token = int(out.logits[0, -1].argmax())
         made.append(token)
     return made
@@ -163,12 +168,14 @@ def counterfactual(
             tick()
     return [
         {
-            "cut": cut, "cases": len(cases), "with_cycle": len(going[cut]),
+            "cut": cut,
+            "cases": len(cases),
+            "with_cycle": len(going[cut]),
             "cycle_goes_on": sum(going[cut]) / len(going[cut]) if going[cut] else None,
             "some_loop": sum(looping[cut]) / len(cases),
         }
         for cut in CUTS
-    ]  # fmt: skip
+    ]
 
 
 def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
@@ -203,28 +210,53 @@ def figure(result: dict[str, Any]) -> Any:
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
-        rows=1, cols=3, column_widths=[0.22, 0.39, 0.39], horizontal_spacing=0.07,
-        subplot_titles=["at the next intervention", "the same cycle goes on after the cut",
-                        "64 tokens later there is some loop"],
-    )  # fmt: skip
+        rows=1,
+        cols=3,
+        column_widths=[0.22, 0.39, 0.39],
+        horizontal_spacing=0.07,
+        subplot_titles=[
+            "at the next intervention",
+            "the same cycle goes on after the cut",
+            "64 tokens later there is some loop",
+        ],
+    )
     shares = result["aftermath"]["shares"]
     labels = {"same": "same cycle", "another": "another cycle", "none": f"none in {WINDOW}"}
-    fig.add_bar(x=[labels[k] for k in shares], y=list(shares.values()), marker_color=[RED, ORANGE, GREEN],
-                showlegend=False, row=1, col=1)  # fmt: skip
+    fig.add_bar(
+        x=[labels[k] for k in shares],
+        y=list(shares.values()),
+        marker_color=[RED, ORANGE, GREEN],
+        showlegend=False,
+        row=1,
+        col=1,
+    )
     for (name, rows), colour in zip(result["where"].items(), (BLUE, ORANGE, GREEN, GREY), strict=False):
         for col, key in ((2, "cycle_goes_on"), (3, "some_loop")):
             if all(row[key] is None for row in rows):
                 continue
-            fig.add_bar(x=[row["cut"] for row in rows], y=[row[key] for row in rows], name=name, marker_color=colour,
-                        legendgroup=name, showlegend=col == 3, row=1, col=col)  # fmt: skip
+            fig.add_bar(
+                x=[row["cut"] for row in rows],
+                y=[row[key] for row in rows],
+                name=name,
+                marker_color=colour,
+                legendgroup=name,
+                showlegend=col == 3,
+                row=1,
+                col=col,
+            )
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%")
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=2)
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=3)
     return fig.update_layout(
         title={"text": "After an intervention, and where a loop lives", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1500, height=500, font={"size": 13}, barmode="group",
-        margin={"l": 60, "r": 20, "t": 90, "b": 80}, legend={"orientation": "h", "y": -0.22, "x": 0.3},
-    )  # fmt: skip
+        template="plotly_white",
+        width=1500,
+        height=500,
+        font={"size": 13},
+        barmode="group",
+        margin={"l": 60, "r": 20, "t": 90, "b": 80},
+        legend={"orientation": "h", "y": -0.22, "x": 0.3},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -260,15 +292,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             done += 1
             progress("continuations", done, total)
 
-        where = {f"model in the package, {name}": counterfactual(model, part, retention, tick)
-                 for name, part in cases.items()}  # fmt: skip
+        where = {
+            f"model in the package, {name}": counterfactual(model, part, retention, tick)
+            for name, part in cases.items()
+        }
         where["loop organism (control)"] = counterfactual(organism, planted, retention, tick)
         where["ordinary text (control)"] = counterfactual(model, texts, retention, tick)
     result = {"aftermath": aftermath(guarded), "where": where, "organism": broken}
     settings = {
-        "guarded": args.guarded.name, "full": args.full.name, "prompts": args.prompts, "new": NEW, "budget": BUDGET,
-        "organism": "loop_organism(0, reach=64), periods 3 to 24", "sampling": "greedy",
-    }  # fmt: skip
+        "guarded": args.guarded.name,
+        "full": args.full.name,
+        "prompts": args.prompts,
+        "new": NEW,
+        "budget": BUDGET,
+        "organism": "loop_organism(0, reach=64), periods 3 to 24",
+        "sampling": "greedy",
+    }
     save("loopguard_why", record("loopguard-why", result, settings, started=started), figure(result), args.out)
     print(result["aftermath"], result["organism"])
     for name, rows in where.items():

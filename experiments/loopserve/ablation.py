@@ -21,13 +21,20 @@ from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
 
 NAMES = {
-    "whole cache": "full", "LoopServe": "loopserve", "LoopServe-P": "loopserve-p", "LoopServe-D": "loopserve-d",
-    "LoopServe-D, first=0": "loopserve-d:first=0", "LoopServe-P, recent=16": "loopserve-p:recent=16",
+    "whole cache": "full",
+    "LoopServe": "loopserve",
+    "LoopServe-P": "loopserve-p",
+    "LoopServe-D": "loopserve-d",
+    "LoopServe-D, first=0": "loopserve-d:first=0",
+    "LoopServe-P, recent=16": "loopserve-p:recent=16",
     "the same, alpha=0.99": "loopserve-p:recent=16:alpha=0.99",
-    "LoopServe with both": "loopserve:recent=16:alpha=0.99", "random part": "random:window=32",
-}  # fmt: skip
-SHOWN = ((KEPT, "score", "one fact: answers that are right"),
-         (CHAIN, "prefix", "chain of eight: of an answer, before its first mistake"))  # fmt: skip
+    "LoopServe with both": "loopserve:recent=16:alpha=0.99",
+    "random part": "random:window=32",
+}
+SHOWN = (
+    (KEPT, "score", "one fact: answers that are right"),
+    (CHAIN, "prefix", "chain of eight: of an answer, before its first mistake"),
+)
 
 
 def figure(rows: Sequence[dict[str, Any]]) -> Any:
@@ -39,18 +46,35 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
         for place in POSITIONS:
             mine = [row for row in rows if (row["suite"], row["position"]) == (suite.name, place)]
             fig.add_bar(
-                x=[row["label"] for row in mine], y=[row[key] for row in mine], name=f"question at {place}",
-                marker_color=COLOURS[place], legendgroup=place, showlegend=col == 1, row=1, col=col,
-                error_y={"array": [row["high"] - row["score"] for row in mine], "thickness": 1, "width": 2,
-                         "arrayminus": [row["score"] - row["low"] for row in mine], "color": "#888"}
-                if key == "score" else None,
-            )  # fmt: skip
+                x=[row["label"] for row in mine],
+                y=[row[key] for row in mine],
+                name=f"question at {place}",
+                marker_color=COLOURS[place],
+                legendgroup=place,
+                showlegend=col == 1,
+                row=1,
+                col=col,
+                error_y={
+                    "array": [row["high"] - row["score"] for row in mine],
+                    "thickness": 1,
+                    "width": 2,
+                    "arrayminus": [row["score"] - row["low"] for row in mine],
+                    "color": "#888",
+                }
+                if key == "score"
+                else None,
+            )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
     return fig.update_layout(
         title={"text": "The halves of LoopServe, alone and together", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1500, height=560, font={"size": 13}, barmode="group",
-        legend={"orientation": "h", "y": 1.18, "x": 0.6}, margin={"l": 50, "r": 20, "t": 110, "b": 90},
-    )  # fmt: skip
+        template="plotly_white",
+        width=1500,
+        height=560,
+        font={"size": 13},
+        barmode="group",
+        legend={"orientation": "h", "y": 1.18, "x": 0.6},
+        margin={"l": 50, "r": 20, "t": 110, "b": 90},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -52,10 +52,13 @@ CURVES: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
 )
 TITLE = f"Text model, one setting at a time: ordinary text, {PROMPT} tokens and {ANSWER} more (dots: texts)"
 TITLES = {
-    "alpha": "alpha of the prompt's half", "sample": "queries in the sample", "budget": "budget",
-    "interval": "interval (12.5 %)", "window": f"observation window (budget {FIXED})",
+    "alpha": "alpha of the prompt's half",
+    "sample": "queries in the sample",
+    "budget": "budget",
+    "interval": "interval (12.5 %)",
+    "window": f"observation window (budget {FIXED})",
     "first": "first steps that read all (12.5 %)",
-}  # fmt: skip
+}
 ALONE = ("loopserve", "loopserve-p", "loopserve-d")
 
 
@@ -68,16 +71,24 @@ def row_of(records: Sequence[Near], method: str) -> dict[str, Any]:
     kept = [value for each in mine for value in each.kept]
     cells = [each.cells for each in mine if each.cells is not None]
     return {
-        "method": method, "answers": len(mine), "tokens": len(kl), "kl": fmean(kl), "late": fmean(late),
-        "kl_by_answer": [fmean(each.kl) for each in mine], "agree": fmean(agree), "kept": fmean(kept),
+        "method": method,
+        "answers": len(mine),
+        "tokens": len(kl),
+        "kl": fmean(kl),
+        "late": fmean(late),
+        "kl_by_answer": [fmean(each.kl) for each in mine],
+        "agree": fmean(agree),
+        "kept": fmean(kept),
         "cells": fmean(cells) if cells else None,
-    }  # fmt: skip
+    }
 
 
 def _said(row: dict[str, Any]) -> str:
     cells = "" if row["cells"] is None else f", cells {row['cells']:.0%}"
-    return (f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}, attention kept {row['kept']:.1%}"
-            f"{cells}")  # fmt: skip
+    return (
+        f"KL {row['kl']:.5f} (late {row['late']:.5f}), agree {row['agree']:.1%}, attention kept {row['kept']:.1%}"
+        f"{cells}"
+    )
 
 
 def figure(points: Sequence[dict[str, Any]]) -> Any:
@@ -92,11 +103,18 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
         for curve, colour in zip(dict.fromkeys(p["curve"] for p in mine), (BLUE, ORANGE, GREY, RED), strict=False):
             line = [point for point in mine if point["curve"] == curve]
             x, legend = [str(point["value"]) for point in line], f"legend{number + 1}" if number else "legend"
-            fig.add_scatter(x=x, y=[p["kl"] for p in line], name=curve, mode="lines+markers", line_color=colour,
-                            legend=legend, **at)  # fmt: skip
+            fig.add_scatter(
+                x=x, y=[p["kl"] for p in line], name=curve, mode="lines+markers", line_color=colour, legend=legend, **at
+            )
             dots = [(a, value) for a, point in zip(x, line, strict=True) for value in point["kl_by_answer"]]
-            fig.add_scatter(x=[a for a, _ in dots], y=[b for _, b in dots], mode="markers", showlegend=False,
-                            marker={"color": colour, "size": 4, "opacity": 0.35}, **at)  # fmt: skip
+            fig.add_scatter(
+                x=[a for a, _ in dots],
+                y=[b for _, b in dots],
+                mode="markers",
+                showlegend=False,
+                marker={"color": colour, "size": 4, "opacity": 0.35},
+                **at,
+            )
     fig.update_xaxes(type="category")
     fig.update_yaxes(rangemode="tozero", exponentformat="none")
     for row, col in ((1, 3), (2, 1)):
@@ -104,9 +122,13 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
     fig.update_yaxes(title="KL to full attention, nats", col=1)
     return fig.update_layout(
         title={"text": TITLE, "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1500, height=950, font={"size": 12}, margin={"l": 70, "r": 20, "t": 90, "b": 60},
+        template="plotly_white",
+        width=1500,
+        height=950,
+        font={"size": 12},
+        margin={"l": 70, "r": 20, "t": 90, "b": 60},
         **legends(fig, len(TITLES)),
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,25 +139,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     model = load(None, backend="hf")
     texts = text_dialogues(model.tokenizer, args.count, prompt_tokens=PROMPT, answer_tokens=ANSWER)
-    methods = {(panel, curve, value): specs([text.format(value)])[0]
-               for panel, curve, text, values in CURVES for value in values}  # fmt: skip
+    methods = {
+        (panel, curve, value): specs([text.format(value)])[0]
+        for panel, curve, text, values in CURVES
+        for value in values
+    }
     alone = specs(ALONE)
     with Progress() as progress:
         folder = run_fidelity(
-            model, texts, list(dict.fromkeys([*alone, *methods.values()])), out=args.work / "fidelity", along="gold",
-            max_new_tokens=ANSWER, progress=progress,
-        )  # fmt: skip
+            model,
+            texts,
+            list(dict.fromkeys([*alone, *methods.values()])),
+            out=args.work / "fidelity",
+            along="gold",
+            max_new_tokens=ANSWER,
+            progress=progress,
+        )
     records = read_folder(folder, Near, COMMAND).records
-    points = [{"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
-              for (panel, curve, value), method in methods.items()]  # fmt: skip
+    points = [
+        {"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
+        for (panel, curve, value), method in methods.items()
+    ]
     halves = [row_of(records, method) for method in alone]
     for point in points:
         print(f"{point['figure']:<9} {point['curve']:<26} {point['value']:>6}", _said(point))
     for row in halves:
         print(f"{row['method']:<40}", _said(row))
-    settings = {"prompt_tokens": PROMPT, "answer_tokens": ANSWER, "texts": [asdict(text)["id"] for text in texts],
-                "along": "gold", "model": "bundled", "threads": 1,
-                "answering_seconds": round(seconds_of(records))}  # fmt: skip
+    settings = {
+        "prompt_tokens": PROMPT,
+        "answer_tokens": ANSWER,
+        "texts": [asdict(text)["id"] for text in texts],
+        "along": "gold",
+        "model": "bundled",
+        "threads": 1,
+        "answering_seconds": round(seconds_of(records)),
+    }
     text = record("loopserve-fidelity", {"points": points, "halves": halves}, settings, started=started)
     save("loopserve_fidelity", text, figure(points), args.out)
 

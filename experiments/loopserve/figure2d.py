@@ -46,9 +46,15 @@ def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progres
 
 def _point(group: Answered) -> dict[str, Any]:
     return {
-        "method": group.method, "position": group.position, "questions": group.questions, "accuracy": group.score,
-        "low": group.low, "high": group.high, "read": group.read, "answer_tokens": group.length,
-    }  # fmt: skip
+        "method": group.method,
+        "position": group.position,
+        "questions": group.questions,
+        "accuracy": group.score,
+        "low": group.low,
+        "high": group.high,
+        "read": group.read,
+        "answer_tokens": group.length,
+    }
 
 
 def figure(panels: Sequence[dict[str, Any]], budget: int) -> Any:
@@ -56,30 +62,45 @@ def figure(panels: Sequence[dict[str, Any]], budget: int) -> Any:
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
-        rows=1, cols=len(panels), shared_yaxes=True, horizontal_spacing=0.03,
+        rows=1,
+        cols=len(panels),
+        shared_yaxes=True,
+        horizontal_spacing=0.03,
         subplot_titles=[f"{p['hops']} fact{'s' * (p['hops'] > 1)}: answers of {3 * p['hops']} tokens" for p in panels],
-    )  # fmt: skip
+    )
     for column, panel in enumerate(panels, 1):
         for place, colour in zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True):
             bars = [point for point in panel["points"] if point["position"] == place]
             fig.add_bar(
-                x=[html.escape(b["method"]) for b in bars], y=[b["accuracy"] for b in bars],
-                name=f"question at {place}", legendgroup=place, showlegend=column == 1, marker_color=colour,
+                x=[html.escape(b["method"]) for b in bars],
+                y=[b["accuracy"] for b in bars],
+                name=f"question at {place}",
+                legendgroup=place,
+                showlegend=column == 1,
+                marker_color=colour,
                 error_y={
-                    "type": "data", "symmetric": False, "thickness": 1,
+                    "type": "data",
+                    "symmetric": False,
+                    "thickness": 1,
                     "array": [b["high"] - b["accuracy"] for b in bars],
                     "arrayminus": [b["accuracy"] - b["low"] for b in bars],
                 },
-                row=1, col=column,
-            )  # fmt: skip
+                row=1,
+                col=column,
+            )
     fig.update_yaxes(range=[-0.02, 1.05], tickformat=".0%")
     fig.update_yaxes(title_text="right answers", row=1, col=1)
     title = f"Accuracy by position of the question, {budget} cached tokens (recall model)"
     return fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"}, template="plotly_white", barmode="group", width=1500,
-        height=520, font={"size": 13}, margin={"l": 60, "r": 20, "t": 90, "b": 60},
+        title={"text": title, "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        barmode="group",
+        width=1500,
+        height=520,
+        font={"size": 13},
+        margin={"l": 60, "r": 20, "t": 90, "b": 60},
         legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.18},
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -99,9 +120,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             for hops in HOPS
         ]
     settings = {
-        "model": "recall", "count": args.count, "turns": 1, "tokens": args.tokens, "budget": args.budget,
-        "hops": HOPS, "methods": METHODS, "controls": ["full", "streaming"],
-    }  # fmt: skip
+        "model": "recall",
+        "count": args.count,
+        "turns": 1,
+        "tokens": args.tokens,
+        "budget": args.budget,
+        "hops": HOPS,
+        "methods": METHODS,
+        "controls": ["full", "streaming"],
+    }
     text = record("loopserve-fig2d", {"panels": panels}, settings, started=started)
     save("loopserve_fig2d", text, figure(panels, args.budget), args.out)
     for panel in panels:

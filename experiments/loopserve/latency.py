@@ -54,9 +54,15 @@ SMALL = 3e-4
 WARM = 164
 LIMITS = {"h2o": 4096, "minference": 16384}  # longest context: the slowest prompts
 STYLES = {
-    "full": (GREY, "solid"), "loopserve": (BLUE, "solid"), "loopserve-p": (BLUE, "dot"), "loopserve-d": (BLUE, "dash"),
-    "snapkv": (ORANGE, "solid"), "adakv": (ORANGE, "dash"), "h2o": (GREEN, "solid"), "minference": (RED, "solid"),
-}  # fmt: skip
+    "full": (GREY, "solid"),
+    "loopserve": (BLUE, "solid"),
+    "loopserve-p": (BLUE, "dot"),
+    "loopserve-d": (BLUE, "dash"),
+    "snapkv": (ORANGE, "solid"),
+    "adakv": (ORANGE, "dash"),
+    "h2o": (GREEN, "solid"),
+    "minference": (RED, "solid"),
+}
 NOTED = ("tokens", "logical", "physical", "answering", "read", "cells", "computed", "dense_heads", "kernel")
 TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10, 15, 20, 30]
 PLANNED = ("contexts", "long", "arms", "rounds", "left_out")  # settings that say which runs, not what a run is
@@ -68,10 +74,15 @@ def arms(budget: int, shortest: int, dense_above: float | None = None) -> dict[s
     """At the settings of the paper's table 7 where `budget` is 1,024."""
     serve: dict[str, Any] = {"budget": budget, "shortest": shortest, "dense_above": dense_above}
     return {
-        "full": None, "loopserve": LoopServe(**serve), "loopserve-p": LoopServe(decode=False, **serve),
-        "loopserve-d": LoopServe(prefill=False, **serve), "snapkv": SnapKV(budget=budget),
-        "adakv": AdaKV(budget=budget), "h2o": H2O(budget=budget), "minference": MInference(),
-    }  # fmt: skip
+        "full": None,
+        "loopserve": LoopServe(**serve),
+        "loopserve-p": LoopServe(decode=False, **serve),
+        "loopserve-d": LoopServe(prefill=False, **serve),
+        "snapkv": SnapKV(budget=budget),
+        "adakv": AdaKV(budget=budget),
+        "h2o": H2O(budget=budget),
+        "minference": MInference(),
+    }
 
 
 def shape_of(name: str, seed: int) -> Target:
@@ -113,12 +124,15 @@ def turn(target: Target, edit: Intervention | None, ids: Tensor, context: int, c
         parts = [part for layer in cache.layers for part in (layer, getattr(layer, "aside", None)) if part is not None]
         held = sum(part.keys.nbytes + part.values.nbytes for part in parts)  # type: ignore[union-attr]
     return {
-        "seconds": seconds, "tokens": usage[0].peak_tokens[0] if usage else ids.shape[1],
+        "seconds": seconds,
+        "tokens": usage[0].peak_tokens[0] if usage else ids.shape[1],
         "logical": usage[0].logical_bytes if usage else held,
-        "physical": usage[0].physical_bytes if usage else held, "answering": held, "read": read[0][0] if read else None,
+        "physical": usage[0].physical_bytes if usage else held,
+        "answering": held,
+        "read": read[0][0] if read else None,
         **{k: statistics.fmean(e[k] for e in events) if events else None for k in ("cells", "computed", "dense_heads")},
         "kernel": events[0]["kernel"] if events else None,
-    }  # fmt: skip
+    }
 
 
 def _keep_pages() -> None:
@@ -189,16 +203,21 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]
         def faster(part: slice, pairs: list[tuple[list[float], list[float]]] = pairs) -> float:
             return statistics.median(sum(a[part]) / sum(b[part]) for a, b in pairs)
 
-        rows.append({
-            "context": context, "arm": arm, "rounds": len(mine),
-            "first_seconds": statistics.median(r["seconds"][0] for r in mine),
-            "ms_per_token": statistics.median(1e3 * statistics.fmean(r["seconds"][1:]) for r in mine),
-            "seconds": {str(n): statistics.median(sum(r["seconds"][: 1 + n]) for r in mine) for n in outputs},
-            "first_times_faster": faster(slice(1)), "per_token_times_faster": faster(slice(1, None)),
-            "times_faster": {str(n): faster(slice(1 + n)) for n in outputs},
-            **{k: mine[-1][k] for k in NOTED},
-            "peak": max((r["peak"] for r in mine if r["peak"] is not None), default=None),
-        })  # fmt: skip
+        rows.append(
+            {
+                "context": context,
+                "arm": arm,
+                "rounds": len(mine),
+                "first_seconds": statistics.median(r["seconds"][0] for r in mine),
+                "ms_per_token": statistics.median(1e3 * statistics.fmean(r["seconds"][1:]) for r in mine),
+                "seconds": {str(n): statistics.median(sum(r["seconds"][: 1 + n]) for r in mine) for n in outputs},
+                "first_times_faster": faster(slice(1)),
+                "per_token_times_faster": faster(slice(1, None)),
+                "times_faster": {str(n): faster(slice(1 + n)) for n in outputs},
+                **{k: mine[-1][k] for k in NOTED},
+                "peak": max((r["peak"] for r in mine if r["peak"] is not None), default=None),
+            }
+        )
     return rows
 
 
@@ -210,9 +229,13 @@ def figure(rows: list[dict[str, Any]], outputs: Sequence[int], load: Sequence[fl
     shown = max(r["context"] for r in rows if r["rounds"] == most)
     last = str(outputs[-1])
     titles = (
-        f"prompt and {last} tokens, against full", "prompt alone, against full", "a token of the answer, against full",
-        f"by length of the answer at {shown:,}", "keys and values while answering", "peak of memory above the model",
-    )  # fmt: skip
+        f"prompt and {last} tokens, against full",
+        "prompt alone, against full",
+        "a token of the answer, against full",
+        f"by length of the answer at {shown:,}",
+        "keys and values while answering",
+        "peak of memory above the model",
+    )
     fig = make_subplots(2, 3, subplot_titles=titles, horizontal_spacing=0.07, vertical_spacing=0.16)
     for arm, (color, dash) in STYLES.items():
         mine = [r for r in rows if r["arm"] == arm]
@@ -224,9 +247,16 @@ def figure(rows: list[dict[str, Any]], outputs: Sequence[int], load: Sequence[fl
             at: tuple[int, int], x: Sequence[Any], y: Sequence[Any], arm: str = arm, line: dict[str, Any] = line
         ) -> None:
             fig.add_scatter(
-                x=x, y=y, name=arm, legendgroup=arm, mode="lines+markers", line=line, row=at[0], col=at[1],
+                x=x,
+                y=y,
+                name=arm,
+                legendgroup=arm,
+                mode="lines+markers",
+                line=line,
+                row=at[0],
+                col=at[1],
                 showlegend=at == (1, 1),
-            )  # fmt: skip
+            )
 
         draw((1, 1), x, [r["times_faster"][last] for r in mine])
         draw((1, 2), x, [r["first_times_faster"] for r in mine])
@@ -254,9 +284,14 @@ def figure(rows: list[dict[str, Any]], outputs: Sequence[int], load: Sequence[fl
     said += f", one at {', '.join(single)}" if single and most > 1 else ""
     title = f"A turn: latency and memory<br><sup>{said}</sup>"
     return fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1500, height=860,
-        font={"size": 13}, legend={"orientation": "h", "y": -0.1}, margin={"l": 60, "r": 30, "t": 110},
-    )  # fmt: skip
+        title={"text": title, "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=1500,
+        height=860,
+        font={"size": 13},
+        legend={"orientation": "h", "y": -0.1},
+        margin={"l": 60, "r": 30, "t": 110},
+    )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -7,12 +7,22 @@ Others are where they are used, in `sinkscope.bench.dialogues`: Table 4's own ro
 from __future__ import annotations
 
 METHODS = (
-    "full", "h2o", "snapkv", "adakv", "streaming", "a-shape", "tri-shape", "minference", "loopserve",
-)  # fmt: skip
+    "full",
+    "h2o",
+    "snapkv",
+    "adakv",
+    "streaming",
+    "a-shape",
+    "tri-shape",
+    "minference",
+    "loopserve",
+)
 """Columns of Table 1 in its order: Base, H2O, Snap, Ada, SLLM, A-S, T-S, Minf, Ours."""
 MODELS = {
-    "llama-3.1": "Llama-3.1-8B-Instruct", "qwen2.5": "Qwen2.5-7B-Instruct", "llama-3.2": "Llama-3.2-3B-Instruct",
-}  # fmt: skip
+    "llama-3.1": "Llama-3.1-8B-Instruct",
+    "qwen2.5": "Qwen2.5-7B-Instruct",
+    "llama-3.2": "Llama-3.2-3B-Instruct",
+}
 """Of Table 1 the first two, of Table 8 the last."""
 
 ALPHAS = (0.98, 0.985, 0.99, 0.995, 1.0)
@@ -118,10 +128,11 @@ _TABLE1 = {
 def _read(text: str) -> dict[str, dict[str, float | None]]:
     rows = (line.split() for line in text.strip().splitlines())
     return {
-        task: {method: None if number == "-" else float(number)
-               for method, number in zip(METHODS, numbers, strict=True)}
+        task: {
+            method: None if number == "-" else float(number) for method, number in zip(METHODS, numbers, strict=True)
+        }
         for task, *numbers in rows
-    }  # fmt: skip
+    }
 
 
 TABLE1 = {model: {place: _read(text) for place, text in places.items()} for model, places in _TABLE1.items()}

@@ -42,10 +42,12 @@ def measure(prompts: dict[str, str], part: str) -> dict[str, Any]:
     pairs = Counter((row["label"], locate(prompts[row["uid"]]).place) for row in mine)
     right = sum(count for (label, said), count in pairs.items() if label == said)
     return {
-        "messages": len(mine), "right": right, **asdict(wilson(right, len(mine))),
+        "messages": len(mine),
+        "right": right,
+        **asdict(wilson(right, len(mine))),
         "always_end": sum(row["label"] == "end" for row in mine) / len(mine),
         "pairs": [{"label": label, "rules": said, "count": n} for (label, said), n in sorted(pairs.items())],
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -108,10 +108,12 @@ def _noise(at: At) -> Tensor:
 
 
 _HERE = __name__
-METHODS.update({
-    "random": Kind(_HERE, "RandomKeep", "a random part of the prompt"),
-    "random-progressive": Kind(_HERE, "RandomProgressive", "a random part, anew while decoding", {"after": 0}),
-})  # fmt: skip
+METHODS.update(
+    {
+        "random": Kind(_HERE, "RandomKeep", "a random part of the prompt"),
+        "random-progressive": Kind(_HERE, "RandomProgressive", "a random part, anew while decoding", {"after": 0}),
+    }
+)
 
 
 def options(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -181,12 +183,18 @@ def _row(suite: Suite, records: Sequence[Said], method: str, among: Callable[[Sa
     exact = [score(metric_of(TASK), each.text, answers) for each, answers in zip(mine, gold, strict=True)]
     rate = wilson(sum(exact), len(exact))
     return {
-        "suite": suite.name, "method": method, "questions": len(mine), "score": rate.share, "low": rate.low,
-        "high": rate.high, "same": fmean(each.tokens == full[each.prompt] for each in mine) if full else None,
+        "suite": suite.name,
+        "method": method,
+        "questions": len(mine),
+        "score": rate.share,
+        "low": rate.low,
+        "high": rate.high,
+        "same": fmean(each.tokens == full[each.prompt] for each in mine) if full else None,
         "prefix": fmean(right(_words(each), answers[0].split()) for each, answers in zip(mine, gold, strict=True)),
-        "read": _mean([each.read for each in mine]), "cells": _mean([each.cells for each in mine]),
+        "read": _mean([each.read for each in mine]),
+        "cells": _mean([each.cells for each in mine]),
         "prompt_tokens": fmean(each.prompt_tokens for each in mine),
-    }  # fmt: skip
+    }
 
 
 def _words(record: Said) -> list[str]:
@@ -200,8 +208,14 @@ def _mean(numbers: Sequence[float | None]) -> float | None:
 
 def settings_of(suites: Sequence[Suite], seconds: float) -> dict[str, Any]:
     """What the JSON says of the dialogues, and how long all answers took, also those that were there already."""
-    return {"suites": [asdict(suite) for suite in suites], "model": "recall", "sampling": "greedy", "history": "gold",
-            "threads": 1, "answering_seconds": round(seconds)}  # fmt: skip
+    return {
+        "suites": [asdict(suite) for suite in suites],
+        "model": "recall",
+        "sampling": "greedy",
+        "history": "gold",
+        "threads": 1,
+        "answering_seconds": round(seconds),
+    }
 
 
 def seconds_of(records: Sequence[Said | Near]) -> float:

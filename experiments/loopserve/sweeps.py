@@ -64,11 +64,14 @@ CURVES: tuple[tuple[str, Suite, str, str, tuple[float, ...]], ...] = (
 )
 TITLE = "Recall model, one setting at a time: right answers; of chains, what is said before the first mistake"
 TITLES = {
-    "alpha": "alpha of the prompt's half (one fact)", "sample": "queries in the sample (one fact)",
-    "budget, one fact": "budget (one fact)", "window": f"observation window (one fact, budget {FIXED})",
-    "budget, chain": "budget (chain of eight)", "interval, chain": "interval (chain of eight, 12.5 %)",
+    "alpha": "alpha of the prompt's half (one fact)",
+    "sample": "queries in the sample (one fact)",
+    "budget, one fact": "budget (one fact)",
+    "window": f"observation window (one fact, budget {FIXED})",
+    "budget, chain": "budget (chain of eight)",
+    "interval, chain": "interval (chain of eight, 12.5 %)",
     "first, chain": "first steps that read all (chain of eight)",
-}  # fmt: skip
+}
 
 
 def methods_of(suite: Suite) -> dict[tuple[str, str, float], str]:
@@ -95,21 +98,48 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
             line = [point for point in mine if point["curve"] == curve]
             x, exact = [str(point["value"]) for point in line], "chain" not in panel
             y = [point["score" if exact else "prefix"] for point in line]
-            error = {"array": [p["high"] - p["score"] for p in line], "thickness": 1, "color": colour,
-                     "arrayminus": [p["score"] - p["low"] for p in line]} if exact else None  # fmt: skip
-            fig.add_scatter(x=x, y=y, error_y=error, name=curve, mode="lines+markers", line_color=colour,
-                            legend=f"legend{number + 1}" if number else "legend", **at)  # fmt: skip
+            error = (
+                {
+                    "array": [p["high"] - p["score"] for p in line],
+                    "thickness": 1,
+                    "color": colour,
+                    "arrayminus": [p["score"] - p["low"] for p in line],
+                }
+                if exact
+                else None
+            )
+            fig.add_scatter(
+                x=x,
+                y=y,
+                error_y=error,
+                name=curve,
+                mode="lines+markers",
+                line_color=colour,
+                legend=f"legend{number + 1}" if number else "legend",
+                **at,
+            )
             if panel == "alpha" and any(point["cells"] is not None for point in line):
                 cells = [1.0 if point["cells"] is None else point["cells"] for point in line]
-                fig.add_scatter(x=x, y=cells, name=f"{curve}: cells computed", mode="lines", legend="legend",
-                                line={"color": colour, "dash": "dot"}, **at)  # fmt: skip
+                fig.add_scatter(
+                    x=x,
+                    y=cells,
+                    name=f"{curve}: cells computed",
+                    mode="lines",
+                    legend="legend",
+                    line={"color": colour, "dash": "dot"},
+                    **at,
+                )
     fig.update_xaxes(type="category")
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
     return fig.update_layout(
         title={"text": TITLE, "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1700, height=950, font={"size": 12}, margin={"l": 50, "r": 20, "t": 90, "b": 40},
+        template="plotly_white",
+        width=1700,
+        height=950,
+        font={"size": 12},
+        margin={"l": 50, "r": 20, "t": 90, "b": 40},
         **legends(fig, len(TITLES)),
-    )  # fmt: skip
+    )
 
 
 def legends(fig: Any, panels: int) -> dict[str, Any]:
@@ -135,8 +165,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             points += [{"figure": panel, "curve": curve, "value": value, **row} for row in rows_of(suite, said, method)]
     for point in points:
         if point["position"] == ALL:
-            print(f"{point['figure']:<18} {point['curve']:<30} {point['value']:>6} {point['score']:>5.0%} "
-                  f"({point['low']:.0%} to {point['high']:.0%}) {point['prefix']:>5.0%}")  # fmt: skip
+            print(
+                f"{point['figure']:<18} {point['curve']:<30} {point['value']:>6} {point['score']:>5.0%} "
+                f"({point['low']:.0%} to {point['high']:.0%}) {point['prefix']:>5.0%}"
+            )
     result = {"points": points, "full": full}
     settings = settings_of([SWEPT_KEPT, SWEPT_CHAIN], seconds)
     save("loopserve_sweeps", record("loopserve-sweeps", result, settings, started=started), figure(points), args.out)

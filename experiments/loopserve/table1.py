@@ -39,10 +39,23 @@ from sinkscope.figures.style import BLUE, GREEN, ORANGE
 COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 NOT_RUN = "not run"
 OWN = (
-    "full", "h2o", f"snapkv:{LONGBENCH}", f"adakv:{LONGBENCH}", "streaming", "tova", "a-shape", "tri-shape",
-    "minference", "loopserve", "loopserve-0", "loopserve-p", "loopserve-d", "loopserve-d:first=0",
-    "loopserve:recent=16:alpha=0.99", "random:window=32",
-)  # fmt: skip
+    "full",
+    "h2o",
+    f"snapkv:{LONGBENCH}",
+    f"adakv:{LONGBENCH}",
+    "streaming",
+    "tova",
+    "a-shape",
+    "tri-shape",
+    "minference",
+    "loopserve",
+    "loopserve-0",
+    "loopserve-p",
+    "loopserve-d",
+    "loopserve-d:first=0",
+    "loopserve:recent=16:alpha=0.99",
+    "random:window=32",
+)
 LONGER = (*paper.METHODS, "loopserve-p", "loopserve-d", "loopserve:recent=16:alpha=0.99", "random:window=32")
 
 
@@ -50,24 +63,36 @@ def paper_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Table 1, a row per model, position, task and method: the paper's number and ours, percent, None for none."""
     ours = measured(folders)
     return [
-        {"model": model, "position": place, "task": task, "method": method, "paper": number,
-         "ours": ours.get((model, place, task, method))}
+        {
+            "model": model,
+            "position": place,
+            "task": task,
+            "method": method,
+            "paper": number,
+            "ours": ours.get((model, place, task, method)),
+        }
         for model, places in paper.TABLE1.items()
         for place, tasks in places.items()
         for task, numbers in tasks.items()
         for method, number in numbers.items()
-    ]  # fmt: skip
+    ]
 
 
 def table8_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Table 8: Llama-3.2-3B-Instruct, questions at the end."""
     ours = measured(folders)
     return [
-        {"model": "llama-3.2", "position": "end", "task": task, "method": method, "paper": number,
-         "ours": ours.get(("llama-3.2", "end", task, method))}
+        {
+            "model": "llama-3.2",
+            "position": "end",
+            "task": task,
+            "method": method,
+            "paper": number,
+            "ours": ours.get(("llama-3.2", "end", task, method)),
+        }
         for method, numbers in paper.TABLE8.items()
         for task, number in numbers.items()
-    ]  # fmt: skip
+    ]
 
 
 def measured(folders: Sequence[str]) -> dict[tuple[str, str, str, str], float]:
@@ -108,10 +133,11 @@ def own_table(rows: Sequence[dict[str, Any]]) -> str:
         by = {row["position"]: row for row in rows if (row["suite"], row["method"]) == (suite, method)}
         all_ = by["all"]
         lines.append(
-            f"| {suite} | {short(method)} | " + " | ".join(f"{by[place]['score']:.0%}" for place in POSITIONS)
+            f"| {suite} | {short(method)} | "
+            + " | ".join(f"{by[place]['score']:.0%}" for place in POSITIONS)
             + f" | {all_['score']:.0%} ({all_['low']:.0%} to {all_['high']:.0%}) | {all_['prefix']:.0%} | "
             + f"{_share(all_['read'], all_['prompt_tokens'])} | {_share(all_['cells'], 1)} |"
-        )  # fmt: skip
+        )
     return "\n".join(lines)
 
 
@@ -130,36 +156,58 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
     """Bars by method and position: the paper's means, and ours."""
     from plotly.subplots import make_subplots
 
-    titles = ["paper, Llama-3.1-8B: mean of ten sets, of the full cache's", "one fact, 12.5 %: answers that are right",
-              "chain of eight, 12.5 %: of an answer, before its first mistake",
-              "chain of eight, Table 7's sizes: the same"]  # fmt: skip
+    titles = [
+        "paper, Llama-3.1-8B: mean of ten sets, of the full cache's",
+        "one fact, 12.5 %: answers that are right",
+        "chain of eight, 12.5 %: of an answer, before its first mistake",
+        "chain of eight, Table 7's sizes: the same",
+    ]
     fig: Any = make_subplots(rows=2, cols=2, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.2)
     for place in POSITIONS:
         full = paper.mean("llama-3.1", place, "full")
         shown = [
             ([*paper.METHODS], [paper.mean("llama-3.1", place, name) / full for name in paper.METHODS], None),
-            *(_bars(rows, suite, place, key) for suite, key in
-              ((KEPT.name, "score"), (CHAIN.name, "prefix"), (LONG.name, "prefix"))),
-        ]  # fmt: skip
+            *(
+                _bars(rows, suite, place, key)
+                for suite, key in ((KEPT.name, "score"), (CHAIN.name, "prefix"), (LONG.name, "prefix"))
+            ),
+        ]
         for number, (names, values, error) in enumerate(shown):
             fig.add_bar(
-                x=names, y=values, name=f"question at {place}", marker_color=COLOURS[place], legendgroup=place,
-                showlegend=not number, error_y=error, row=number // 2 + 1, col=number % 2 + 1,
-            )  # fmt: skip
+                x=names,
+                y=values,
+                name=f"question at {place}",
+                marker_color=COLOURS[place],
+                legendgroup=place,
+                showlegend=not number,
+                error_y=error,
+                row=number // 2 + 1,
+                col=number % 2 + 1,
+            )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
     return fig.update_layout(
         title={"text": "Question at the begin, in the middle, at the end", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1500, height=900, font={"size": 13}, barmode="group",
-        legend={"orientation": "h", "y": 1.1, "x": 0.55}, margin={"l": 50, "r": 20, "t": 110, "b": 90},
-    )  # fmt: skip
+        template="plotly_white",
+        width=1500,
+        height=900,
+        font={"size": 13},
+        barmode="group",
+        legend={"orientation": "h", "y": 1.1, "x": 0.55},
+        margin={"l": 50, "r": 20, "t": 110, "b": 90},
+    )
 
 
 def _bars(rows: Sequence[dict[str, Any]], suite: str, place: str, key: str) -> tuple[list[str], list[float], Any]:
     mine = [row for row in rows if (row["suite"], row["position"]) == (suite, place)]
     error = None
     if key == "score":
-        error = {"array": [row["high"] - row["score"] for row in mine], "thickness": 1, "width": 2,
-                 "arrayminus": [row["score"] - row["low"] for row in mine], "color": "#888"}  # fmt: skip
+        error = {
+            "array": [row["high"] - row["score"] for row in mine],
+            "thickness": 1,
+            "width": 2,
+            "arrayminus": [row["score"] - row["low"] for row in mine],
+            "color": "#888",
+        }
     return [short(row["method"]).replace(", ", "<br>") for row in mine], [row[key] for row in mine], error
 
 

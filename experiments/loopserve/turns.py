@@ -33,19 +33,32 @@ from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
 BUDGET = 128
 NAMES = {
-    "whole cache": "full", "LoopServe": f"loopserve:budget={BUDGET}", "LoopServe-D": f"loopserve-d:budget={BUDGET}",
+    "whole cache": "full",
+    "LoopServe": f"loopserve:budget={BUDGET}",
+    "LoopServe-D": f"loopserve-d:budget={BUDGET}",
     "LoopServe, recent=16": f"loopserve:recent=16:alpha=0.99:budget={BUDGET}",
-    "LoopServe-D, first=0": f"loopserve-d:first=0:budget={BUDGET}", "SnapKV": f"snapkv:{LONGBENCH}:budget={BUDGET}",
-    "AdaKV": f"adakv:{LONGBENCH}:budget={BUDGET}", "MInference": "minference",
+    "LoopServe-D, first=0": f"loopserve-d:first=0:budget={BUDGET}",
+    "SnapKV": f"snapkv:{LONGBENCH}:budget={BUDGET}",
+    "AdaKV": f"adakv:{LONGBENCH}:budget={BUDGET}",
+    "MInference": "minference",
     "random part": f"random:window=32:budget={BUDGET}",
-}  # fmt: skip
+}
 LINES = (
-    ("#000000", "solid", 9), (RED, "solid", 2), (RED, "dash", 3), ("#000000", "dot", 2), (RED, "dot", 2),
-    (BLUE, "solid", 2), (GREEN, "solid", 2), (ORANGE, "solid", 5), (GREY, "dot", 2),
-)  # fmt: skip
+    ("#000000", "solid", 9),
+    (RED, "solid", 2),
+    (RED, "dash", 3),
+    ("#000000", "dot", 2),
+    (RED, "dot", 2),
+    (BLUE, "solid", 2),
+    (GREEN, "solid", 2),
+    (ORANGE, "solid", 5),
+    (GREY, "dot", 2),
+)
 """Colour, dash and width: several curves lie on one another, and thin ones are drawn last."""
-SHOWN = ((NINE, "score", "one fact: answers that are right"),
-         (NINE_CHAIN, "prefix", "chain of seven: of an answer, before its first mistake"))  # fmt: skip
+SHOWN = (
+    (NINE, "score", "one fact: answers that are right"),
+    (NINE_CHAIN, "prefix", "chain of seven: of an answer, before its first mistake"),
+)
 
 
 def figure(rows: Sequence[dict[str, Any]]) -> Any:
@@ -57,16 +70,27 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
         for name, (colour, dash, width) in sorted(zip(NAMES, LINES, strict=True), key=lambda pair: -pair[1][2]):
             mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
             fig.add_scatter(
-                x=[row["turn"] for row in mine], y=[row[key] for row in mine], name=name, legendgroup=name,
-                showlegend=col == 1, mode="lines+markers", line={"color": colour, "dash": dash, "width": width},
-                opacity=0.35 if width > 3 else 1, row=1, col=col,
-            )  # fmt: skip
+                x=[row["turn"] for row in mine],
+                y=[row[key] for row in mine],
+                name=name,
+                legendgroup=name,
+                showlegend=col == 1,
+                mode="lines+markers",
+                line={"color": colour, "dash": dash, "width": width},
+                opacity=0.35 if width > 3 else 1,
+                row=1,
+                col=col,
+            )
     fig.update_xaxes(title="turn", dtick=1)
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
     return fig.update_layout(
         title={"text": f"Nine turns, one cache, {BUDGET} tokens of budget", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1400, height=560, font={"size": 13}, margin={"l": 50, "r": 20, "t": 90, "b": 60},
-    )  # fmt: skip
+        template="plotly_white",
+        width=1400,
+        height=560,
+        font={"size": 13},
+        margin={"l": 50, "r": 20, "t": 90, "b": 60},
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,10 +104,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds += seconds_of(said)
         rows += [{"label": name, **row} for name, method in methods.items() for row in turns_of(suite, said, method)]
     for suite, key, title in SHOWN:
-        print(title, *(
-            f"{name:<22}" + " ".join(f"{row[key]:>5.0%}" for row in rows
-                                     if (row["suite"], row["label"]) == (suite.name, name)) for name in NAMES
-        ), sep="\n")  # fmt: skip
+        print(
+            title,
+            *(
+                f"{name:<22}"
+                + " ".join(f"{row[key]:>5.0%}" for row in rows if (row["suite"], row["label"]) == (suite.name, name))
+                for name in NAMES
+            ),
+            sep="\n",
+        )
     settings = settings_of([suite for suite, _, _ in SHOWN], seconds) | {"budget": BUDGET}
     save(
         "loopserve_turns", record("loopserve-turns", {"rows": rows}, settings, started=started), figure(rows), args.out

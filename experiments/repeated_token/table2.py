@@ -43,9 +43,17 @@ TASKS = {  # benchmark -> what it may have been, as lm-evaluation-harness calls 
     "AI2-ARC": tuple((f"arc_{part}", metric) for part in ("easy", "challenge") for metric in ("acc", "acc_norm")),
 }
 HEAD = (
-    "model", "benchmark", "original, paper", "patched, paper", "difference, paper", "task and metric here",
-    "original, here", "patched, here", "difference, here", "random patch, here",
-)  # fmt: skip
+    "model",
+    "benchmark",
+    "original, paper",
+    "patched, paper",
+    "difference, paper",
+    "task and metric here",
+    "original, here",
+    "patched, here",
+    "difference, here",
+    "random patch, here",
+)
 ABSENT = "no weights at hand"
 _NOT_HAD = ("hub-unreachable", "gated-repo")  # pages of the errors that mean it
 
@@ -71,9 +79,11 @@ def _measured(score: Score | None) -> tuple[str, ...]:
         return ("not measured",) * 4
     se, by_chance = score.difference_se or 0.0, score.random_se or 0.0
     return (
-        f"{100 * score.original:.2f}", f"{100 * score.patched:.2f}", f"{100 * score.difference:+.2f} +- {100 * se:.2f}",
+        f"{100 * score.original:.2f}",
+        f"{100 * score.patched:.2f}",
+        f"{100 * score.difference:+.2f} +- {100 * se:.2f}",
         f"{100 * score.random_difference:+.2f} +- {100 * by_chance:.2f}",
-    )  # fmt: skip
+    )
 
 
 def measure(name: str, model: object, questions: int | None, device: str | None, dtype: str | None) -> PatchEvaluation:

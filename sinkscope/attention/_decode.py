@@ -81,9 +81,13 @@ def decode(
         extra = {"logits_processor": [_Forced(forced, len(prompt))], "eos_token_id": None}
     with edit.on(target) if edit is not None else nullcontext() as run:
         out = target.hf.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-            pad_token_id=min(stop, default=0), **extra,
-        )  # fmt: skip
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=min(stop, default=0),
+            **extra,
+        )
         events = [] if run is None else run.events
     return out[0, len(prompt) :].tolist(), events
 

@@ -48,9 +48,16 @@ def scores_of(target: Target, observer: ScoresObserver, layers: list[int]) -> It
 
 @torch.no_grad()
 def _shown(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """The attention function transformers calls: stock output, and the scores' parts for the observer."""
     watching = _observer.get()
     layer = int(module.layer_idx)

@@ -111,9 +111,14 @@ _END = {"begin": "beginning", "middle": "middle", "end": "end"}
 
 
 def token_overlap(
-    target: Target, asked: Sequence[Question], layers: list[int], new: int, budgets: Sequence[float], window: int,
+    target: Target,
+    asked: Sequence[Question],
+    layers: list[int],
+    new: int,
+    budgets: Sequence[float],
+    window: int,
     progress: Progress | None = None,
-) -> TokenOverlap:  # fmt: skip
+) -> TokenOverlap:
     """Answer every prompt greedily with its question at three places, and compare who attends to what.
 
     A token's importance is the attention that it gets from the queries in question, summed over them, all heads and
@@ -157,17 +162,23 @@ def token_overlap(
             if progress is not None:
                 progress("answers", i * len(POSITIONS) + j + 1, len(asked) * len(POSITIONS))
     return TokenOverlap(
-        tuple(budgets), window, len(asked), sum(lengths) / len(lengths), _mean(random),
+        tuple(budgets),
+        window,
+        len(asked),
+        sum(lengths) / len(lengths),
+        _mean(random),
         tuple(PositionOverlap(where, _mean(values)) for where, values in found.items()),
         tuple(
             BlockOverlap(
-                place, _mean([whole for whole, _ in blocks[place]]),
-                _mean([alone for _, alone in blocks[place] if alone is not None]) or None, len(blocks[place]),
+                place,
+                _mean([whole for whole, _ in blocks[place]]),
+                _mean([alone for _, alone in blocks[place] if alone is not None]) or None,
+                len(blocks[place]),
             )
             for place in sorted(blocks)
         ),
         tuple(Distance(far, _mean(apart[far]), len(apart[far])) for far in sorted(apart)),
-    )  # fmt: skip
+    )
 
 
 def _importance(

@@ -210,9 +210,14 @@ class _Layer:
         rounding = 8 * self.eps * own_query.norm(dim=-1).amax(-1) * own_key.norm(dim=-1).amax(-1)
         excess = (change - rounding[:, None, None]).clamp_min(0)
         return Shift(
-            delta_q.cpu(), delta_k.cpu(), change.mean((1, 2)).cpu(), change.amax((1, 2)).cpu(),
-            bound.mean((1, 2)).cpu(), (excess / bound.clamp_min(1e-12)).amax((1, 2)).cpu(), whole.mean((1, 2)).cpu(),
-        )  # fmt: skip
+            delta_q.cpu(),
+            delta_k.cpu(),
+            change.mean((1, 2)).cpu(),
+            change.amax((1, 2)).cpu(),
+            bound.mean((1, 2)).cpu(),
+            (excess / bound.clamp_min(1e-12)).amax((1, 2)).cpu(),
+            whole.mean((1, 2)).cpu(),
+        )
 
 
 def _window(query: Tensor, key: Tensor, length: int, tail: int, shift: int) -> Tensor:

@@ -95,23 +95,33 @@ def heads_of(own: LayerTail, plain: LayerTail | None, period: int) -> list[Rotar
 
     return [
         RotaryHead(
-            layer=own.layer, head=h, query_norm=at(own.query_norm, h), key_norm=at(own.key_norm, h),
-            delta_q=at(here.delta_q, h), delta_k=at(here.delta_k, h),
+            layer=own.layer,
+            head=h,
+            query_norm=at(own.query_norm, h),
+            key_norm=at(own.key_norm, h),
+            delta_q=at(here.delta_q, h),
+            delta_k=at(here.delta_k, h),
             other_delta_q=None if other is None else at(other.delta_q, h),
             other_delta_k=None if other is None else at(other.delta_k, h),
             healthy_delta_q=None if there is None else at(there.delta_q, h),
             healthy_delta_k=None if there is None else at(there.delta_k, h),
-            spread=at(own.spread, h), change=at(here.change, h), largest=at(here.largest, h),
+            spread=at(own.spread, h),
+            change=at(here.change, h),
+            largest=at(here.largest, h),
             other_change=None if other is None else at(other.change, h),
             healthy_change=None if there is None else at(there.change, h),
-            bound=at(here.bound, h), whole_bound=at(here.whole, h), tightness=at(here.tightness, h),
-            error=at(own.error, h), tail_mass=at(own.mass, h),
-            drift=at(own.drift[period], h), step_drift=at(own.drift[1], h),
+            bound=at(here.bound, h),
+            whole_bound=at(here.whole, h),
+            tightness=at(here.tightness, h),
+            error=at(own.error, h),
+            tail_mass=at(own.mass, h),
+            drift=at(own.drift[period], h),
+            step_drift=at(own.drift[1], h),
             healthy_drift=None if plain is None else at(plain.drift[period], h),
             healthy_step_drift=None if plain is None else at(plain.drift[1], h),
         )
         for h in range(len(own.spread))
-    ]  # fmt: skip
+    ]
 
 
 def positions_of(count: int) -> tuple[int, ...]:

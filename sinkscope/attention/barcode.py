@@ -203,9 +203,16 @@ def barcode(
     if bins < 1:
         raise SinkscopeError(f"--bins {bins}: expected 1 or more")
     made = opened(
-        model, tokenizer=tokenizer, bos=bos, text=text, seed=seed, revision=revision, dtype=dtype, device=device,
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     kept = _chosen(made, layers, heads)
     if raw and len(kept) > RAW_HEADS:
         raise SinkscopeError(f"{len(kept)} heads one position at a time: expected up to {RAW_HEADS}; give --head")
@@ -235,10 +242,18 @@ def barcode(
     result = Barcode(
         model=made.info(),
         settings={
-            "prompt": prompt if prompt is None or isinstance(prompt, str) else list(prompt), "layers": layers,
-            "heads": heads, "max_new_tokens": max_new_tokens, "bins": bins, "raw": raw, "control": control,
-            "interventions": None if edit is None else repr(edit), "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
+            "prompt": prompt if prompt is None or isinstance(prompt, str) else list(prompt),
+            "layers": layers,
+            "heads": heads,
+            "max_new_tokens": max_new_tokens,
+            "bins": bins,
+            "raw": raw,
+            "control": control,
+            "interventions": None if edit is None else repr(edit),
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "seed": seed,
+            "revision": revision,
         },
         provenance=made.provenance(),
         prompt_tokens=len(start),
@@ -247,11 +262,12 @@ def barcode(
         period=loop.period,
         onset=loop.onset,
         ended=len(new) < max_new_tokens,
-        heads=tuple(_pictured(h, own, plain, len(start) + len(new)) if (h.layer, h.head) in named else h
-                    for h in measured),
+        heads=tuple(
+            _pictured(h, own, plain, len(start) + len(new)) if (h.layer, h.head) in named else h for h in measured
+        ),
         marks=marks(events),
         nbytes=own.nbytes,
-    )  # fmt: skip
+    )
     object.__setattr__(result, "_arrays", {head: own.array(head) for head in kept})
     return result
 
@@ -277,9 +293,16 @@ def _head(own: Recorder, plain: Recorder | None, head: Head, period: int | None)
     recent = own.recent(head)
     first = own.array(head)[-len(recent) :, 0].float().mean()
     return HeadBarcode(
-        *head, float(first), float(recent.sum(-1).mean()), _overlap(recent, period),
-        None if plain is None else _overlap(plain.recent(head), period), None, None, None, None,
-    )  # fmt: skip
+        *head,
+        float(first),
+        float(recent.sum(-1).mean()),
+        _overlap(recent, period),
+        None if plain is None else _overlap(plain.recent(head), period),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def _overlap(rows: Float[Tensor, "step offset"], period: int | None) -> float | None:
@@ -305,11 +328,17 @@ def _picked(heads: list[HeadBarcode]) -> set[Head]:
 def _pictured(h: HeadBarcode, own: Recorder, plain: Recorder | None, length: int) -> HeadBarcode:
     head = h.layer, h.head
     return HeadBarcode(
-        h.layer, h.head, h.first, h.near, h.overlap, h.healthy_overlap,
-        _whole(own, head, length), _late(own, head, length),
+        h.layer,
+        h.head,
+        h.first,
+        h.near,
+        h.overlap,
+        h.healthy_overlap,
+        _whole(own, head, length),
+        _late(own, head, length),
         None if plain is None else _whole(plain, head, length),
         None if plain is None else _late(plain, head, length),
-    )  # fmt: skip
+    )
 
 
 def _whole(recorder: Recorder, head: Head, length: int) -> Picture:
@@ -321,9 +350,12 @@ def _whole(recorder: Recorder, head: Head, length: int) -> Picture:
     group = -(-used // COLUMNS)
     padded = torch.nn.functional.pad(lines, (0, -used % group))
     return _picture(
-        padded.unflatten(1, (-1, group)).sum(-1), 0, steps, 0,
+        padded.unflatten(1, (-1, group)).sum(-1),
+        0,
+        steps,
+        0,
         group * recorder.positions / recorder.columns,
-    )  # fmt: skip
+    )
 
 
 def _late(recorder: Recorder, head: Head, length: int) -> Picture:

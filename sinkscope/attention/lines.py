@@ -181,9 +181,16 @@ def line_weights(
     """
     shares = checked_etas(etas)
     made = opened(
-        model, tokenizer=tokenizer, bos=bos, text=text, seed=seed, revision=revision, dtype=dtype, device=device,
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     target, wanted = made.target, chosen_layers(made, layers)
     if head is not None and not (head[0] in wanted and 0 <= head[1] < target.n_heads):
         raise SinkscopeError(
@@ -211,15 +218,24 @@ def line_weights(
         model=made.info(),
         settings={
             "texts": None if texts is None else [t if isinstance(t, str) else list(t) for t in texts],
-            "data": None if data is None else Path(data).name, "count": count, "length": length, "etas": list(shares),
-            "layers": None if layers is None else list(layers), "head": None if head is None else list(head),
-            "bos": made.bos is not None, "text": None if text is None else Path(text).name, "seed": seed,
+            "data": None if data is None else Path(data).name,
+            "count": count,
+            "length": length,
+            "etas": list(shares),
+            "layers": None if layers is None else list(layers),
+            "head": None if head is None else list(head),
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "seed": seed,
             "revision": revision,
         },
-        provenance=made.provenance(), etas=shares, inputs=tuple(one for one, _ in rows), heads=heads,
+        provenance=made.provenance(),
+        etas=shares,
+        inputs=tuple(one for one, _ in rows),
+        heads=heads,
         picture=pictured(target, rows[0][1], *shown),
         **{name: _mean([getattr(h, name) for h in heads]) for name in ("mass", "line_sums", "random_mass", "cells")},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,12 +259,18 @@ def _weighed(scores: Scores, etas: Sequence[float], generator: torch.Generator) 
     summed = (vertical * both.vertical).sum(2) + (slash * both.slash).sum(2)
     mass = (summed - crossings(scores, both.vertical, both.slash)) / total
     n = len(etas)
-    tops = [torch.stack([top.values / total[:, None], top.indices.float()]).cpu()
-            for top in (kind.topk(min(SHOWN, kind.shape[1]), 1) for kind in (vertical, slash))]  # fmt: skip
+    tops = [
+        torch.stack([top.values / total[:, None], top.indices.float()]).cpu()
+        for top in (kind.topk(min(SHOWN, kind.shape[1]), 1) for kind in (vertical, slash))
+    ]
     return _Found(
-        mass[:n].cpu(), (summed[:n] / total).cpu(), mass[n:].cpu(), own.cells().cpu(),
-        (own.vertical.sum(2) / own.counts()).cpu(), (tops[0], tops[1]),
-    )  # fmt: skip
+        mass[:n].cpu(),
+        (summed[:n] / total).cpu(),
+        mass[n:].cpu(),
+        own.cells().cpu(),
+        (own.vertical.sum(2) / own.counts()).cpu(),
+        (tops[0], tops[1]),
+    )
 
 
 def _head(layer: int, head: int, found: list[_Found]) -> HeadLines:
@@ -260,9 +282,16 @@ def _head(layer: int, head: int, found: list[_Found]) -> HeadLines:
         return tuple(Line(int(at), share) for share, at in zip(shares, places, strict=True))
 
     return HeadLines(
-        layer, head, mean("mass"), mean("line_sums"), mean("random_mass"), mean("cells"), mean("vertical"), top(0),
+        layer,
+        head,
+        mean("mass"),
+        mean("line_sums"),
+        mean("random_mass"),
+        mean("cells"),
+        mean("vertical"),
+        top(0),
         top(1),
-    )  # fmt: skip
+    )
 
 
 def _mean(series: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -206,9 +206,16 @@ def locking(
         if value is not None and value < 1:
             raise SinkscopeError(f"{name} {value}: expected 1 or more")
     made = opened(
-        model, tokenizer=tokenizer, bos=bos, text=text, seed=seed, revision=revision, dtype=dtype, device=device,
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     wanted = chosen_layers(made, layers)
     edit = joined(loaded(patch), interventions)
     events: list[Event] = []
@@ -250,21 +257,37 @@ def locking(
         model=made.info(),
         settings={
             "prompt": prompt if prompt is None or isinstance(prompt, str) else list(prompt),
-            "ids": None if ids is None else list(ids), "max_new_tokens": max_new_tokens, "layers": layers,
-            "period": period, "suffix": suffix, "window": window,
+            "ids": None if ids is None else list(ids),
+            "max_new_tokens": max_new_tokens,
+            "layers": layers,
+            "period": period,
+            "suffix": suffix,
+            "window": window,
             "interventions": None if edit is None else repr(edit),
-            "control": control if isinstance(control, bool) else list(control), "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
+            "control": control if isinstance(control, bool) else list(control),
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "seed": seed,
+            "revision": revision,
         },
         provenance=made.provenance(),
-        tokens=len(whole), prompt_tokens=len(start), period=period or loop.period,
+        tokens=len(whole),
+        prompt_tokens=len(start),
+        period=period or loop.period,
         loop_onset=loop.onset if loop.period is not None and shift % loop.period == 0 else None,
-        suffix=reach, heads=heads, window=window, positions=positions,
+        suffix=reach,
+        heads=heads,
+        window=window,
+        positions=positions,
         locking_onset=None if mean is None else _onset(mean, 0.0 if calm is None else float(calm[first:].mean())),
-        last_new=_last_new(whole, window), collapse=None if point is None else len(start) + point - 1,
-        locked_curve=_at(mean, positions), other_curve=_at(rest, positions), healthy_curve=_at(calm, positions),
-        diversity=tuple(ratio[p] for p in positions), marks=marks(events),
-    )  # fmt: skip
+        last_new=_last_new(whole, window),
+        collapse=None if point is None else len(start) + point - 1,
+        locked_curve=_at(mean, positions),
+        other_curve=_at(rest, positions),
+        healthy_curve=_at(calm, positions),
+        diversity=tuple(ratio[p] for p in positions),
+        marks=marks(events),
+    )
 
 
 def _tracks(

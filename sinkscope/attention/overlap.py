@@ -167,9 +167,16 @@ def line_overlap(
         name, value = ("max-new-tokens", max_new_tokens) if max_new_tokens < 0 else ("window", window)
         raise SinkscopeError(f"--{name} {value}: expected {0 if name != 'window' else 1} or more")
     made = opened(
-        model, tokenizer=tokenizer, bos=bos, text=text, seed=seed, revision=revision, dtype=dtype, device=device,
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     target, wanted = made.target, chosen_layers(made, layers)
     rows = inputs(made, texts, data, count, length)
     if len(rows) < 2:
@@ -197,16 +204,26 @@ def line_overlap(
         model=made.info(),
         settings={
             "texts": None if texts is None else [t if isinstance(t, str) else list(t) for t in texts],
-            "data": None if data is None else Path(data).name, "count": count, "length": length, "etas": list(shares),
-            "layers": None if layers is None else list(layers), "max_new_tokens": max_new_tokens,
-            "budgets": list(parts), "window": window, "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
+            "data": None if data is None else Path(data).name,
+            "count": count,
+            "length": length,
+            "etas": list(shares),
+            "layers": None if layers is None else list(layers),
+            "max_new_tokens": max_new_tokens,
+            "budgets": list(parts),
+            "window": window,
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "seed": seed,
+            "revision": revision,
         },
-        etas=shares, texts=tuple(one for one, _ in rows), heads=heads,
+        etas=shares,
+        texts=tuple(one for one, _ in rows),
+        heads=heads,
         tokens=token_overlap(target, asked, wanted, max_new_tokens, parts, window, progress) if asked else None,
         provenance=made.provenance(),
         **{name: tuple(torch.tensor([getattr(h, name) for h in heads]).double().mean(0).tolist()) for name in _NAMES},
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,9 +244,10 @@ def _chosen(scores: Scores, etas: Sequence[float], generator: torch.Generator) -
     vertical, slash = line_sums(scores.part(half, keys), since=half)
     inside = top_lines(vertical[:, half:], slash[:, : keys - half], etas)
     shared = {
-        "segments": covered(first, second), "segments_relative": covered(first, inside),
+        "segments": covered(first, second),
+        "segments_relative": covered(first, inside),
         "segments_random": covered(first.random(generator, cells=False), second.random(generator, cells=False)),
-    }  # fmt: skip
+    }
     drawn = own.random(generator, cells=False)
     return _Chosen(_cpu(own), _cpu(drawn), {name: value.cpu() for name, value in shared.items()})
 

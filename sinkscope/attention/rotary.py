@@ -29,9 +29,21 @@ from sinkscope.sinks._setup import Progress, Setup
 TAIL = 32  # positions of the window, rounded up to whole periods
 PERIODS = 8  # that a disturbance is followed for
 _SHOWN = (
-    "query_norm", "delta_q", "other_delta_q", "healthy_delta_q", "key_norm", "delta_k", "spread", "change",
-    "other_change", "healthy_change", "bound", "tail_mass", "drift", "step_drift",
-)  # fmt: skip
+    "query_norm",
+    "delta_q",
+    "other_delta_q",
+    "healthy_delta_q",
+    "key_norm",
+    "delta_k",
+    "spread",
+    "change",
+    "other_change",
+    "healthy_change",
+    "bound",
+    "tail_mass",
+    "drift",
+    "step_drift",
+)
 SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, over the length of the hidden state
 
 
@@ -197,9 +209,16 @@ def rotary_invariance(
     if prompt is not None and ids is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
     made = opened(
-        model, tokenizer=tokenizer, bos=bos, text=text, seed=seed, revision=revision, dtype=dtype, device=device,
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     target = made.target
     if target.adapter.absolute_positions:
         raise UnsupportedError(
@@ -219,15 +238,21 @@ def rotary_invariance(
         generated(made, prompt_ids(made, prompt), max_new_tokens) if ids is None else loop_of(checked_ids(made, ids), 0)
     )
     return _measured(
-        made, loop, wanted,
+        made,
+        loop,
+        wanted,
         {
             "prompt": prompt if isinstance(prompt, str) else None if prompt is None else list(prompt),
-            "ids": None if ids is None else list(ids), "max_new_tokens": max_new_tokens,
-            "layers": None if layers is None else list(layers), "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
+            "ids": None if ids is None else list(ids),
+            "max_new_tokens": max_new_tokens,
+            "layers": None if layers is None else list(layers),
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "seed": seed,
+            "revision": revision,
         },
         progress,
-    )  # fmt: skip
+    )
 
 
 def _measured(
@@ -239,14 +264,26 @@ def _measured(
 
     target, period, count = made.target, loop.period, len(loop.ids)
     common: dict[str, Any] = {
-        "model": made.info(), "settings": settings, "tokens": count, "prompt_tokens": loop.prompt, "period": period,
+        "model": made.info(),
+        "settings": settings,
+        "tokens": count,
+        "prompt_tokens": loop.prompt,
+        "period": period,
         "onset": loop.onset,
-    }  # fmt: skip
+    }
     if period is None:
         return RotaryInvariance(
-            **common, repeated=None, tail=None, rotary_scale=None, heads=(), positions=(), drift=(), decays=(),
-            healthy_decays=(), provenance=made.provenance(),
-        )  # fmt: skip
+            **common,
+            repeated=None,
+            tail=None,
+            rotary_scale=None,
+            heads=(),
+            positions=(),
+            drift=(),
+            decays=(),
+            healthy_decays=(),
+            provenance=made.provenance(),
+        )
     tail = period * max(1, min(-(-TAIL // period), (loop.length - period) // (2 * period)))
     shifts = [period] if period == 1 else [period, period + 1]
     steps = sorted({1, period})
@@ -262,12 +299,17 @@ def _measured(
     positions = positions_of(count)
     done(4)
     return RotaryInvariance(
-        **common, repeated=target.tokenizer.decode(loop.ids[-period:].tolist()), tail=tail, rotary_scale=own[0].scale,
+        **common,
+        repeated=target.tokenizer.decode(loop.ids[-period:].tolist()),
+        tail=tail,
+        rotary_scale=own[0].scale,
         heads=tuple(h for part, other in zip(own, plain, strict=True) for h in heads_of(part, other, period)),
         positions=positions,
         drift=tuple(curves_of(part, other, period, positions) for part, other in zip(own, plain, strict=True)),
-        decays=decays, healthy_decays=healthy, provenance=made.provenance(),
-    )  # fmt: skip
+        decays=decays,
+        healthy_decays=healthy,
+        provenance=made.provenance(),
+    )
 
 
 def _decays(made: Setup, ids: torch.Tensor, layers: list[int], period: int, periods: int) -> tuple[Decay, ...]:

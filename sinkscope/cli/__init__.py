@@ -96,8 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
-        code = app(args=list(sys.argv[1:] if argv is None else argv) or ["--help"], prog_name="sinkscope",
-                   standalone_mode=False)  # fmt: skip
+        code = app(
+            args=list(sys.argv[1:] if argv is None else argv) or ["--help"],
+            prog_name="sinkscope",
+            standalone_mode=False,
+        )
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
             raise KeyboardInterrupt

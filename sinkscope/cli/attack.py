@@ -66,10 +66,18 @@ def attack_command(
     with Progress() as progress:
         opened = open_model(model, backend, revision=revision, device=device, dtype=dtype)
         common: dict[str, Any] = {
-            "lengths": length or LENGTHS, "sequences": sequences, "prefix": prefix, "bos": bos, "text": text,
-            "batch": batch_size, "seed": seed, "revision": revision, "device": device, "dtype": dtype,
+            "lengths": length or LENGTHS,
+            "sequences": sequences,
+            "prefix": prefix,
+            "bos": bos,
+            "text": text,
+            "batch": batch_size,
+            "seed": seed,
+            "revision": revision,
+            "device": device,
+            "dtype": dtype,
             "progress": progress,
-        }  # fmt: skip
+        }
         if detect:
             result = detect_attack(opened, **common)
         else:

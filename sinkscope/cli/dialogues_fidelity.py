@@ -17,7 +17,7 @@ from sinkscope.cli.dialogues_run import (
     dialogues_of,
     methods_of,
     words,
-)  # fmt: skip
+)
 from sinkscope.errors import SinkscopeError
 
 TEXT = "text"
@@ -97,8 +97,16 @@ def fidelity_command(
         some = text_dialogues(tokenizer, count or 8, prompt_tokens=prompt_tokens or 512, answer_tokens=answer_tokens)
     with Progress() as progress:
         folder = run_fidelity(
-            opened, some, names, out=out, along=(along or (Along.gold if texts else Along.full)).value,
-            positions=places, budget=share, max_new_tokens=answer_tokens,
-            batch_size=batch_size, chat=chat, progress=progress,
-        )  # fmt: skip
+            opened,
+            some,
+            names,
+            out=out,
+            along=(along or (Along.gold if texts else Along.full)).value,
+            positions=places,
+            budget=share,
+            max_new_tokens=answer_tokens,
+            batch_size=batch_size,
+            chat=chat,
+            progress=progress,
+        )
     print_result(tabulate_fidelity([folder]))

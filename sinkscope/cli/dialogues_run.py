@@ -109,9 +109,19 @@ def run_command(
     opened = open_model(model, backend, revision=revision, device=device, dtype=dtype)
     with Progress() as progress:
         folder = run_dialogues(
-            opened, some, names, out=out, positions=places, budget=share, max_new_tokens=max_new_tokens,
-            batch_size=batch_size, chat=chat, history=history.value, cache=cache.value, progress=progress,
-        )  # fmt: skip
+            opened,
+            some,
+            names,
+            out=out,
+            positions=places,
+            budget=share,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            chat=chat,
+            history=history.value,
+            cache=cache.value,
+            progress=progress,
+        )
     print_result(tabulate_dialogues([folder]))
 
 

@@ -57,7 +57,15 @@ def run_command(
     opened = open_model(model, backend, revision=revision, device=device, dtype=dtype)
     with Progress() as progress:
         folder = run_loopbench(
-            opened, prompts, names, out=out, max_new_tokens=max_new_tokens, budget=share, window=window,
-            batch_size=batch_size, seed=seed, progress=progress,
-        )  # fmt: skip
+            opened,
+            prompts,
+            names,
+            out=out,
+            max_new_tokens=max_new_tokens,
+            budget=share,
+            window=window,
+            batch_size=batch_size,
+            seed=seed,
+            progress=progress,
+        )
     print_result(tabulate([folder]))

@@ -65,10 +65,18 @@ def repeat_command(
     with Progress() as progress:
         opened = open_model(model, backend, revision=revision, device=device, dtype=dtype)
         common: dict[str, Any] = {
-            "bos": bos, "text": text, "tokens": token, "prefix": prefix, "max_repeats": max_repeats,
-            "batch_size": batch_size, "seed": seed, "device": device, "dtype": dtype, "revision": revision,
+            "bos": bos,
+            "text": text,
+            "tokens": token,
+            "prefix": prefix,
+            "max_repeats": max_repeats,
+            "batch_size": batch_size,
+            "seed": seed,
+            "device": device,
+            "dtype": dtype,
+            "revision": revision,
             "progress": progress,
-        }  # fmt: skip
+        }
         if attention:
             result = repeat_attention(opened, layers=layer, **common)
         else:

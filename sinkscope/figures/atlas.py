@@ -20,9 +20,11 @@ _POINTS = 4000  # more would only make the file large
 def draw(result: Any) -> go.Figure:
     """Repetitions until a sink by head, and frequency against the embedding's norm with resisting tokens marked."""
     fig = make_subplots(
-        cols=2, column_widths=[0.5, 0.5], horizontal_spacing=0.08,
+        cols=2,
+        column_widths=[0.5, 0.5],
+        horizontal_spacing=0.08,
         subplot_titles=["Repetitions until a sink", "What resisting tokens share"],
-    )  # fmt: skip
+    )
     if result.ids:
         _histogram(fig, result)
         _shared(fig, result)
@@ -64,15 +66,25 @@ def _histogram(fig: Any, result: Any) -> None:
             if h == head:
                 counts[-1 if n is None else -2 if n > high else bisect_right(edges, n)] += 1
         fig.add_bar(
-            x=list(range(len(labels))), y=counts, name=name, marker_color=colour, customdata=labels, row=1, col=1,
+            x=list(range(len(labels))),
+            y=counts,
+            name=name,
+            marker_color=colour,
+            customdata=labels,
+            row=1,
+            col=1,
             hovertemplate="%{customdata} repetitions: %{y} tokens<extra>" + name + "</extra>",
-        )  # fmt: skip
+        )
     inner = list(range(1, len(labels) - 2))
     ticks = [0, *inner[2 :: max(1, len(inner) // 5)], len(labels) - 2, len(labels) - 1]
     fig.update_xaxes(
-        tickvals=ticks, ticktext=[labels[i] for i in ticks], tickangle=-40,
-        title_text=f"repetitions until half of the first token's norm in layer {result.sink_layer}", row=1, col=1,
-    )  # fmt: skip
+        tickvals=ticks,
+        ticktext=[labels[i] for i in ticks],
+        tickangle=-40,
+        title_text=f"repetitions until half of the first token's norm in layer {result.sink_layer}",
+        row=1,
+        col=1,
+    )
     fig.update_yaxes(title_text="tokens", row=1, col=1)
 
 
@@ -83,13 +95,21 @@ def _shared(fig: Any, result: Any) -> None:
         chosen = [r for r in rows if (r[3] is None) == wanted]
         chosen = chosen if wanted and len(chosen) < _POINTS else chosen[::every]
         fig.add_scatter(
-            x=[max(f, 0.5) for f, *_ in chosen], y=[n for _, n, *_ in chosen], mode="markers", name=name,
-            marker={"color": colour, "size": 5, "opacity": 0.6}, row=1, col=2,
+            x=[max(f, 0.5) for f, *_ in chosen],
+            y=[n for _, n, *_ in chosen],
+            mode="markers",
+            name=name,
+            marker={"color": colour, "size": 5, "opacity": 0.6},
+            row=1,
+            col=2,
             text=[f"{html.escape(repr(t))}, {'never' if n is None else n} repetitions" for _, _, t, n in chosen],
             hovertemplate="%{text}<br>%{x} in the text, norm %{y:.3g}<extra></extra>",
-        )  # fmt: skip
+        )
     fig.update_xaxes(
-        type="log", title_text=f"times in the neutral text ({result.text_tokens:,} tokens; 0 drawn at 0.5)", dtick=1,
-        row=1, col=2,
-    )  # fmt: skip
+        type="log",
+        title_text=f"times in the neutral text ({result.text_tokens:,} tokens; 0 drawn at 0.5)",
+        dtick=1,
+        row=1,
+        col=2,
+    )
     fig.update_yaxes(title_text="norm of the embedding", row=1, col=2)

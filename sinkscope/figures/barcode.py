@@ -19,13 +19,20 @@ def draw(result: Any) -> go.Figure:
     shown = [h for h in result.heads if h.whole is not None]
     control = any(h.healthy_whole is not None for h in shown)
     parts = ("whole", "healthy_whole", "late", "healthy_late") if control else ("whole", "late")
-    names = {"whole": "generated", "healthy_whole": "ordinary text", "late": "generated, last steps",
-             "healthy_late": "ordinary text, last steps"}  # fmt: skip
+    names = {
+        "whole": "generated",
+        "healthy_whole": "ordinary text",
+        "late": "generated, last steps",
+        "healthy_late": "ordinary text, last steps",
+    }
     titles = [f"layer {h.layer}, head {h.head}: {names[part]}" for h in shown for part in parts]
     fig = make_subplots(
-        rows=len(shown), cols=len(parts), subplot_titles=titles, horizontal_spacing=0.045,
+        rows=len(shown),
+        cols=len(parts),
+        subplot_titles=titles,
+        horizontal_spacing=0.045,
         vertical_spacing=0.24 / max(2, len(shown)),
-    )  # fmt: skip
+    )
     top = math.sqrt(max([0.05, *(_high(getattr(h, part)) for h in shown for part in parts)]))
     for row, h in enumerate(shown, 1):
         for col, part in enumerate(parts, 1):
@@ -37,11 +44,17 @@ def draw(result: Any) -> go.Figure:
         else f"loop of period {result.period} from position {result.onset}"
     )
     fig.update_layout(
-        title={"text": f"{html.escape(result.model.name)}: attention over {result.steps} generated tokens, {ends}",
-               "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=350 * len(parts) + 130, height=max(420, 265 * len(shown) + 120),
-        margin={"l": 60, "r": 90, "t": 90, "b": 60}, font={"size": 12},
-    )  # fmt: skip
+        title={
+            "text": f"{html.escape(result.model.name)}: attention over {result.steps} generated tokens, {ends}",
+            "x": 0.01,
+            "xanchor": "left",
+        },
+        template="plotly_white",
+        width=350 * len(parts) + 130,
+        height=max(420, 265 * len(shown) + 120),
+        margin={"l": 60, "r": 90, "t": 90, "b": 60},
+        font={"size": 12},
+    )
     fig.update_xaxes(title_text="position", row=len(shown))
     fig.update_yaxes(title_text="step", col=1)
     return fig
@@ -61,12 +74,22 @@ def _map(fig: Any, picture: Any, top: float, row: int, col: int, *, scale: bool)
     fig.add_heatmap(
         x=[picture.first_position + (i + 0.5) * picture.positions - 0.5 for i in range(len(values[0]))],
         y=[picture.first_step + (i + 0.5) * picture.steps - 0.5 for i in range(len(values))],
-        z=[[math.sqrt(v) for v in line] for line in values], customdata=values, zmin=0, zmax=top,
-        colorscale="Greys", showscale=scale,
-        colorbar={"title": {"text": "share"}, "tickvals": [math.sqrt(t) for t in ticks], "thickness": 12,
-                  "ticktext": [f"{t:g}" for t in ticks]},
-        hovertemplate="step %{y:.0f}, position %{x:.0f}: %{customdata:.3f}<extra></extra>", row=row, col=col,
-    )  # fmt: skip
+        z=[[math.sqrt(v) for v in line] for line in values],
+        customdata=values,
+        zmin=0,
+        zmax=top,
+        colorscale="Greys",
+        showscale=scale,
+        colorbar={
+            "title": {"text": "share"},
+            "tickvals": [math.sqrt(t) for t in ticks],
+            "thickness": 12,
+            "ticktext": [f"{t:g}" for t in ticks],
+        },
+        hovertemplate="step %{y:.0f}, position %{x:.0f}: %{customdata:.3f}<extra></extra>",
+        row=row,
+        col=col,
+    )
     fig.update_yaxes(autorange="reversed", row=row, col=col)
 
 
@@ -80,10 +103,15 @@ def _marks(fig: Any, result: Any, h: Any, row: int, late: int) -> None:
             continue
         for step in steps:
             fig.add_hline(
-                step, line={"color": ORANGE, "width": 1}, row=row, col=1,
-                annotation={"text": html.escape(kind) if step == steps[0] else "",
-                            "font": {"size": 9, "color": ORANGE}},
-            )  # fmt: skip
+                step,
+                line={"color": ORANGE, "width": 1},
+                row=row,
+                col=1,
+                annotation={
+                    "text": html.escape(kind) if step == steps[0] else "",
+                    "font": {"size": 9, "color": ORANGE},
+                },
+            )
             if step >= h.late.first_step:
                 fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=row, col=late)
     if result.onset is not None:

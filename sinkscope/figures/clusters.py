@@ -50,10 +50,18 @@ def _bars(fig: Any, result: Any) -> None:
     ]
     names, counts, colour, hover = zip(*bars, strict=True)
     fig.add_bar(
-        x=names, y=counts, marker_color=colour, customdata=hover, text=[f"{n:,}" for n in counts],
-        textposition="outside", cliponaxis=False, showlegend=False, row=1, col=1,
+        x=names,
+        y=counts,
+        marker_color=colour,
+        customdata=hover,
+        text=[f"{n:,}" for n in counts],
+        textposition="outside",
+        cliponaxis=False,
+        showlegend=False,
+        row=1,
+        col=1,
         hovertemplate="%{x}: %{y} tokens<br>%{customdata}<extra></extra>",
-    )  # fmt: skip
+    )
     fig.update_xaxes(type="category", tickangle=-40, row=1, col=1)
     fig.update_yaxes(title_text="tokens", row=1, col=1)
 
@@ -73,9 +81,14 @@ def _strengths(fig: Any, result: Any) -> None:
     size = (high - low) / 50
     for name, column, colour in series:
         fig.add_histogram(
-            x=column, name=name, marker_color=colour, opacity=0.6, row=1, col=2,
+            x=column,
+            name=name,
+            marker_color=colour,
+            opacity=0.6,
+            row=1,
+            col=2,
             xbins={"start": low, "end": high + size, "size": size},
-        )  # fmt: skip
+        )
     fig.add_vline(result.threshold, line={"color": RED, "dash": "dash"}, row=1, col=2)
     fig.update_xaxes(title_text="activation over that at the first token of text", row=1, col=2)
     fig.update_yaxes(title_text="tokens", row=1, col=2)
@@ -85,11 +98,18 @@ def _pairs(fig: Any, pairs: Any) -> None:
     names = [f"{html.escape(repr(t))}, head {h}" for t, h in zip(pairs.tokens, pairs.heads, strict=True)]
     spots = list(range(len(names)))
     fig.add_heatmap(
-        z=pairs.norm, x=spots, y=spots, zmin=0, zmax=1, colorscale="Viridis", row=1, col=3,
+        z=pairs.norm,
+        x=spots,
+        y=spots,
+        zmin=0,
+        zmax=1,
+        colorscale="Viridis",
+        row=1,
+        col=3,
         text=[[f"{a}<br>then {b}" for b in names] for a in names],
         hovertemplate="%{text}<br>norm %{z:.2f}<extra></extra>",
         colorbar={"title": {"text": "norm at the second,<br>over a first token's"}, "thickness": 12, "len": 0.9},
-    )  # fmt: skip
+    )
     for i in spots[1:]:
         if pairs.heads[i] != pairs.heads[i - 1]:
             fig.add_vline(i - 0.5, line={"color": "white", "width": 1}, row=1, col=3)

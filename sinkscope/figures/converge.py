@@ -20,9 +20,10 @@ def draw(result: Any) -> go.Figure:
     deep = result.layers_read > 1
     titles = ["First layer: distance to the token alone", f"Its heads at n = {result.counts[-1]}"]
     fig = make_subplots(
-        cols=2 + deep, subplot_titles=[*titles, *(["Every layer (median over tokens)"] if deep else [])],
+        cols=2 + deep,
+        subplot_titles=[*titles, *(["Every layer (median over tokens)"] if deep else [])],
         horizontal_spacing=0.075,
-    )  # fmt: skip
+    )
     _first(fig, result)
     _heads(fig, result)
     if deep:
@@ -35,11 +36,15 @@ def draw(result: Any) -> go.Figure:
         said = "no head exceeds its bound" if result.holds else "a head exceeds its bound"
         text = f"{name}: {said}" + (f"; exponent of n {median(slopes):.2f}" if slopes else "")
     fig.update_layout(
-        title={"text": text, "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1400 if deep else 1000,
-        height=480, margin={"l": 70, "r": 20, "t": 90, "b": 110}, font={"size": 13},
+        title={"text": text, "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=1400 if deep else 1000,
+        height=480,
+        margin={"l": 70, "r": 20, "t": 90, "b": 110},
+        font={"size": 13},
         legend={"orientation": "h", "y": -0.24, "x": 0.3, "xanchor": "center", "yanchor": "top"},
         legend2={"orientation": "h", "y": -0.24, "x": 1, "xanchor": "right", "yanchor": "top"},
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -66,10 +71,18 @@ def _first(fig: Any, result: Any) -> None:
     if result.window is not None:
         fig.add_vline(result.window, line={"color": RED, "dash": "dash"}, row=1, col=1)
         fig.add_annotation(
-            x=0.03, y=0.05, xref="x domain", yref="y domain", showarrow=False, font={"color": RED}, row=1, col=1,
-            text=f"from n = {result.window} the prefix is out of the window:<br>the distance is 0", align="left",
+            x=0.03,
+            y=0.05,
+            xref="x domain",
+            yref="y domain",
+            showarrow=False,
+            font={"color": RED},
+            row=1,
+            col=1,
+            text=f"from n = {result.window} the prefix is out of the window:<br>the distance is 0",
+            align="left",
             xanchor="left",
-        )  # fmt: skip
+        )
     fig.update_xaxes(title_text="repetitions n", type="log", dtick=1, row=1, col=1)
     fig.update_yaxes(title_text="L2 distance of the outputs", type="log", dtick=1, exponentformat="power", row=1, col=1)
 
@@ -78,9 +91,10 @@ def _heads(fig: Any, result: Any) -> None:
     count = 1 + max(c.head for c in result.curves if c.head is not None)
     for i, whole in enumerate(result.wholes()):
         heads = [
-            c for c in result.curves
+            c
+            for c in result.curves
             if c.head is not None and c.layer == 0 and (c.id, c.prefix) == (whole.id, whole.prefix)
-        ]  # fmt: skip
+        ]
         shown = [c for c in heads if c.distance[-1] > 0]
         at: dict[str, Any] = {"x": [c.head for c in shown], "mode": "markers", "showlegend": False, "row": 1, "col": 2}
         color, label = _COLORS[i % len(_COLORS)], _label(result, whole)
@@ -101,8 +115,15 @@ def _layers(fig: Any, result: Any) -> None:
         curves = result.wholes(layer)
         y = [median(c.distance[i] for c in curves) for i in range(len(result.counts))]
         fig.add_scatter(
-            x=result.counts, y=[v if v > 0 else None for v in y], name=f"layer {layer}", mode="lines",
-            line={"color": scale[layer]}, showlegend=layer in named, legend="legend2", row=1, col=3,
-        )  # fmt: skip
+            x=result.counts,
+            y=[v if v > 0 else None for v in y],
+            name=f"layer {layer}",
+            mode="lines",
+            line={"color": scale[layer]},
+            showlegend=layer in named,
+            legend="legend2",
+            row=1,
+            col=3,
+        )
     fig.update_xaxes(title_text="repetitions n", type="log", dtick=1, row=1, col=3)
     fig.update_yaxes(type="log", dtick=1, exponentformat="power", row=1, col=3)

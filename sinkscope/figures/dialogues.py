@@ -15,9 +15,22 @@ from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
 _COLOURS: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 _DOTS = (
-    "#000000", GREY, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#b8a000", "#00a08a", "#882255", "#3f6f2a",
-    "#1f4fd8", "#ff7f6b", "#9a6bff", "#5c8a8a",
-)  # fmt: skip
+    "#000000",
+    GREY,
+    RED,
+    "#cc79a7",
+    "#56b4e9",
+    "#7a5c00",
+    "#4b3f8f",
+    "#b8a000",
+    "#00a08a",
+    "#882255",
+    "#3f6f2a",
+    "#1f4fd8",
+    "#ff7f6b",
+    "#9a6bff",
+    "#5c8a8a",
+)
 _SYMBOLS = ("diamond", "circle", "square", "cross", "x", "triangle-up", "star")
 
 
@@ -28,9 +41,13 @@ def draw(result: Any) -> go.Figure:
         text for head in heads for text in (f"{html.escape(title(head))}: score", "Score over tokens read per step")
     ]
     fig = make_subplots(
-        rows=len(heads), cols=2, subplot_titles=titles, column_widths=[0.62, 0.38], horizontal_spacing=0.08,
+        rows=len(heads),
+        cols=2,
+        subplot_titles=titles,
+        column_widths=[0.62, 0.38],
+        horizontal_spacing=0.08,
         vertical_spacing=0.3 / len(heads),
-    )  # fmt: skip
+    )
     dots, shown = _dots([g.method for g in result.groups]), set[str]()
     for row, head in enumerate(heads, 1):
         mine = [g for g in result.groups if head_of(g) == head]
@@ -41,11 +58,18 @@ def draw(result: Any) -> go.Figure:
         for g in overall(mine):
             if g.read is not None:
                 fig.add_scatter(
-                    x=[g.read], y=[g.score], mode="markers", name=html.escape(g.method), legendgroup=g.method,
-                    showlegend=g.method not in shown, text=[html.escape(label(g))],
+                    x=[g.read],
+                    y=[g.score],
+                    mode="markers",
+                    name=html.escape(g.method),
+                    legendgroup=g.method,
+                    showlegend=g.method not in shown,
+                    text=[html.escape(label(g))],
                     marker=dots[g.method],
-                    hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>", row=row, col=2,
-                )  # fmt: skip
+                    hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>",
+                    row=row,
+                    col=2,
+                )
                 shown.add(g.method)
         fig.update_yaxes(tickformat=".0%", range=[-0.05, 1.08], row=row)
         fig.update_xaxes(title_text="tokens read per decoding step", row=row, col=2)
@@ -53,10 +77,14 @@ def draw(result: Any) -> go.Figure:
         fig.update_xaxes(categoryorder="array", categoryarray=names, row=row, col=1)
     fig.update_layout(
         title={"text": "Dialogues, by position of the question", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1300, barmode="group", font={"size": 13},
+        template="plotly_white",
+        width=1300,
+        barmode="group",
+        font={"size": 13},
         height=max(130 + 380 * len(heads), 200 + 31 * (len(POSITIONS) + len(shown))),
-        margin={"l": 70, "r": 20, "t": 90, "b": 90}, legend={"x": 1.01, "y": 1},
-    )  # fmt: skip
+        margin={"l": 70, "r": 20, "t": 90, "b": 90},
+        legend={"x": 1.01, "y": 1},
+    )
     return fig
 
 
@@ -75,12 +103,21 @@ def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
 
 def _bars(fig: Any, bars: list[Any], place: str, row: int) -> None:
     fig.add_bar(
-        x=[html.escape(label(g)) for g in bars], y=[g.score for g in bars], name=f"question at {place}",
-        legendgroup=place, showlegend=row == 1, marker_color=_COLOURS[place],
+        x=[html.escape(label(g)) for g in bars],
+        y=[g.score for g in bars],
+        name=f"question at {place}",
+        legendgroup=place,
+        showlegend=row == 1,
+        marker_color=_COLOURS[place],
         error_y={
-            "type": "data", "symmetric": False, "thickness": 1, "array": [g.high - g.score for g in bars],
+            "type": "data",
+            "symmetric": False,
+            "thickness": 1,
+            "array": [g.high - g.score for g in bars],
             "arrayminus": [g.score - g.low for g in bars],
         },
         customdata=[g.questions for g in bars],
-        hovertemplate="%{x}: %{y:.1%} of %{customdata}<extra></extra>", row=row, col=1,
-    )  # fmt: skip
+        hovertemplate="%{x}: %{y:.1%} of %{customdata}<extra></extra>",
+        row=row,
+        col=1,
+    )

@@ -30,19 +30,32 @@ def draw(result: Any) -> go.Figure:
     ]
     heights = [len(mine) + 3 for mine in rows]
     fig = make_subplots(
-        rows=len(heads), cols=3, subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04,
-        vertical_spacing=min(0.3, 4 / (sum(heights) + 4)), row_heights=heights,
-    )  # fmt: skip
+        rows=len(heads),
+        cols=3,
+        subplot_titles=titles,
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+        vertical_spacing=min(0.3, 4 / (sum(heights) + 4)),
+        row_heights=heights,
+    )
     for row, mine in enumerate(rows, 1):
         names = [html.escape(label(g)) for g in mine]
         for col, (field, name, colour, form) in enumerate(_PANELS, 1):
             fig.add_bar(
-                y=names, x=[getattr(g, field) for g in mine], name=name, orientation="h", marker_color=colour,
-                showlegend=False, text=[_text(g, field, form) for g in mine], textposition="outside", cliponaxis=False,
+                y=names,
+                x=[getattr(g, field) for g in mine],
+                name=name,
+                orientation="h",
+                marker_color=colour,
+                showlegend=False,
+                text=[_text(g, field, form) for g in mine],
+                textposition="outside",
+                cliponaxis=False,
                 customdata=[(g.tokens, g.questions) for g in mine],
                 hovertemplate="%{y}: %{text}<br>%{customdata[0]} tokens of %{customdata[1]} answers<extra></extra>",
-                row=row, col=col,
-            )  # fmt: skip
+                row=row,
+                col=col,
+            )
             if field != "kl":
                 fig.update_xaxes(tickformat=".0%", range=[0, 1.15], row=row, col=col)
             else:
@@ -50,9 +63,12 @@ def draw(result: Any) -> go.Figure:
         fig.update_yaxes(autorange="reversed", row=row)
     fig.update_layout(
         title={"text": "Beside full attention, along the same text", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=1300, height=130 + 30 * sum(heights), font={"size": 13},
+        template="plotly_white",
+        width=1300,
+        height=130 + 30 * sum(heights),
+        font={"size": 13},
         margin={"l": 20, "r": 50, "t": 110, "b": 50},
-    )  # fmt: skip
+    )
     return fig
 
 

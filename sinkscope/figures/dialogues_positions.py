@@ -16,24 +16,36 @@ def draw(result: Any) -> go.Figure:
     there = [share for share in result.places if share.share is not None]
     fig: Any = go.Figure()
     fig.add_bar(
-        x=[html.escape(share.position) for share in there], y=[share.share for share in there], name="this log",
-        marker_color=BLUE, customdata=[share.count for share in there],
+        x=[html.escape(share.position) for share in there],
+        y=[share.share for share in there],
+        name="this log",
+        marker_color=BLUE,
+        customdata=[share.count for share in there],
         error_y={
-            "type": "data", "symmetric": False, "thickness": 1,
+            "type": "data",
+            "symmetric": False,
+            "thickness": 1,
             "array": [share.high - share.share for share in there],
             "arrayminus": [share.share - share.low for share in there],
         },
         hovertemplate="%{x}: %{y:.1%}, %{customdata} messages<extra></extra>",
-    )  # fmt: skip
+    )
     fig.add_scatter(
-        x=names, y=[share.paper_share for share in result.places], mode="markers", name="paper: LMSYS-Chat-1M",
-        marker={"color": GREY, "size": 11, "symbol": "diamond"}, customdata=[s.paper_count for s in result.places],
+        x=names,
+        y=[share.paper_share for share in result.places],
+        mode="markers",
+        name="paper: LMSYS-Chat-1M",
+        marker={"color": GREY, "size": 11, "symbol": "diamond"},
+        customdata=[s.paper_count for s in result.places],
         hovertemplate="%{x}, paper: %{y:.1%}, %{customdata} messages<extra></extra>",
-    )  # fmt: skip
+    )
     fig.update_layout(
         title={"text": f"Where questions stand in {html.escape(result.model.name)}", "x": 0.01, "xanchor": "left"},
-        template="plotly_white", width=800, height=460, font={"size": 13},
+        template="plotly_white",
+        width=800,
+        height=460,
+        font={"size": 13},
         margin={"l": 60, "r": 20, "t": 70, "b": 50},
-    )  # fmt: skip
+    )
     fig.update_yaxes(tickformat=".0%", range=[0, 1.03], title_text="share of messages")
     return fig

@@ -59,9 +59,16 @@ def _norms(fig: Any, result: Any) -> None:
     if result.sink_layer is not None:
         fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, row=1, col=1)
         fig.add_annotation(
-            x=result.sink_layer, y=0.5, yref="y domain", text=f" layer {result.sink_layer}", font={"color": RED},
-            showarrow=False, xanchor="left", row=1, col=1,
-        )  # fmt: skip
+            x=result.sink_layer,
+            y=0.5,
+            yref="y domain",
+            text=f" layer {result.sink_layer}",
+            font={"color": RED},
+            showarrow=False,
+            xanchor="left",
+            row=1,
+            col=1,
+        )
     fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=1, col=1)
     fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", row=1, col=1)
 
@@ -77,9 +84,13 @@ def _contributions(fig: Any, neurons: Any) -> None:
         y=[n.contribution_norm for n in neurons],
         marker_color=[ORANGE if n.causal else GREY for n in neurons],
         text=["" if n.share is None else f"{n.share:.0%}" for n in neurons],
-        textposition="outside", cliponaxis=False, showlegend=False, row=1, col=2,
+        textposition="outside",
+        cliponaxis=False,
+        showlegend=False,
+        row=1,
+        col=2,
         hovertemplate="%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
-    )  # fmt: skip
+    )
     fig.update_xaxes(title_text="neuron (orange: causal; label: share)", type="category", tickangle=0, row=1, col=2)
     fig.update_yaxes(title_text="norm of its contribution", row=1, col=2)
 
@@ -100,9 +111,18 @@ def _ablation(fig: Any, result: Any) -> None:
             # bars of the control are mostly too low to be seen: its number says that it is there
             text = [f"{v:.0%}" if field == "control_drop" and v is not None else "" for v in values]
             fig.add_bar(
-                x=names, y=values, name=name, marker_color=color, text=text, textposition="outside",
-                textfont_size=10, textangle=0, cliponaxis=False, row=1, col=3,
-            )  # fmt: skip
+                x=names,
+                y=values,
+                name=name,
+                marker_color=color,
+                text=text,
+                textposition="outside",
+                textfont_size=10,
+                textangle=0,
+                cliponaxis=False,
+                row=1,
+                col=3,
+            )
     fig.add_hline(0.1, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=3)
     fig.update_xaxes(
         title_text="neuron (dotted: least drop of a causal one)", type="category", tickangle=0, row=1, col=3

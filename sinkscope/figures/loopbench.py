@@ -55,23 +55,40 @@ def _rates(fig: Any, result: Any) -> None:
     for i, (bench, model) in enumerate(pairs):
         mine = [g for g in result.groups if (g.bench, g.model) == (bench, model)]
         fig.add_bar(
-            x=[html.escape(g.method) for g in mine], y=[g.loop for g in mine], name=_label(bench, model),
-            legendgroup="rates", marker_color=_COLOURS[i % len(_COLOURS)], opacity=0.75,
+            x=[html.escape(g.method) for g in mine],
+            y=[g.loop for g in mine],
+            name=_label(bench, model),
+            legendgroup="rates",
+            marker_color=_COLOURS[i % len(_COLOURS)],
+            opacity=0.75,
             error_y={
-                "type": "data", "symmetric": False, "thickness": 1,
-                "array": [g.loop_high - g.loop for g in mine], "arrayminus": [g.loop - g.loop_low for g in mine],
+                "type": "data",
+                "symmetric": False,
+                "thickness": 1,
+                "array": [g.loop_high - g.loop for g in mine],
+                "arrayminus": [g.loop - g.loop_low for g in mine],
             },
-            hovertemplate="%{x}: %{y:.1%}<extra></extra>", row=1, col=1,
-        )  # fmt: skip
+            hovertemplate="%{x}: %{y:.1%}<extra></extra>",
+            row=1,
+            col=1,
+        )
         published = paper.TABLE1.get((bench, paper.published_model(model) or ""), {})
         known = [g.method for g in mine if g.method in published]
         if known:
             fig.add_scatter(
-                x=known, y=[published[name][3] for name in known], mode="markers",
+                x=known,
+                y=[published[name][3] for name in known],
+                mode="markers",
                 name=f"paper, {_label(bench, model)}",
-                marker={"symbol": "diamond", "size": 9, "color": _COLOURS[i % len(_COLOURS)],
-                        "line": {"width": 1, "color": "#000000"}}, row=1, col=1,
-            )  # fmt: skip
+                marker={
+                    "symbol": "diamond",
+                    "size": 9,
+                    "color": _COLOURS[i % len(_COLOURS)],
+                    "line": {"width": 1, "color": "#000000"},
+                },
+                row=1,
+                col=1,
+            )
     fig.update_xaxes(tickangle=-35, row=1, col=1)
     fig.update_yaxes(title_text="share of runs", tickformat=".0%", range=[0, 1.05], row=1, col=1)
 
@@ -84,10 +101,15 @@ def _survival(fig: Any, result: Any, colours: dict[str, str]) -> None:
             continue  # whoever is stopped early never collapses
         colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if len(models) > 1 else colours[g.method]
         fig.add_scatter(
-            x=[0, *g.steps], y=[1.0, *g.survival], mode="lines", line={"color": colour, "shape": "hv"},
+            x=[0, *g.steps],
+            y=[1.0, *g.survival],
+            mode="lines",
+            line={"color": colour, "shape": "hv"},
             name=html.escape(g.model) if len(models) > 1 else g.method,
-            hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>", row=1, col=2,
-        )  # fmt: skip
+            hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
+            row=1,
+            col=2,
+        )
     fig.update_xaxes(title_text="new tokens", row=1, col=2)
     fig.update_yaxes(title_text="share of runs", tickformat=".0%", range=[0, 1.05], row=1, col=2)
 
@@ -98,9 +120,14 @@ def _interventions(fig: Any, g: Any, colour: str, several: bool) -> None:
     style = {"name": name, "legendgroup": name, "marker_color": colour}
     counted = Counter(g.counts)
     fig.add_bar(
-        x=list(range(max(g.counts) + 1)), y=[counted[i] / len(g.counts) for i in range(max(g.counts) + 1)],
-        hovertemplate="%{x}: %{y:.1%} of the runs<extra></extra>", row=2, col=1, showlegend=False, **style,
-    )  # fmt: skip
+        x=list(range(max(g.counts) + 1)),
+        y=[counted[i] / len(g.counts) for i in range(max(g.counts) + 1)],
+        hovertemplate="%{x}: %{y:.1%} of the runs<extra></extra>",
+        row=2,
+        col=1,
+        showlegend=False,
+        **style,
+    )
     fig.update_xaxes(title_text="interventions", dtick=1 if max(g.counts) < 12 else None, row=2, col=1)
     fig.update_yaxes(title_text="share of runs", tickformat=".0%", row=2, col=1)
     if g.positions:
@@ -108,9 +135,14 @@ def _interventions(fig: Any, g: Any, colour: str, several: bool) -> None:
         bins = Counter(step // width for step in g.positions)
         starts = range(g.steps[-1] // width + 1)
         fig.add_bar(
-            x=[width * (i + 0.5) for i in starts], y=[bins[i] / len(g.positions) for i in starts], showlegend=False,
-            hovertemplate="around %{x}: %{y:.1%} of the interventions<extra></extra>", row=2, col=2, **style,
-        )  # fmt: skip
+            x=[width * (i + 0.5) for i in starts],
+            y=[bins[i] / len(g.positions) for i in starts],
+            showlegend=False,
+            hovertemplate="around %{x}: %{y:.1%} of the interventions<extra></extra>",
+            row=2,
+            col=2,
+            **style,
+        )
     fig.update_xaxes(title_text="new tokens", row=2, col=2)
     fig.update_yaxes(title_text="share of interventions", tickformat=".0%", row=2, col=2)
 

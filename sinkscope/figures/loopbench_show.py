@@ -19,20 +19,34 @@ def draw(result: Any) -> go.Figure:
     for i, o in enumerate(result.outputs):
         colour = _COLOURS[i % len(_COLOURS)]
         fig.add_scatter(
-            x=o.steps, y=o.window_ttr, mode="lines", name=f"{html.escape(o.method)} ({o.ended})",
-            line={"color": colour}, legendgroup=o.method, hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
-        )  # fmt: skip
+            x=o.steps,
+            y=o.window_ttr,
+            mode="lines",
+            name=f"{html.escape(o.method)} ({o.ended})",
+            line={"color": colour},
+            legendgroup=o.method,
+            hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
+        )
         fig.add_scatter(
-            x=[o.steps[-1]], y=[o.window_ttr[-1]], mode="markers", marker={"color": colour, "size": 8},
-            legendgroup=o.method, showlegend=False, hovertemplate=f"{o.ended} after %{{x}}<extra></extra>",
-        )  # fmt: skip
+            x=[o.steps[-1]],
+            y=[o.window_ttr[-1]],
+            mode="markers",
+            marker={"color": colour, "size": 8},
+            legendgroup=o.method,
+            showlegend=False,
+            hovertemplate=f"{o.ended} after %{{x}}<extra></extra>",
+        )
         near = [min(range(len(o.steps)), key=lambda k, at=at: abs(o.steps[k] - at)) for at in o.interventions]
         if near:
             fig.add_scatter(
-                x=list(o.interventions), y=[o.window_ttr[k] for k in near], mode="markers", legendgroup=o.method,
-                marker={"color": colour, "size": 10, "symbol": "triangle-down"}, showlegend=False,
+                x=list(o.interventions),
+                y=[o.window_ttr[k] for k in near],
+                mode="markers",
+                legendgroup=o.method,
+                marker={"color": colour, "size": 10, "symbol": "triangle-down"},
+                showlegend=False,
                 hovertemplate="intervention at %{x}<extra></extra>",
-            )  # fmt: skip
+            )
     fig.add_hline(THETA_TTR, line={"color": GREY, "dash": "dot", "width": 1})
     fig.update_layout(
         title={

@@ -27,10 +27,14 @@ def draw(result: Any) -> go.Figure:
     left = f", {len(shown)} of them drawn" if len(shown) < len(result.records) else ""
     title = f"{html.escape(result.model.name)}: {result.loops} of {len(result.records)} loop{left}"
     fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1000, height=520,
-        margin={"l": 70, "r": 20, "t": 70, "b": 90}, font={"size": 13},
+        title={"text": title, "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=1000,
+        height=520,
+        margin={"l": 70, "r": 20, "t": 70, "b": 90},
+        font={"size": 13},
         legend={"orientation": "h", "y": -0.16, "x": 1.0, "xanchor": "right", "yanchor": "top"},
-    )  # fmt: skip
+    )
     fig.update_xaxes(title_text="tokens", rangemode="tozero")
     fig.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
     return fig
@@ -39,10 +43,16 @@ def draw(result: Any) -> go.Figure:
 def _curve(fig: Any, record: Any, legends: set[str]) -> None:
     kind = "loops" if record.loop else "does not"
     fig.add_scatter(
-        x=record.steps, y=record.curve, mode="lines", name=kind, legendgroup=kind, showlegend=kind not in legends,
-        line={"color": ORANGE if record.loop else GREY, "width": 1.5}, opacity=0.8,
+        x=record.steps,
+        y=record.curve,
+        mode="lines",
+        name=kind,
+        legendgroup=kind,
+        showlegend=kind not in legends,
+        line={"color": ORANGE if record.loop else GREY, "width": 1.5},
+        opacity=0.8,
         hovertemplate=f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>",
-    )  # fmt: skip
+    )
     legends.add(kind)
 
 
@@ -51,11 +61,14 @@ def _points(fig: Any, records: list[Any], field: str, color: str, symbol: str, n
     if not there:
         return
     fig.add_scatter(
-        x=[at for at, _ in there], y=[_height(r, at) for at, r in there], mode="markers", name=name,
+        x=[at for at, _ in there],
+        y=[_height(r, at) for at, r in there],
+        mode="markers",
+        name=name,
         marker={"color": color, "symbol": symbol, "size": 9},
         customdata=[[html.escape(r.name), r.period if r.period is not None else "-"] for _, r in there],
         hovertemplate=f"%{{customdata[0]}}<br>{name} at %{{x}}, period %{{customdata[1]}}<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 def _height(record: Any, at: int) -> float:

@@ -18,9 +18,12 @@ def draw(result: Any) -> go.Figure:
     names = ["with BOS" if c.bos else "without BOS" for c in result.conditions]
     panels = ("largest activations", "first token's values over others'", "secondary sinks")
     fig = make_subplots(
-        rows=count, cols=3, subplot_titles=[f"{p}, {name}" for name in names for p in panels],
-        horizontal_spacing=0.075, vertical_spacing=0.16,
-    )  # fmt: skip
+        rows=count,
+        cols=3,
+        subplot_titles=[f"{p}, {name}" for name in names for p in panels],
+        horizontal_spacing=0.075,
+        vertical_spacing=0.16,
+    )
     for row, condition in enumerate(result.conditions, start=1):
         _magnitudes(fig, condition, row)
         _values(fig, condition, row)
@@ -28,12 +31,16 @@ def draw(result: Any) -> go.Figure:
     fig.update_layout(
         title={
             "text": f"{html.escape(result.model.name)}: massive activations, value drain, secondary sinks",
-            "x": 0.01, "xanchor": "left",
+            "x": 0.01,
+            "xanchor": "left",
         },
-        template="plotly_white", width=1400, height=120 + 340 * count, margin={"l": 70, "r": 20, "t": 90, "b": 90},
+        template="plotly_white",
+        width=1400,
+        height=120 + 340 * count,
+        margin={"l": 70, "r": 20, "t": 90, "b": 90},
         font={"size": 13},
         legend={"orientation": "h", "y": -0.12 if count > 1 else -0.2, "x": 0.5, "xanchor": "center", "yanchor": "top"},
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -55,13 +62,26 @@ def _values(fig: Any, condition: Any, row: int) -> None:
     for head in range(len(condition.values[0].sink)):
         ratios = [v.sink[head] / v.others[head] if v.others[head] else None for v in condition.values]
         fig.add_scatter(
-            x=layers, y=ratios, mode="markers", marker={"color": GREY, "size": 5, "opacity": 0.6}, row=row, col=2,
-            name="a kv head", showlegend=row == 1 and head == 0, hovertemplate=f"kv head {head}: %{{y:.3g}}",
-        )  # fmt: skip
+            x=layers,
+            y=ratios,
+            mode="markers",
+            marker={"color": GREY, "size": 5, "opacity": 0.6},
+            row=row,
+            col=2,
+            name="a kv head",
+            showlegend=row == 1 and head == 0,
+            hovertemplate=f"kv head {head}: %{{y:.3g}}",
+        )
     fig.add_scatter(
-        x=layers, y=[v.ratio for v in condition.values], mode="lines+markers", line={"color": RED, "width": 2.5},
-        name="mean over kv heads", showlegend=row == 1, row=row, col=2,
-    )  # fmt: skip
+        x=layers,
+        y=[v.ratio for v in condition.values],
+        mode="lines+markers",
+        line={"color": RED, "width": 2.5},
+        name="mean over kv heads",
+        showlegend=row == 1,
+        row=row,
+        col=2,
+    )
     fig.add_hline(1.0, line={"color": GREY, "dash": "dot", "width": 1}, row=row, col=2)
     fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=row, col=2)
     fig.update_yaxes(title_text="ratio of norms", rangemode="tozero", row=row, col=2)
@@ -77,7 +97,17 @@ def _secondary(fig: Any, condition: Any, row: int) -> None:
     counts = Counter((s.created, s.lifetime) for s in condition.secondary)
     cells = [[counts.get((x, y)) for x in range(n)] for y in range(1, n + 1)]
     fig.add_heatmap(
-        x=list(range(n)), y=list(range(1, n + 1)), z=cells, colorscale="Blues", showscale=False, zmin=0, xgap=1, ygap=1,
-        text=[[str(v) if v else "" for v in line] for line in cells] if n <= 16 else None, texttemplate="%{text}",
-        hovertemplate="created after layer %{x}, %{y} layers: %{z} positions<extra></extra>", row=row, col=3,
-    )  # fmt: skip
+        x=list(range(n)),
+        y=list(range(1, n + 1)),
+        z=cells,
+        colorscale="Blues",
+        showscale=False,
+        zmin=0,
+        xgap=1,
+        ygap=1,
+        text=[[str(v) if v else "" for v in line] for line in cells] if n <= 16 else None,
+        texttemplate="%{text}",
+        hovertemplate="created after layer %{x}, %{y} layers: %{z} positions<extra></extra>",
+        row=row,
+        col=3,
+    )

@@ -17,40 +17,62 @@ def draw(result: Any) -> go.Figure:
     tasks = [s for s in result.scores if s.metric != "perplexity"]
     shown = [p for p in (("perplexity", text), ("benchmarks", tasks)) if p[1]]
     fig = make_subplots(
-        cols=len(shown), subplot_titles=[name for name, _ in shown], horizontal_spacing=0.12,
+        cols=len(shown),
+        subplot_titles=[name for name, _ in shown],
+        horizontal_spacing=0.12,
         column_widths=[0.3, 0.7] if len(shown) > 1 else None,
-    )  # fmt: skip
+    )
     for col, (name, scores) in enumerate(shown, 1):
         ppl = name == "perplexity"
         unit = [s.original / 100 if ppl else 0.01 for s in scores]  # per cent of the perplexity, points of a score
         names = [f"{html.escape(s.task)}<br>{html.escape(s.metric)}<br>{s.original:.4g}" for s in scores]
         for label, value, se, color in (
-            ("patch", "difference", "difference_se", ORANGE), ("random patch", "random_difference", "random_se", GREY)
-        ):  # fmt: skip
+            ("patch", "difference", "difference_se", ORANGE),
+            ("random patch", "random_difference", "random_se", GREY),
+        ):
             shift = -0.12 if color == ORANGE else 0.12
             fig.add_scatter(
-                x=[i + shift for i in range(len(names))], mode="markers", name=label, showlegend=col == 1,
+                x=[i + shift for i in range(len(names))],
+                mode="markers",
+                name=label,
+                showlegend=col == 1,
                 y=[getattr(s, value) / u for s, u in zip(scores, unit, strict=True)],
-                marker={"color": color, "size": 11}, row=1, col=col, hovertemplate="%{y:+.3f}<extra></extra>",
+                marker={"color": color, "size": 11},
+                row=1,
+                col=col,
+                hovertemplate="%{y:+.3f}<extra></extra>",
                 error_y={
-                    "type": "data", "visible": True, "color": color, "thickness": 2,
+                    "type": "data",
+                    "visible": True,
+                    "color": color,
+                    "thickness": 2,
                     "array": [2 * (getattr(s, se) or 0) / u for s, u in zip(scores, unit, strict=True)],
                 },
-            )  # fmt: skip
+            )
         fig.update_yaxes(
             title_text="change, %" if ppl else "change, points", zeroline=True, zerolinecolor=GREY, row=1, col=col
         )
         fig.update_xaxes(
-            tickvals=list(range(len(names))), ticktext=names, range=[-0.6, len(names) - 0.4], showgrid=False,
-            zeroline=False, tickangle=0, row=1, col=col,
-        )  # fmt: skip
+            tickvals=list(range(len(names))),
+            ticktext=names,
+            range=[-0.6, len(names) - 0.4],
+            showgrid=False,
+            zeroline=False,
+            tickangle=0,
+            row=1,
+            col=col,
+        )
     fig.update_layout(
         title={
             "text": f"{html.escape(result.model.name)}: cost of the patch (bars: two standard errors; below: original)",
-            "x": 0.01, "xanchor": "left",
+            "x": 0.01,
+            "xanchor": "left",
         },
-        template="plotly_white", width=700 + 90 * len(tasks), height=480,
-        margin={"l": 70, "r": 20, "t": 90, "b": 100}, font={"size": 13},
+        template="plotly_white",
+        width=700 + 90 * len(tasks),
+        height=480,
+        margin={"l": 70, "r": 20, "t": 90, "b": 100},
+        font={"size": 13},
         legend={"orientation": "h", "y": -0.25, "x": 0.5, "xanchor": "center", "yanchor": "top"},
-    )  # fmt: skip
+    )
     return fig

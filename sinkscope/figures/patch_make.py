@@ -14,9 +14,11 @@ from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED
 def draw(result: Any) -> go.Figure:
     """Norms of held-out tokens without and with the patch, the sets that were tried, and the cost."""
     fig = make_subplots(
-        cols=3, column_widths=[0.5, 0.3, 0.2], horizontal_spacing=0.09,
+        cols=3,
+        column_widths=[0.5, 0.3, 0.2],
+        horizontal_spacing=0.09,
         subplot_titles=["Held-out tokens, repeated", "Sets that were tried", "Perplexity"],
-    )  # fmt: skip
+    )
     if result.held_out:
         _norms(fig, result)
     if result.tried:
@@ -27,10 +29,14 @@ def draw(result: Any) -> go.Figure:
         f", {len(result.neurons)} neuron{'s' * (len(result.neurons) > 1)}" if result.neurons else ""
     )
     fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"}, template="plotly_white", width=1350, height=480,
-        margin={"l": 70, "r": 20, "t": 90, "b": 120}, font={"size": 13},
+        title={"text": title, "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=1350,
+        height=480,
+        margin={"l": 70, "r": 20, "t": 90, "b": 120},
+        font={"size": 13},
         legend={"orientation": "h", "y": -0.27, "x": 0.4, "xanchor": "center", "yanchor": "top"},
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -39,15 +45,23 @@ def _norms(fig: Any, result: Any) -> None:
     place = {"row": 1, "col": 1}
     for name, field, color in (("intact", "intact", BLUE), ("patched", "patched", ORANGE)):
         fig.add_scatter(
-            x=names, y=[getattr(t, field) for t in result.held_out], mode="markers", name=name,
-            marker={"color": color, "size": 10}, **place,
-        )  # fmt: skip
+            x=names,
+            y=[getattr(t, field) for t in result.held_out],
+            mode="markers",
+            name=name,
+            marker={"color": color, "size": 10},
+            **place,
+        )
     lines = (("first token", result.first_norm, GREEN), ("counts as typical up to", result.ceiling, RED))
     for text, y, color in lines:
         fig.add_scatter(
-            x=names, y=[y] * len(names), mode="lines", name=text, line={"color": color, "dash": "dash", "width": 1},
+            x=names,
+            y=[y] * len(names),
+            mode="lines",
+            name=text,
+            line={"color": color, "dash": "dash", "width": 1},
             **place,
-        )  # fmt: skip
+        )
     # after the traces: a subplot without any takes no rectangle
     fig.add_hrect(y0=result.typical_low, y1=result.typical_high, fillcolor=BAND, line_width=0, layer="below", **place)
     fig.update_xaxes(title_text=f"token, {result.held_out[0].repeats} times (band: typical text, 5-95 %)", **place)
@@ -57,16 +71,27 @@ def _norms(fig: Any, result: Any) -> None:
 def _tried(fig: Any, result: Any) -> None:
     chosen = {(n.layer, n.neuron) if n.expert is None else (n.layer, n.expert, n.neuron) for n in result.neurons}
     fig.add_scatter(
-        x=[len(t.neurons) for t in result.tried], y=[t.norm for t in result.tried], mode="markers", showlegend=False,
+        x=[len(t.neurons) for t in result.tried],
+        y=[t.norm for t in result.tried],
+        mode="markers",
+        showlegend=False,
         marker={"size": 9, "color": [ORANGE if set(t.neurons) == chosen else GREY for t in result.tried]},
         text=[", ".join("/".join(map(str, n)) for n in t.neurons) for t in result.tried],
-        hovertemplate="%{text}<br>norm %{y:.4g}<extra></extra>", row=1, col=2,
-    )  # fmt: skip
+        hovertemplate="%{text}<br>norm %{y:.4g}<extra></extra>",
+        row=1,
+        col=2,
+    )
     largest = max(len(t.neurons) for t in result.tried)
     fig.add_scatter(
-        x=[-0.5, largest + 0.5], y=[result.ceiling] * 2, mode="lines", showlegend=False, hoverinfo="skip",
-        line={"color": RED, "dash": "dash", "width": 1}, row=1, col=2,
-    )  # fmt: skip
+        x=[-0.5, largest + 0.5],
+        y=[result.ceiling] * 2,
+        mode="lines",
+        showlegend=False,
+        hoverinfo="skip",
+        line={"color": RED, "dash": "dash", "width": 1},
+        row=1,
+        col=2,
+    )
     fig.update_xaxes(
         title_text="neurons in the set (orange: chosen)", dtick=1, range=[-0.5, largest + 0.5], row=1, col=2
     )
@@ -76,14 +101,23 @@ def _tried(fig: Any, result: Any) -> None:
 def _cost(fig: Any, result: Any) -> None:
     p = result.perplexity
     fig.add_scatter(  # no bar: one of height 0, the best there is, could not be seen
-        x=["patched"], y=[p.difference / p.before], mode="markers", showlegend=False, row=1, col=3,
+        x=["patched"],
+        y=[p.difference / p.before],
+        mode="markers",
+        showlegend=False,
+        row=1,
+        col=3,
         marker={"color": ORANGE, "size": 10},
         error_y={"type": "data", "array": [2 * (p.se or 0) / p.before], "visible": True, "color": ORANGE},
         hovertemplate=f"{p.before:.5g} to {p.after:.5g}<extra></extra>",
-    )  # fmt: skip
+    )
     fig.add_hline(
-        result.limit, line={"color": RED, "dash": "dash", "width": 1}, annotation_text="limit",
-        annotation_font_color=RED, row=1, col=3,
-    )  # fmt: skip
+        result.limit,
+        line={"color": RED, "dash": "dash", "width": 1},
+        annotation_text="limit",
+        annotation_font_color=RED,
+        row=1,
+        col=3,
+    )
     reach = 1.3 * max(result.limit, abs(p.difference) / p.before)
     fig.update_yaxes(title_text="rise, 2 standard errors", tickformat=".2%", range=[-reach, reach], row=1, col=3)

@@ -24,9 +24,11 @@ def draw(result: Any) -> go.Figure:
     conditions = [c.condition for c in result.sequences[0].curves] if result.sequences else ["intact"]
     many = len(conditions) > 1
     fig = make_subplots(
-        cols=len(conditions), shared_yaxes=True, horizontal_spacing=0.02,
+        cols=len(conditions),
+        shared_yaxes=True,
+        horizontal_spacing=0.02,
         subplot_titles=[_title(result, c) for c in conditions] if many else None,
-    )  # fmt: skip
+    )
     for column, condition in enumerate(conditions, 1):
         _panel(fig, result, condition, column)
     where = "no sink" if result.sink_layer is None else f"repeated tokens at sink layer {result.sink_layer}"
@@ -59,9 +61,15 @@ def _panel(fig: Any, result: Any, condition: str, column: int) -> None:
         fig.add_scatter(
             x=[x[0], x[-1], x[-1], x[0]],
             y=[result.typical_high, result.typical_high, result.typical_low, result.typical_low],
-            fill="toself", fillcolor=BAND, mode="none", name="typical text, 5-95 %", hoverinfo="skip",
-            legendgroup="band", showlegend=column == 1, **style,
-        )  # fmt: skip
+            fill="toself",
+            fillcolor=BAND,
+            mode="none",
+            name="typical text, 5-95 %",
+            hoverinfo="skip",
+            legendgroup="band",
+            showlegend=column == 1,
+            **style,
+        )
         _level(fig, x, result.typical_norm, "typical text, median", {"color": GREY}, column)
     for i, sequence in enumerate(result.sequences):
         curve = next(c for c in sequence.curves if c.condition == condition)
@@ -80,10 +88,15 @@ def _panel(fig: Any, result: Any, condition: str, column: int) -> None:
         )
         if condition == "intact" and sequence.repeats is not None:
             fig.add_scatter(
-                x=[sequence.repeats], y=[result.first_norm / 2], mode="markers", showlegend=False, legendgroup=f"s{i}",
+                x=[sequence.repeats],
+                y=[result.first_norm / 2],
+                mode="markers",
+                showlegend=False,
+                legendgroup=f"s{i}",
                 marker={"color": line["color"], "size": 9, "symbol": "diamond"},
-                hovertemplate=f"{label}: {sequence.repeats} repetitions<extra></extra>", **style,
-            )  # fmt: skip
+                hovertemplate=f"{label}: {sequence.repeats} repetitions<extra></extra>",
+                **style,
+            )
     if result.sequences:
         first = next(c for c in result.sequences[0].curves if c.condition == condition).first_norm
         _level(fig, x, first, "first token, in this panel", {"color": BLUE, "width": 3}, column)
@@ -92,6 +105,13 @@ def _panel(fig: Any, result: Any, condition: str, column: int) -> None:
 
 def _level(fig: Any, x: list[int], value: float, name: str, line: dict[str, Any], column: int) -> None:
     fig.add_scatter(
-        x=[x[0], x[-1]], y=[value, value], mode="lines", name=name, line=line, legendgroup=name,
-        showlegend=column == 1, row=1, col=column,
-    )  # fmt: skip
+        x=[x[0], x[-1]],
+        y=[value, value],
+        mode="lines",
+        name=name,
+        line=line,
+        legendgroup=name,
+        showlegend=column == 1,
+        row=1,
+        col=column,
+    )

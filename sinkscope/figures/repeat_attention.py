@@ -28,10 +28,14 @@ def draw(result: Any) -> go.Figure:
     titles = ["Attention of all queries", "Tail: a high-norm key over an ordinary one"][: 2 if across > 1 else 1]
     titles += [f"layer {layer}: {label}" for label in labels for layer in shown]
     fig = make_subplots(
-        rows=1 + down, cols=across, specs=[*specs, *[[{} for _ in range(across)] for _ in range(down)]],
-        subplot_titles=titles, row_heights=[1.1, *[1.0] * down], vertical_spacing=0.3 / (1 + down),
+        rows=1 + down,
+        cols=across,
+        specs=[*specs, *[[{} for _ in range(across)] for _ in range(down)]],
+        subplot_titles=titles,
+        row_heights=[1.1, *[1.0] * down],
+        vertical_spacing=0.3 / (1 + down),
         horizontal_spacing=0.035,
-    )  # fmt: skip
+    )
     _over_layers(fig, result, labels)
     if across > 1:
         _ratios(fig, result, labels, left + 1)
@@ -58,9 +62,13 @@ def draw(result: Any) -> go.Figure:
 
 def _bar(down: int) -> dict[str, Any]:
     return {
-        "title": {"text": "share of attention<br>(queries of a row,<br>keys of a column)"}, "tickvals": [-3, -2, -1, 0],
-        "ticktext": ["0.001", "0.01", "0.1", "1"], "len": 0.9 * down / (1 + down), "y": 0, "yanchor": "bottom",
-    }  # fmt: skip
+        "title": {"text": "share of attention<br>(queries of a row,<br>keys of a column)"},
+        "tickvals": [-3, -2, -1, 0],
+        "ticktext": ["0.001", "0.01", "0.1", "1"],
+        "len": 0.9 * down / (1 + down),
+        "y": 0,
+        "yanchor": "bottom",
+    }
 
 
 def _over_layers(fig: Any, result: Any, labels: list[str]) -> None:
@@ -72,10 +80,14 @@ def _over_layers(fig: Any, result: Any, labels: list[str]) -> None:
             lines.append(([sequence.uniform] * len(layers), "these, were it uniform", "dash"))
         for values, what, dash in lines:
             fig.add_scatter(
-                x=layers, y=values, mode="lines" if dash == "dash" else "lines+markers", name=f"{label}: {what}",
+                x=layers,
+                y=values,
+                mode="lines" if dash == "dash" else "lines+markers",
+                name=f"{label}: {what}",
                 line={"color": colour, "dash": dash, "width": 1 if dash == "dash" else 2},
-                row=1, col=1,
-            )  # fmt: skip
+                row=1,
+                col=1,
+            )
     fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=1, col=1)
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
 
@@ -85,9 +97,15 @@ def _ratios(fig: Any, result: Any, labels: list[str], column: int) -> None:
     for sequence, label, colour in zip(result.sequences, labels, _COLOURS * len(labels), strict=False):
         if sequence.tail_ratio is not None:
             fig.add_scatter(
-                x=layers, y=sequence.tail_ratio, mode="lines+markers", name=f"{label}: ratio", showlegend=False,
-                line={"color": colour}, row=1, col=column,
-            )  # fmt: skip
+                x=layers,
+                y=sequence.tail_ratio,
+                mode="lines+markers",
+                name=f"{label}: ratio",
+                showlegend=False,
+                line={"color": colour},
+                row=1,
+                col=column,
+            )
     fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=1, col=column)
     fig.update_yaxes(type="log", exponentformat="power", dtick=1, row=1, col=column)
 
@@ -96,11 +114,15 @@ def _picture(fig: Any, edges: Any, picture: Any, row: int, column: int) -> None:
     cells = [[math.log10(max(v, 1e-6)) if v > 0 else None for v in line] for line in picture.cells]
     ends = [f"{a}" if b == a + 1 else f"{a}-{b - 1}" for a, b in pairwise(edges)]
     fig.add_heatmap(
-        z=cells, coloraxis="coloraxis", row=row, col=column,
-        customdata=[[(q, k, v) for k, v in zip(ends, line, strict=True)]
-                    for q, line in zip(ends, picture.cells, strict=True)],
+        z=cells,
+        coloraxis="coloraxis",
+        row=row,
+        col=column,
+        customdata=[
+            [(q, k, v) for k, v in zip(ends, line, strict=True)] for q, line in zip(ends, picture.cells, strict=True)
+        ],
         hovertemplate="queries %{customdata[0]}, keys %{customdata[1]}: %{customdata[2]:.3g}<extra></extra>",
-    )  # fmt: skip
+    )
     ticks = [*range(0, len(ends) - 2, max(1, len(ends) // 4)), len(ends) - 1]
     style = {"tickvals": ticks, "ticktext": [str(edges[i]) for i in ticks], "row": row, "col": column}
     fig.update_xaxes(**style)

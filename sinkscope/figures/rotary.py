@@ -35,12 +35,17 @@ def draw(result: Any) -> go.Figure:
         title={
             "text": f"{name}: loop of period {result.period} from position {result.onset}, "
             f"{html.escape(repr(result.repeated))}",
-            "x": 0.01, "xanchor": "left",
+            "x": 0.01,
+            "xanchor": "left",
         },
-        template="plotly_white", width=1400, height=950, margin={"l": 70, "r": 260, "t": 90, "b": 60},
-        font={"size": 13}, legend={"x": 1.01, "y": 1, "xanchor": "left"},
+        template="plotly_white",
+        width=1400,
+        height=950,
+        margin={"l": 70, "r": 260, "t": 90, "b": 60},
+        font={"size": 13},
+        legend={"x": 1.01, "y": 1, "xanchor": "left"},
         legend2={"x": 1.01, "y": 0.4, "xanchor": "left"},
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -48,11 +53,16 @@ def _per_head(fig: Any, heads: Any, values: list[float | None], name: str, color
     """A dot per head; heads of a layer stand side by side."""
     width = max(h.head for h in heads) + 1
     fig.add_scatter(
-        x=[h.layer + (h.head + 0.5) / width * 0.8 - 0.4 for h in heads], y=values, mode="markers", name=name,
-        marker={"color": color, "size": 6, "opacity": 0.8}, row=row, col=col,
+        x=[h.layer + (h.head + 0.5) / width * 0.8 - 0.4 for h in heads],
+        y=values,
+        mode="markers",
+        name=name,
+        marker={"color": color, "size": 6, "opacity": 0.8},
+        row=row,
+        col=col,
         customdata=[[h.layer, h.head] for h in heads],
         hovertemplate="layer %{customdata[0]}, head %{customdata[1]}: %{y:.3g}<extra>" + name + "</extra>",
-    )  # fmt: skip
+    )
 
 
 def _over(heads: Any, field: str, norm: str) -> list[float | None]:
@@ -63,8 +73,11 @@ def _over(heads: Any, field: str, norm: str) -> list[float | None]:
 
 def _vectors(fig: Any, result: Any) -> None:
     p = result.period
-    for prefix, shift, color in (("", f"{p} apart", BLUE), ("other_", f"{p + 1} apart", ORANGE),
-                                 ("healthy_", f"{p} apart, ordinary text", GREY)):  # fmt: skip
+    for prefix, shift, color in (
+        ("", f"{p} apart", BLUE),
+        ("other_", f"{p + 1} apart", ORANGE),
+        ("healthy_", f"{p} apart, ordinary text", GREY),
+    ):
         for field, norm, what in (("delta_q", "query_norm", "queries"), ("delta_k", "key_norm", "keys")):
             values = _over(result.heads, prefix + field, norm)
             if any(v is not None for v in values):
@@ -102,13 +115,21 @@ def _drift(fig: Any, result: Any) -> None:
         lines = [getattr(d, field) for d in result.drift if getattr(d, field) is not None]
         if not lines:
             continue
-        middle = [sorted(known)[len(known) // 2] if (known := [v for v in at if v is not None]) else None
-                  for at in zip(*lines, strict=True)]  # fmt: skip
+        middle = [
+            sorted(known)[len(known) // 2] if (known := [v for v in at if v is not None]) else None
+            for at in zip(*lines, strict=True)
+        ]
         fig.add_scatter(
-            x=result.positions, y=middle, mode="lines", name=f"tail operator {name}", line={"color": color, "width": 2},
-            legend="legend2", row=2, col=1,
+            x=result.positions,
+            y=middle,
+            mode="lines",
+            name=f"tail operator {name}",
+            line={"color": color, "width": 2},
+            legend="legend2",
+            row=2,
+            col=1,
             hovertemplate="position %{x}: %{y:.3g}<extra>median over layers, " + name + "</extra>",
-        )  # fmt: skip
+        )
     fig.add_vline(x=result.onset, line={"color": GREY, "dash": "dot"}, row=2, col=1)
     fig.update_xaxes(title_text="position (dotted: the loop begins)", row=2, col=1)
     fig.update_yaxes(title_text="movement over length", type="log", row=2, col=1)
@@ -125,12 +146,20 @@ def _decay(fig: Any, result: Any) -> None:
         chosen = [d for d in decays if d.size == size and d.within == within]
         if not chosen:
             continue
-        middle = [sorted(c[i] / c[0] for c in (d.change for d in chosen))[len(chosen) // 2]
-                  for i in range(len(chosen[0].change))]  # fmt: skip
+        middle = [
+            sorted(c[i] / c[0] for c in (d.change for d in chosen))[len(chosen) // 2]
+            for i in range(len(chosen[0].change))
+        ]
         fig.add_scatter(
-            x=list(range(len(middle))), y=middle, mode="lines+markers", name=f"disturbed {name}",
-            line={"color": color, "width": 2}, legend="legend2", row=2, col=2,
+            x=list(range(len(middle))),
+            y=middle,
+            mode="lines+markers",
+            name=f"disturbed {name}",
+            line={"color": color, "width": 2},
+            legend="legend2",
+            row=2,
+            col=2,
             hovertemplate="%{x} periods later: %{y:.3g} of the first change<extra>" + name + "</extra>",
-        )  # fmt: skip
+        )
     fig.update_xaxes(title_text="periods after the disturbed one", dtick=1, row=2, col=2)
     fig.update_yaxes(title_text="change of the last hidden state, over the first", type="log", row=2, col=2)

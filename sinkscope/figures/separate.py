@@ -36,15 +36,18 @@ def draw(result: Any) -> go.Figure:
         other = f"pre-activation of {_name(neurons[1])}" if len(neurons) > 1 else "position"
         fig.update_yaxes(title_text=other, row=1, col=2)
     fig.update_layout(
-        title={"text": f"{html.escape(result.model.name)}: after the attention of layer {result.layer}", "x": 0.01,
-               "xanchor": "left"},
+        title={
+            "text": f"{html.escape(result.model.name)}: after the attention of layer {result.layer}",
+            "x": 0.01,
+            "xanchor": "left",
+        },
         template="plotly_white",
         width=1300 if neurons else 750,
         height=560,
         margin={"l": 70, "r": 20, "t": 110, "b": 110},
         font={"size": 13},
         legend={"orientation": "h", "y": -0.17, "x": 0.5, "xanchor": "center", "yanchor": "top"},
-    )  # fmt: skip
+    )
     return fig
 
 
@@ -59,9 +62,20 @@ def _name(separator: Any) -> str:
 
 def _scatter(fig: Any, points: Any, name: str, first: bool, held: bool, x: Any, y: Any, col: int) -> None:
     fig.add_scatter(
-        x=x, y=y, mode="markers", name=name, legendgroup=name, showlegend=col == 1, row=1, col=col,
-        marker={"color": BLUE if first else GREY, "symbol": "circle" if held else "circle-open",
-                "size": 7 if first else 5, "opacity": 0.75},
+        x=x,
+        y=y,
+        mode="markers",
+        name=name,
+        legendgroup=name,
+        showlegend=col == 1,
+        row=1,
+        col=col,
+        marker={
+            "color": BLUE if first else GREY,
+            "symbol": "circle" if held else "circle-open",
+            "size": 7 if first else 5,
+            "opacity": 0.75,
+        },
         text=[f"{html.escape(repr(p.token))} at {p.position}" for p in points],
         hovertemplate="%{text}<br>%{x:.3f}, %{y:.3f}<extra>" + name + "</extra>",
-    )  # fmt: skip
+    )

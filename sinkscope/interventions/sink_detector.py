@@ -105,10 +105,17 @@ class SinkDetector(NeuronEdit):
         def make() -> list[Event]:
             rows, columns = (t.tolist() for t in state.onset.nonzero(as_tuple=True))
             return [
-                Event(row, call.step, int(at[row, c]), group.layer, None, self.KIND,
-                      {"score": float(packed_scores[row, c]), "hits": int(state.counts[row, c])})
+                Event(
+                    row,
+                    call.step,
+                    int(at[row, c]),
+                    group.layer,
+                    None,
+                    self.KIND,
+                    {"score": float(packed_scores[row, c]), "hits": int(state.counts[row, c])},
+                )
                 for row, c in zip(rows, columns, strict=True)
-            ]  # fmt: skip
+            ]
 
         run.log(make)
 

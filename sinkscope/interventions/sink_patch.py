@@ -141,9 +141,12 @@ class SinkPatch(NeuronEdit):
             if entry["calibrated"] is not None
         }
         return cls(
-            sites=tuple(sites), site=content["site"], value=content["value"], calibrated=calibrated,
+            sites=tuple(sites),
+            site=content["site"],
+            value=content["value"],
+            calibrated=calibrated,
             model=content["model"],
-        )  # fmt: skip
+        )
 
     def new_values(
         self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: Group, run: Run

@@ -20,16 +20,37 @@ from sinkscope.kv.tova import TOVA
 from sinkscope.kv.usage import Usage
 
 POLICIES: dict[str, type[Policy]] = {
-    "full": Full, "streaming": StreamingLLM, "h2o": H2O, "snapkv": SnapKV, "tova": TOVA,
+    "full": Full,
+    "streaming": StreamingLLM,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "tova": TOVA,
     "adakv": AdaKV,
     "progressive": Progressive,
-}  # fmt: skip
+}
 """By the name that commands use."""
 
 __all__ = [
-    "H2O", "POLICIES", "TOVA", "AShape", "AdaKV", "At", "Full", "MInference", "Moment", "Observe", "Policy",
-    "Progressive", "Rows", "Session", "SnapKV", "StreamingLLM", "TriShape", "Usage", "make_policy",
-]  # fmt: skip
+    "H2O",
+    "POLICIES",
+    "TOVA",
+    "AShape",
+    "AdaKV",
+    "At",
+    "Full",
+    "MInference",
+    "Moment",
+    "Observe",
+    "Policy",
+    "Progressive",
+    "Rows",
+    "Session",
+    "SnapKV",
+    "StreamingLLM",
+    "TriShape",
+    "Usage",
+    "make_policy",
+]
 
 
 def make_policy(name: str, **options: Any) -> Policy:

@@ -250,9 +250,17 @@ class Session:
         return out, weights
 
     def _masked(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, index: Tensor, pos: Tensor,
-        hidden: Tensor | None, window: int | None, **kwargs: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: Tensor,
+        pos: Tensor,
+        hidden: Tensor | None,
+        window: int | None,
+        **kwargs: Any,
+    ) -> Tensor:
         """Attention to what is left of a cache."""
         kv = self.layer(int(module.layer_idx))
         whole = kv is not None and kv.edited and not kv.ragged and hidden is None and window is None
@@ -305,12 +313,14 @@ class Session:
         # What the model passes comes first: some scale their queries themselves (OPT) and pass one.
         scaling = self._scaling.get(layer, getattr(module, "scaling", None))
         return attention_probs(
-            query, key, ok.repeat_interleave(groups, 1) if groups > 1 else ok,
+            query,
+            key,
+            ok.repeat_interleave(groups, 1) if groups > 1 else ok,
             scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             first_query=0,
             softcap=None if attention.stock_name(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None),
             sinks=module.sinks if self.target.adapter.learned_sinks else None,
-        )  # fmt: skip
+        )
 
     def attention_module(self, layer: int) -> Any:
         """The attention module of plain transformers, also below a bridge."""

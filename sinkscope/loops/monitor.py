@@ -136,9 +136,21 @@ class MonitorSettings:
 
 
 _LEAST = {
-    "window": 2, "streak": 1, "votes": 0, "stall": 1, "warmup": 0, "cooldown": 0, "stride": 1, "novelty_n": 1,
-    "novelty_span": 1, "tail_shortest": 0, "tail_longest": 1, "tail_hold": 1, "relapse": 0, "every": 1,
-}  # fmt: skip
+    "window": 2,
+    "streak": 1,
+    "votes": 0,
+    "stall": 1,
+    "warmup": 0,
+    "cooldown": 0,
+    "stride": 1,
+    "novelty_n": 1,
+    "novelty_span": 1,
+    "tail_shortest": 0,
+    "tail_longest": 1,
+    "tail_hold": 1,
+    "relapse": 0,
+    "every": 1,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     **{name: {"voters": (name,), "votes": 1, "gates": ()} for name in ("p1", "ttr", "cr")},
@@ -257,9 +269,20 @@ class Monitor:
             self._level = self._level + 1 if since is not None and since <= s.relapse else 0
             self._triggered = step
         self.last = Step(
-            step, ttr, cr, None if p_max is None else self._streak, novelty, tail, votes, warn, stall, tail_rep,
-            trigger, self._level, since,
-        )  # fmt: skip
+            step,
+            ttr,
+            cr,
+            None if p_max is None else self._streak,
+            novelty,
+            tail,
+            votes,
+            warn,
+            stall,
+            tail_rep,
+            trigger,
+            self._level,
+            since,
+        )
         return self.last
 
     def _vote(self, ttr: float, cr: float, p_max: float | None) -> tuple[int, bool]:

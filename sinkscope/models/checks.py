@@ -10,11 +10,20 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import ADAPTERS, adapter_for
 
 _DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32, "float": torch.float32, "f32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16, "f16": torch.float16,
-    "float64": torch.float64, "fp64": torch.float64, "double": torch.float64,
-}  # fmt: skip
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "f32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "f16": torch.float16,
+    "float64": torch.float64,
+    "fp64": torch.float64,
+    "double": torch.float64,
+}
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 

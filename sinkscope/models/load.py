@@ -66,9 +66,13 @@ def load(
         raise SinkscopeError(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
     if not (x is None or isinstance(x, str | os.PathLike)):
         settings = {
-            "revision": revision, "layers": layers, "dtype": dtype, "device": device, "device_map": device_map,
+            "revision": revision,
+            "layers": layers,
+            "dtype": dtype,
+            "device": device,
+            "device_map": device_map,
             "quantization_config": quantization_config,
-        }  # fmt: skip
+        }
         return _live(x, backend, tokenizer, settings)
     if layers is not None and layers < 1:
         raise SinkscopeError(

@@ -21,9 +21,16 @@ from sinkscope.models.names import BUNDLED, RECALL, resolve
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in the name of a tensor
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there, sharded before single
 
 

@@ -130,8 +130,11 @@ def _read(path: Path, name: str, sections: list[Section], skipped: list[Skipped]
     data = read_json(path)
     parts: list[tuple[str, Any]] = [(name, data)]
     if isinstance(data, dict):
-        parts += [(f"{name}, {visible(key)}", v) for key, v in data.items()
-                  if isinstance(v, dict) and "schema" in v and "kind" in v]  # fmt: skip
+        parts += [
+            (f"{name}, {visible(key)}", v)
+            for key, v in data.items()
+            if isinstance(v, dict) and "schema" in v and "kind" in v
+        ]
     for part, content in parts:
         try:
             sections.append(section(_result(content, path.name), part, path))

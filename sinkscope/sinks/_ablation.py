@@ -108,18 +108,24 @@ def prove(
             by_chance = torch.maximum(by_chance, drops(control, repeated).max())
         written = first.mlp.norm(dim=-1).median()
         neurons = tuple(
-            _row(target, text, int(n), float(contribution[n]), float(contribution[n] / written), float(at_first[i]),
-                 None if at_repeat is None else float(at_repeat[i]), float(by_chance))
+            _row(
+                target,
+                text,
+                int(n),
+                float(contribution[n]),
+                float(contribution[n] / written),
+                float(at_first[i]),
+                None if at_repeat is None else float(at_repeat[i]),
+                float(by_chance),
+            )
             for i, n in enumerate(top)
-        )  # fmt: skip
+        )
         chosen = torch.tensor([int(n) for i, n in enumerate(top) if neurons[i].causal], device=top.device)
         if not len(chosen):
             return Proof(neurons, None, None, ())
         set_controls = draw(len(chosen))
         sites = tuple(_site(target, layer, int(n)) for n in set_controls[0])
-        return Proof(
-            neurons, float(drops(chosen[None], first)), float(drops(set_controls, first).max()), sites
-        )  # fmt: skip
+        return Proof(neurons, float(drops(chosen[None], first)), float(drops(set_controls, first).max()), sites)
 
 
 @torch.no_grad()
@@ -180,9 +186,15 @@ def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> Lay
 
 
 def _row(
-    target: Target, text: LayerView, flat: int, norm: float, share: float, drop: float, repeat: float | None,
+    target: Target,
+    text: LayerView,
+    flat: int,
+    norm: float,
+    share: float,
+    drop: float,
+    repeat: float | None,
     chance: float,
-) -> Neuron:  # fmt: skip
+) -> Neuron:
     expert, neuron = split(target, text.layer, flat)
     post, up = neutral_values(target, text, flat)
     return Neuron(

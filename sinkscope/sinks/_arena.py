@@ -78,10 +78,16 @@ class Arena:
         batches = [(c.lead, part, i) for i, (c, rows) in enumerate(tasks) for part in rows.split(self.batch)]
         work = NormWork(self.layer, self.reference, tuple((lead, part) for lead, part, _ in batches))
         found = in_chunks(
-            self.opened, work, range(len(batches)), what="attacks", size=1, workers=self.workers,
+            self.opened,
+            work,
+            range(len(batches)),
+            what="attacks",
+            size=1,
+            workers=self.workers,
             resume=None if self.resume is None else self.resume / "attacks",
-            settings=table_settings(self.made) | {"sequences": work.digest()}, progress=progress,
-        )  # fmt: skip
+            settings=table_settings(self.made) | {"sequences": work.digest()},
+            progress=progress,
+        )
         parts = [torch.tensor(norms) for norms in found["norms"]]
         return [torch.cat([p for p, b in zip(parts, batches, strict=True) if b[2] == i]) for i in range(len(tasks))]
 
@@ -156,14 +162,29 @@ def _chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:
 
 
 def _clusters(
-    made: Setup, opened: Opened, layer: int, neurons: tuple[Neuron, ...], workers: int, resume: Path | None,
+    made: Setup,
+    opened: Opened,
+    layer: int,
+    neurons: tuple[Neuron, ...],
+    workers: int,
+    resume: Path | None,
     progress: Progress | None,
-) -> dict[int, tuple[int, ...]]:  # fmt: skip
+) -> dict[int, tuple[int, ...]]:
     """Head -> the tokens it serves, as `token_clusters` finds them."""
     found = clusters_of(
-        made, layer, neurons, opened, vocabulary(made.target, None), 0.5, 0, 2048, workers,
-        None if resume is None else resume / "clusters", progress, {},
-    )  # fmt: skip
+        made,
+        layer,
+        neurons,
+        opened,
+        vocabulary(made.target, None),
+        0.5,
+        0,
+        2048,
+        workers,
+        None if resume is None else resume / "clusters",
+        progress,
+        {},
+    )
     return {c.head: found.tokens_of(c.head) for c in found.clusters}
 
 

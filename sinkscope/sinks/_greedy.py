@@ -32,9 +32,12 @@ def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Interve
     ids = rows.to(target.device)
     with edit.on(target) if edit is not None else nullcontext():
         out = target.hf.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
             pad_token_id=min(stop, default=0),
-        )  # fmt: skip
+        )
     answers = out[:, rows.shape[1] :].tolist()
     return [a[: next((i + 1 for i, t in enumerate(a) if t in stop), len(a))] for a in answers]
 
@@ -62,9 +65,11 @@ def repeat_probabilities(
     likeliest: list[Tensor] = []
     with edit.on(target) if edit is not None else nullcontext():
         for start in range(0, ids.shape[1], _CHUNK):
-            logits = target.hf(
-                input_ids=ids[:, start : start + _CHUNK], past_key_values=cache, use_cache=True
-            ).logits[0].float()  # fmt: skip
+            logits = (
+                target.hf(input_ids=ids[:, start : start + _CHUNK], past_key_values=cache, use_cache=True)
+                .logits[0]
+                .float()
+            )
             p.append(logits.softmax(-1)[:, word].cpu())
             likeliest.append(logits.argmax(-1).cpu())
     return torch.cat(p)[len(head) :], torch.cat(likeliest)[len(head) :]

@@ -69,9 +69,12 @@ class Tasks:
         target = made.target
         with _quiet(), edit.on(target) if edit is not None else nullcontext():
             lm = model(  # it changes the tokenizer it is given
-                pretrained=target.hf, tokenizer=copy.deepcopy(target.tokenizer), batch_size=batch_size,
-                add_bos_token=made.bos is not None, max_length=target.max_positions,
-            )  # fmt: skip
+                pretrained=target.hf,
+                tokenizer=copy.deepcopy(target.tokenizer),
+                batch_size=batch_size,
+                add_bos_token=made.bos is not None,
+                max_length=target.max_positions,
+            )
             for name in self._names:
                 try:
                     loaded = self._manager.load([name])

@@ -111,9 +111,11 @@ class Marking:
         whole = torch.eye(layers, dtype=torch.bool)[:, :, None].expand(-1, -1, heads)
         each = torch.eye(layers * heads, dtype=torch.bool).view(-1, layers, heads)
         lost = 1 - self._kept(tokens, base, torch.cat([everything, whole, each]))
-        all_drop, layer_drop, drops = lost[:, 0], lost[:, 1 : 1 + layers], lost[:, 1 + layers :].unflatten(
-            1, (layers, heads)
-        )  # fmt: skip
+        all_drop, layer_drop, drops = (
+            lost[:, 0],
+            lost[:, 1 : 1 + layers],
+            lost[:, 1 + layers :].unflatten(1, (layers, heads)),
+        )
         medians = [float(layer_drop[:, i].median()) for i in range(layers)] if len(tokens) else []
         marking = max(range(layers), key=medians.__getitem__) if medians else None
         marking = None if marking is None or medians[marking] < HALF else marking
@@ -196,11 +198,13 @@ class Marking:
         lost = 1 - self._kept_each(tokens, base, self._at(layer, edits))
         return [
             _Served(
-                tuple(sorted((rank[i] < n).nonzero().flatten().tolist())), float(kept[i, n - 1]), float(lost[i, 0]),
+                tuple(sorted((rank[i] < n).nonzero().flatten().tolist())),
+                float(kept[i, n - 1]),
+                float(lost[i, 0]),
                 float(lost[i, 1:].max()) if heads - n >= n else None,
             )
             for i, n in enumerate(size.tolist())
-        ]  # fmt: skip
+        ]
 
     def _control(self, layer: int, way: Float[Tensor, " d_model"]) -> Float[Tensor, " head"]:
         """Change along the sink neurons' direction where the same is done at later positions, over its size."""
@@ -213,22 +217,42 @@ class Marking:
         return (along[1:] - along[:1]).abs().quantile(0.95, dim=1)
 
     def _first(
-        self, token: int, activation: float, fires: bool, row: int | None, marking: int | None, layer_drop: Tensor,
-        drops: Tensor, sets: list[_Served],
-    ) -> First:  # fmt: skip
+        self,
+        token: int,
+        activation: float,
+        fires: bool,
+        row: int | None,
+        marking: int | None,
+        layer_drop: Tensor,
+        drops: Tensor,
+        sets: list[_Served],
+    ) -> First:
         string = self.made.target.tokenizer.decode([token])
         if row is None or marking is None:
             return First(string, token, activation, fires, None, (), None, None, None, ())
         s = sets[row]
         return First(
-            string, token, activation, fires, float(layer_drop[row, marking]), s.heads, s.kept, s.drop, s.control,
+            string,
+            token,
+            activation,
+            fires,
+            float(layer_drop[row, marking]),
+            s.heads,
+            s.kept,
+            s.drop,
+            s.control,
             tuple(drops[row, marking].tolist()),
-        )  # fmt: skip
+        )
 
     def _heads(
-        self, drops: Float[Tensor, "token layer head"], marking: int | None, alone: Tensor | None,
-        control: Tensor | None, served: list[tuple[int, tuple[int, ...]]], bos_first: bool,
-    ) -> tuple[Head, ...]:  # fmt: skip
+        self,
+        drops: Float[Tensor, "token layer head"],
+        marking: int | None,
+        alone: Tensor | None,
+        control: Tensor | None,
+        served: list[tuple[int, tuple[int, ...]]],
+        bos_first: bool,
+    ) -> tuple[Head, ...]:
         layers, heads = self.bench.shape
         shapes, text = geometry(self.made.target, self.made.ids, list(range(layers)))
         found = []
@@ -236,13 +260,19 @@ class Marking:
             for head in range(heads):
                 lost, here = drops[:, layer, head], layer == marking
                 own = [token for token, its in served if here and head in its]
-                found.append(Head(
-                    layer, head, len(own), float(lost.mean()), float(lost.max()),
-                    float(lost[0]) if bos_first else None,
-                    float(alone[:, head].max()) if here and alone is not None else None,
-                    float(control[head]) if here and control is not None else None,
-                    **_shape(shapes[layer], head, torch.isin(text, torch.tensor(own, dtype=torch.long))),
-                ))  # fmt: skip
+                found.append(
+                    Head(
+                        layer,
+                        head,
+                        len(own),
+                        float(lost.mean()),
+                        float(lost.max()),
+                        float(lost[0]) if bos_first else None,
+                        float(alone[:, head].max()) if here and alone is not None else None,
+                        float(control[head]) if here and control is not None else None,
+                        **_shape(shapes[layer], head, torch.isin(text, torch.tensor(own, dtype=torch.long))),
+                    )
+                )
         return tuple(sorted(found, key=lambda h: (-h.serves, -h.drop)))
 
 

@@ -119,10 +119,14 @@ def first_token_attention(
     total: list[Tensor] = []
     with (
         intervention.on(target) if intervention is not None else nullcontext(),
-        attention_rows(target, lambda _l, first, probs: total.append(probs[:, :, int(first == 0) :, 0].mean()),
-                       layers=layers, rows_per_chunk=ids.shape[1]),
+        attention_rows(
+            target,
+            lambda _l, first, probs: total.append(probs[:, :, int(first == 0) :, 0].mean()),
+            layers=layers,
+            rows_per_chunk=ids.shape[1],
+        ),
         target.hooks((target.layers[max(layers)], "post", lambda *_: target.stop())),
-    ):  # fmt: skip
+    ):
         target.forward(ids)
     return float(torch.stack(total).mean())
 

@@ -64,8 +64,11 @@ def open_target(
     if model == BUNDLED:  # by its name or by none
         model = None
     options: dict[str, Any] = {
-        "revision": revision, "dtype": dtype, "device": device, "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
+        "trust_remote_code": trust_remote_code,
+    }
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(Target.of(model, tokenizer))
     source = None if model is None else locate(model, revision)
@@ -92,9 +95,16 @@ def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: in
         return opened(None)
     t = opened(layers)
     return PartTarget(
-        t.model, t.hf, t.kind, t.adapter, t.tokenizer, t.name, resident=False, depth=depth,
+        t.model,
+        t.hf,
+        t.kind,
+        t.adapter,
+        t.tokenizer,
+        t.name,
+        resident=False,
+        depth=depth,
         reopen=lambda more: _first_layers(opened, depth, more),
-    )  # fmt: skip
+    )
 
 
 def _gguf_depth(file: Path) -> int:

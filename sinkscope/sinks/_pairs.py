@@ -60,11 +60,15 @@ def pairs_of(
     found: Any = AgglomerativeClustering(**how, distance_threshold=1 - threshold)
     labels = found.fit_predict((1 - near).fill_diagonal_(0).double().numpy())
     return PairNorms(
-        ids=tuple(picked), tokens=shown(made.target, picked), heads=tuple(head.tolist()),
+        ids=tuple(picked),
+        tokens=shown(made.target, picked),
+        heads=tuple(head.tolist()),
         norm=tuple(tuple(round(v, 4) for v in row) for row in norm.tolist()),
-        same_head=_share(norm[same_pairs] >= threshold), other_head=_share(norm[~same] >= threshold),
-        clusters=int(labels.max()) + 1, adjusted_rand=float(adjusted_rand_score(head.numpy(), labels)),
-    )  # fmt: skip
+        same_head=_share(norm[same_pairs] >= threshold),
+        other_head=_share(norm[~same] >= threshold),
+        clusters=int(labels.max()) + 1,
+        adjusted_rand=float(adjusted_rand_score(head.numpy(), labels)),
+    )
 
 
 @torch.no_grad()

@@ -49,9 +49,13 @@ class Setup:
     def provenance(self) -> Provenance:
         """How, when and on what, for the result."""
         return provenance(
-            started=self.started, device=self.target.device, dtype=self.target.dtype, seed=self.seed,
-            bos=self.bos is not None, attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
-        )  # fmt: skip
+            started=self.started,
+            device=self.target.device,
+            dtype=self.target.dtype,
+            seed=self.seed,
+            bos=self.bos is not None,
+            attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
+        )
 
 
 def setup(

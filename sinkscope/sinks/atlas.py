@@ -158,10 +158,14 @@ class SinkAtlas(Result):
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         head = ["head", "tokens", "resist", "median repeats"]
         return (head if self.by_head else []), [
-            ["none" if r.head is None else str(r.head), str(r.tokens), str(r.resisting),
-             "-" if r.median_repeats is None else f"{r.median_repeats:.0f}"]
+            [
+                "none" if r.head is None else str(r.head),
+                str(r.tokens),
+                str(r.resisting),
+                "-" if r.median_repeats is None else f"{r.median_repeats:.0f}",
+            ]
             for r in self.by_head
-        ]  # fmt: skip
+        ]
 
     def to_html(self) -> str:
         """Summary, table by head, and a table of all tokens that can be searched."""
@@ -245,9 +249,12 @@ def sink_atlas(
         raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
     check_workers(workers)
     options: dict[str, Any] = {
-        "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
+        "tokenizer": tokenizer,
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
         "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+    }
     made, layer, neurons = sink_of(setup(model, bos=bos, text=text, texts=texts, seed=seed, **options))
     limit = _limit(made.target, max_repeats)
     ids = vocabulary(made.target, tokens)
@@ -256,22 +263,44 @@ def sink_atlas(
     if layer is not None:
         opened, folder = Opened(model, made.target, options), None if resume is None else Path(resume)
         clusters = clusters_of(
-            made, layer, neurons, opened, ids, 0.5, 0, 2048, workers,
-            None if folder is None else folder / "clusters", progress, {},
-        )  # fmt: skip
+            made,
+            layer,
+            neurons,
+            opened,
+            ids,
+            0.5,
+            0,
+            2048,
+            workers,
+            None if folder is None else folder / "clusters",
+            progress,
+            {},
+        )
         heads = clusters.head if neurons else (None,) * len(ids)
         hold_layers(made.target, layer)
         work = begin(AtlasWork(layer, *firsts(made), SHORTEST, limit, batch_size), made, ids)
         columns = in_chunks(
-            opened, work, ids, what="tokens", size=max(1, batch_size // 64), workers=workers,
-            resume=None if folder is None else folder / "atlas", progress=progress,
+            opened,
+            work,
+            ids,
+            what="tokens",
+            size=max(1, batch_size // 64),
+            workers=workers,
+            resume=None if folder is None else folder / "atlas",
+            progress=progress,
             settings=table_settings(made) | {"layer": layer, "first": work.first, "max_repeats": limit},
-        )  # fmt: skip
+        )
     settings = {
-        "bos": made.bos is not None, "text": None if text is None else Path(text).name, "texts": len(made.ids),
-        "tokens": None if tokens is None else list(tokens), "max_repeats": limit, "batch_size": batch_size,
-        "seed": seed, "revision": revision, "workers": workers,
-    }  # fmt: skip
+        "bos": made.bos is not None,
+        "text": None if text is None else Path(text).name,
+        "texts": len(made.ids),
+        "tokens": None if tokens is None else list(tokens),
+        "max_repeats": limit,
+        "batch_size": batch_size,
+        "seed": seed,
+        "revision": revision,
+        "workers": workers,
+    }
     return _result(made, layer, limit, ids if columns else [], columns, heads, settings)
 
 
@@ -304,9 +333,14 @@ def begin(work: AtlasWork, made: Setup, ids: list[int]) -> AtlasWork:
 
 
 def _result(
-    made: Setup, layer: int | None, limit: int, ids: list[int], columns: Columns, heads: tuple[int | None, ...],
+    made: Setup,
+    layer: int | None,
+    limit: int,
+    ids: list[int],
+    columns: Columns,
+    heads: tuple[int | None, ...],
     settings: dict[str, Any],
-) -> SinkAtlas:  # fmt: skip
+) -> SinkAtlas:
     target = made.target
     repeats: list[int | None] = columns.get("repeats", [])
     text = target.tokenizer(made.text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -319,14 +353,25 @@ def _result(
     }
     got = sorted(n for n in repeats if n is not None)
     return SinkAtlas(
-        model=made.info(), settings=settings, provenance=made.provenance(), sink_layer=layer, max_repeats=limit,
-        ids=tuple(ids), tokens=shown(target, ids), repeats=tuple(repeats), norm=tuple(columns.get("norm", ())),
-        frequency=tuple(counts), embedding_norm=tuple(norms), head=heads,
+        model=made.info(),
+        settings=settings,
+        provenance=made.provenance(),
+        sink_layer=layer,
+        max_repeats=limit,
+        ids=tuple(ids),
+        tokens=shown(target, ids),
+        repeats=tuple(repeats),
+        norm=tuple(columns.get("norm", ())),
+        frequency=tuple(counts),
+        embedding_norm=tuple(norms),
+        head=heads,
         special=tuple(sorted({int(i) for i in target.tokenizer.all_special_ids} & set(ids))),
-        median=_median(got), unreached=len(ids) - len(got), by_head=_by_head(heads, repeats),
+        median=_median(got),
+        unreached=len(ids) - len(got),
+        by_head=_by_head(heads, repeats),
         shared=_shared(repeats, properties),
         text_tokens=len(text),
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
@@ -364,8 +409,10 @@ def _shared(repeats: Sequence[int | None], properties: Mapping[str, Sequence[flo
         middle = torch.mean if name.startswith("share") else torch.median  # a share has no useful median
         found.append(
             Property(
-                name, float(middle(column[~resists])), float(middle(column[resists])),
+                name,
+                float(middle(column[~resists])),
+                float(middle(column[resists])),
                 float(roc_auc_score(resists.numpy(), column.numpy())),
             )
-        )  # fmt: skip
+        )
     return tuple(found)

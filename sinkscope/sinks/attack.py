@@ -92,8 +92,16 @@ class ClusterAttack(Result):
     """
 
     kind: ClassVar[str] = "attack"
-    percent: ClassVar[tuple[str, ...]] = ("positions", "any", "any_low", "any_high", "most", "most_low", "most_high",
-                                          "round_trip")  # fmt: skip
+    percent: ClassVar[tuple[str, ...]] = (
+        "positions",
+        "any",
+        "any_low",
+        "any_high",
+        "most",
+        "most_low",
+        "most_high",
+        "round_trip",
+    )
 
     sink_layer: int | None
     reference: float | None
@@ -107,13 +115,23 @@ class ClusterAttack(Result):
         """One row per context, length and source."""
         return [
             {
-                "context": a.context, "length": a.length, "source": a.source, "sequences": a.sequences,
-                "positions": a.positions, "any": a.any.share, "any_low": a.any.low, "any_high": a.any.high,
-                "most": a.most.share, "most_low": a.most.low, "most_high": a.most.high, "first": a.first,
-                "norm": a.norm, "round_trip": a.round_trip,
+                "context": a.context,
+                "length": a.length,
+                "source": a.source,
+                "sequences": a.sequences,
+                "positions": a.positions,
+                "any": a.any.share,
+                "any_low": a.any.low,
+                "any_high": a.any.high,
+                "most": a.most.share,
+                "most_low": a.most.low,
+                "most_high": a.most.high,
+                "first": a.first,
+                "norm": a.norm,
+                "round_trip": a.round_trip,
             }
             for a in self.attacks
-        ]  # fmt: skip
+        ]
 
     def summary(self) -> str:
         """What the attack reaches, in a few lines."""
@@ -207,18 +225,30 @@ def cluster_attack(
         raise SinkscopeError(f"thresholds {list(thresholds)}: give shares of BOS's norm above 0, such as 0.5")
     check_workers(workers)
     options: dict[str, Any] = {
-        "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
+        "tokenizer": tokenizer,
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
         "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+    }
     made, layer, neurons = sink_of(setup(model, bos=bos or None, text=text, seed=seed, **options))
     lengths = sorted(set(lengths))
     attacks, parts, arena = list[AttackRow](), list[ClusterRate](), None
     if layer is not None:
         folder = None if resume is None else Path(resume)
         arena = make_arena(
-            made, Opened(model, made.target, options), (layer, neurons), bos=bos, prefix=prefix, clusters=clusters,
-            lengths=lengths, batch=batch, workers=workers, resume=folder, progress=progress,
-        )  # fmt: skip
+            made,
+            Opened(model, made.target, options),
+            (layer, neurons),
+            bos=bos,
+            prefix=prefix,
+            clusters=clusters,
+            lengths=lengths,
+            batch=batch,
+            workers=workers,
+            resume=folder,
+            progress=progress,
+        )
         tasks = list(_drawn(arena, lengths, sequences, seed))
         measured = arena.norms_of_all([(t.context, t.rows) for t in tasks], progress)
         for i, (task, ratios) in enumerate(zip(tasks, measured, strict=True)):
@@ -234,9 +264,17 @@ def cluster_attack(
     return ClusterAttack(
         model=made.info(),
         settings={
-            "lengths": list(lengths), "sequences": sequences, "searched": searched, "candidates": candidates,
-            "bos": bos, "prefix": prefix, "text": None if text is None else Path(text).name, "seed": seed,
-            "batch": batch, "clusters": "given" if clusters is not None else "token_clusters", "workers": workers,
+            "lengths": list(lengths),
+            "sequences": sequences,
+            "searched": searched,
+            "candidates": candidates,
+            "bos": bos,
+            "prefix": prefix,
+            "text": None if text is None else Path(text).name,
+            "seed": seed,
+            "batch": batch,
+            "clusters": "given" if clusters is not None else "token_clusters",
+            "workers": workers,
             "revision": revision,
         },
         provenance=made.provenance(),
@@ -247,7 +285,7 @@ def cluster_attack(
         attacks=tuple(attacks),
         clusters=tuple(parts),
         unfilled=tuple(n for n in lengths if arena is not None and n not in {a.length for a in attacks}),
-    )  # fmt: skip
+    )
 
 
 def check_attack(lengths: Sequence[int], sequences: int, batch: int, seed: int) -> None:

@@ -201,17 +201,38 @@ def token_clusters(
     _check(threshold, sample, batch_size, seed)
     check_workers(workers)
     options: dict[str, Any] = {
-        "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
+        "tokenizer": tokenizer,
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
         "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+    }
     made, layer, neurons = sink_of(setup(model, bos=bos, text=text, texts=texts, seed=seed, **options))
     return clusters_of(
-        made, layer, neurons, Opened(model, made.target, options), vocabulary(made.target, tokens), threshold, sample,
-        batch_size, workers, resume, progress,
-        {"bos": made.bos is not None, "text": None if text is None else Path(text).name, "texts": len(made.ids),
-         "tokens": None if tokens is None else list(tokens), "threshold": threshold, "sample": sample,
-         "batch_size": batch_size, "seed": seed, "revision": revision, "workers": workers},
-    )  # fmt: skip
+        made,
+        layer,
+        neurons,
+        Opened(model, made.target, options),
+        vocabulary(made.target, tokens),
+        threshold,
+        sample,
+        batch_size,
+        workers,
+        resume,
+        progress,
+        {
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "texts": len(made.ids),
+            "tokens": None if tokens is None else list(tokens),
+            "threshold": threshold,
+            "sample": sample,
+            "batch_size": batch_size,
+            "seed": seed,
+            "revision": revision,
+            "workers": workers,
+        },
+    )
 
 
 def sink_of(made: Setup) -> tuple[Setup, int | None, tuple[Neuron, ...]]:
@@ -222,10 +243,19 @@ def sink_of(made: Setup) -> tuple[Setup, int | None, tuple[Neuron, ...]]:
 
 
 def clusters_of(
-    made: Setup, layer: int | None, neurons: tuple[Neuron, ...], opened: Opened, ids: list[int], threshold: float,
-    sample: int, batch_size: int, workers: int, resume: str | Path | None, progress: Progress | None,
+    made: Setup,
+    layer: int | None,
+    neurons: tuple[Neuron, ...],
+    opened: Opened,
+    ids: list[int],
+    threshold: float,
+    sample: int,
+    batch_size: int,
+    workers: int,
+    resume: str | Path | None,
+    progress: Progress | None,
     settings: dict[str, Any],
-) -> TokenClusters:  # fmt: skip
+) -> TokenClusters:
     """`token_clusters` of a model that is open already and whose sink is known."""
     target = made.target
     site = None if not neurons else max(neurons, key=lambda n: n.contribution_norm)
@@ -240,34 +270,56 @@ def clusters_of(
             layer, flat, reference, threshold, later_mean(target, made.ids), *first_direction(target, made.ids, some)
         )
         columns = in_chunks(
-            opened, work, ids, what="tokens x heads", size=max(1, batch_size // (target.n_heads + 2)), workers=workers,
-            resume=resume, settings=table_settings(made) | {"threshold": threshold, "site": site.site},
+            opened,
+            work,
+            ids,
+            what="tokens x heads",
+            size=max(1, batch_size // (target.n_heads + 2)),
+            workers=workers,
+            resume=resume,
+            settings=table_settings(made) | {"threshold": threshold, "site": site.site},
             progress=progress,
-        )  # fmt: skip
+        )
         lda = _lda(columns, len(ids) * target.n_heads)
     counted = _assign(columns, threshold)
     if layer is not None and sample:
         pairs = pairs_of(made, layer, ids, counted["head"], threshold, sample, batch_size)
     names = shown(target, ids) if columns else ()
     return TokenClusters(
-        model=made.info(), settings=settings, provenance=made.provenance(),
-        sink_layer=layer, neuron=None if site is None else site.site, threshold=threshold, n_heads=target.n_heads,
-        ids=tuple(ids) if columns else (), tokens=names, head=tuple(counted["head"]),
-        best=tuple(columns.get("best", ())), sufficing=tuple(columns.get("sufficing", ())),
-        intact=tuple(columns.get("intact", ())), background=tuple(columns.get("background", ())),
+        model=made.info(),
+        settings=settings,
+        provenance=made.provenance(),
+        sink_layer=layer,
+        neuron=None if site is None else site.site,
+        threshold=threshold,
+        n_heads=target.n_heads,
+        ids=tuple(ids) if columns else (),
+        tokens=names,
+        head=tuple(counted["head"]),
+        best=tuple(columns.get("best", ())),
+        sufficing=tuple(columns.get("sufficing", ())),
+        intact=tuple(columns.get("intact", ())),
+        background=tuple(columns.get("background", ())),
         clusters=_clusters(names, counted["head"], columns.get("best", [])),
-        unserved=counted["unserved"], silent=counted["silent"], without_heads=counted["without_heads"],
-        lda=lda, pairs=pairs,
-    )  # fmt: skip
+        unserved=counted["unserved"],
+        silent=counted["silent"],
+        without_heads=counted["without_heads"],
+        lda=lda,
+        pairs=pairs,
+    )
 
 
 def table_settings(made: Setup) -> dict[str, Any]:
     """What of a setup decides a table over the vocabulary: the model, the text, BOS, the seed."""
     return {
-        "model": fingerprint_of(made.target), "weights": _some_weights(made.target), "dtype": str(made.target.dtype),
-        "bos": made.bos, "seed": made.seed, "text": hashlib.sha256(made.text.encode()).hexdigest()[:16],
+        "model": fingerprint_of(made.target),
+        "weights": _some_weights(made.target),
+        "dtype": str(made.target.dtype),
+        "bos": made.bos,
+        "seed": made.seed,
+        "text": hashlib.sha256(made.text.encode()).hexdigest()[:16],
         "texts": len(made.ids),
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()

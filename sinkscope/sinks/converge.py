@@ -119,13 +119,20 @@ class Convergence(Result):
         """One row per token, prefix and layer; heads are in `curves`."""
         return [
             {
-                "token": c.token, "k": self.prefixes[c.prefix].k, "layer": c.layer, "alone": c.reference,
-                "distance_1": c.distance[0], f"distance_{self.counts[-1]}": c.distance[-1], "exponent": c.exponent,
-                "bound": None if c.bound is None else c.bound[-1], "closest_to_bound": c.closest,
+                "token": c.token,
+                "k": self.prefixes[c.prefix].k,
+                "layer": c.layer,
+                "alone": c.reference,
+                "distance_1": c.distance[0],
+                f"distance_{self.counts[-1]}": c.distance[-1],
+                "exponent": c.exponent,
+                "bound": None if c.bound is None else c.bound[-1],
+                "closest_to_bound": c.closest,
                 **{s.dtype: s.repeats for s in c.same},
             }
-            for c in self.curves if c.head is None
-        ]  # fmt: skip
+            for c in self.curves
+            if c.head is None
+        ]
 
     def summary(self) -> str:
         """What the curves say, in a few lines."""
@@ -195,9 +202,15 @@ def convergence(
     """
     check(max_repeats, batch_size, 1, seed)
     made = setup(
-        model, tokenizer=tokenizer, bos=bos, seed=seed, revision=revision, dtype=dtype, device=device,
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
         trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+    )
     made = read_whole(made) if all_layers else made
     target = made.target
     texts = [prefix] if isinstance(prefix, str) else list(prefix)
@@ -226,8 +239,14 @@ def convergence(
     return Convergence(
         model=made.info(),
         settings={
-            "bos": made.bos is not None, "tokens": None if tokens is None else list(tokens), "prefix": texts,
-            "max_repeats": n, "all_layers": all_layers, "batch_size": batch_size, "seed": seed, "revision": revision,
+            "bos": made.bos is not None,
+            "tokens": None if tokens is None else list(tokens),
+            "prefix": texts,
+            "max_repeats": n,
+            "all_layers": all_layers,
+            "batch_size": batch_size,
+            "seed": seed,
+            "revision": revision,
         },
         provenance=made.provenance(),
         outside=outside,
@@ -236,13 +255,20 @@ def convergence(
         prefixes=tuple(Prefix(target.tokenizer.decode(ids), len(ids)) for ids in before),
         layers_read=len(layers),
         curves=tuple(curves),
-    )  # fmt: skip
+    )
 
 
 def _curves(
-    target: Target, seen: Seen, word: int, number: int, k: int, rows: Rows, values: Tensor, outside: str | None,
+    target: Target,
+    seen: Seen,
+    word: int,
+    number: int,
+    k: int,
+    rows: Rows,
+    values: Tensor,
+    outside: str | None,
     counts: list[int],
-) -> list[Curve]:  # fmt: skip
+) -> list[Curve]:
     whole, heads, first = seen.whole, seen.heads, seen.layer == 0
     n, at = torch.arange(1, len(whole) + 1), torch.tensor(counts) - 1
     r, delta = torch.maximum(values, seen.head_norms), rows.delta[seen.row]
@@ -260,11 +286,20 @@ def _curves(
         extrapolate = first and outside is None and torch.finfo(target.dtype).bits > 16
         same = () if head is not None else _same(seen, extrapolate)
         return Curve(
-            target.tokenizer.decode([word]), word, number, seen.layer, head, size, tuple(distance[at].tolist()),
-            slope(distance, floor), None if bound is None else tuple(map(_finite, bound[at].tolist())),
-            float(r[head]) if of_head else None, _finite(float(delta[head].max())) if of_head else None,
-            None if ratio is None else float(ratio.max()), same,
-        )  # fmt: skip
+            target.tokenizer.decode([word]),
+            word,
+            number,
+            seen.layer,
+            head,
+            size,
+            tuple(distance[at].tolist()),
+            slope(distance, floor),
+            None if bound is None else tuple(map(_finite, bound[at].tolist())),
+            float(r[head]) if of_head else None,
+            _finite(float(delta[head].max())) if of_head else None,
+            None if ratio is None else float(ratio.max()),
+            same,
+        )
 
     total = None if bounds is None else bounds.sum(0)
     each = [

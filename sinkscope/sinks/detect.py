@@ -118,14 +118,21 @@ class AttackDetection(Result):
         """One row per context, length, attack, harmless text and rule."""
         return [
             {
-                "context": d.context, "length": d.length, "attack": d.attack, "harmless": d.harmless,
-                "rule": f"{d.hits} of {d.window}", "attacks": d.attacks, "pieces": d.harmless_pieces, "auroc": d.auroc,
-                "detected": d.detected, "cut": d.cut,
+                "context": d.context,
+                "length": d.length,
+                "attack": d.attack,
+                "harmless": d.harmless,
+                "rule": f"{d.hits} of {d.window}",
+                "attacks": d.attacks,
+                "pieces": d.harmless_pieces,
+                "auroc": d.auroc,
+                "detected": d.detected,
+                "cut": d.cut,
                 "detected_here": None if d.detected_here is None else d.detected_here.share,
                 "false_alarms": d.false_alarms.share,
             }
             for d in self.detections
-        ]  # fmt: skip
+        ]
 
     def summary(self) -> str:
         """What is watched, and how well it separates."""
@@ -241,9 +248,12 @@ def detect_attack(
     if not rules:
         raise SinkscopeError("rules: none is given; give pairs of hits and window, such as (2, 4)")
     options: dict[str, Any] = {
-        "tokenizer": tokenizer, "revision": revision, "dtype": dtype, "device": device,
+        "tokenizer": tokenizer,
+        "revision": revision,
+        "dtype": dtype,
+        "device": device,
         "trust_remote_code": trust_remote_code,
-    }  # fmt: skip
+    }
     made, layer, neurons = sink_of(setup(model, bos=bos or None, text=text, seed=seed, **options))
     detector, found = None, list[DetectRow]()
     lengths = sorted(set(lengths))
@@ -252,9 +262,16 @@ def detect_attack(
         for hits, window in rules:
             replace(detector, hits=hits, window=window)  # refuses what is no rule
         arena = make_arena(
-            made, Opened(model, made.target, options), (layer, neurons), bos=bos, prefix=prefix, clusters=clusters,
-            lengths=lengths, batch=batch, progress=progress,
-        )  # fmt: skip
+            made,
+            Opened(model, made.target, options),
+            (layer, neurons),
+            bos=bos,
+            prefix=prefix,
+            clusters=clusters,
+            lengths=lengths,
+            batch=batch,
+            progress=progress,
+        )
         if harmless is None:
             harmless = {"text": made.text, "code": source_code(), "repetition": honest_repetition(seed=seed)}
         done, total = 0, len(lengths) * len(arena.contexts)
@@ -270,9 +287,16 @@ def detect_attack(
     return AttackDetection(
         model=made.info(),
         settings={
-            "lengths": list(lengths), "sequences": sequences, "rules": [list(r) for r in rules], "bos": bos,
-            "harmless": None if harmless is None else list(harmless), "prefix": prefix, "seed": seed, "batch": batch,
-            "text": None if text is None else Path(text).name, "revision": revision,
+            "lengths": list(lengths),
+            "sequences": sequences,
+            "rules": [list(r) for r in rules],
+            "bos": bos,
+            "harmless": None if harmless is None else list(harmless),
+            "prefix": prefix,
+            "seed": seed,
+            "batch": batch,
+            "text": None if text is None else Path(text).name,
+            "revision": revision,
             "clusters": "given" if clusters is not None else "token_clusters",
         },
         provenance=made.provenance(),
@@ -282,7 +306,7 @@ def detect_attack(
         threshold=threshold,
         false_rates=FALSE_RATES,
         detections=tuple(found),
-    )  # fmt: skip
+    )
 
 
 def detector_sites(detector: SinkDetector) -> list[tuple[int, ...]]:
@@ -296,9 +320,13 @@ def _pieces(made: Setup, harmless: Mapping[str, str], length: int, count: int) -
 
 
 def _compare(
-    arena: Arena, context: Context, detector: SinkDetector, drawn: Int[Tensor, "row pos"],
-    pieces: Mapping[str, Tensor], rules: Sequence[tuple[int, int]],
-) -> list[DetectRow]:  # fmt: skip
+    arena: Arena,
+    context: Context,
+    detector: SinkDetector,
+    drawn: Int[Tensor, "row pos"],
+    pieces: Mapping[str, Tensor],
+    rules: Sequence[tuple[int, int]],
+) -> list[DetectRow]:
     quiet = {name: _measure(arena, context, detector, rows)[0] for name, rows in pieces.items()}
     if len(quiet) > 1:
         quiet["all"] = torch.cat(list(quiet.values()))
@@ -312,9 +340,18 @@ def _compare(
                     continue
                 loud, low = peak(scores, hits, window)[made_a_sink], peak(of_text, hits, window)
                 found.append(
-                    _row(context.name, drawn.shape[1], attack, name, (hits, window), len(rows), loud, low,
-                         detector.threshold)
-                )  # fmt: skip
+                    _row(
+                        context.name,
+                        drawn.shape[1],
+                        attack,
+                        name,
+                        (hits, window),
+                        len(rows),
+                        loud,
+                        low,
+                        detector.threshold,
+                    )
+                )
     return found
 
 
@@ -335,9 +372,16 @@ def peak(scores: Float[Tensor, "row pos"], hits: int, window: int) -> Float[Tens
 
 
 def _row(
-    context: str, length: int, attack: str, harmless: str, rule: tuple[int, int], tried: int,
-    loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"], threshold: float,
-) -> DetectRow:  # fmt: skip
+    context: str,
+    length: int,
+    attack: str,
+    harmless: str,
+    rule: tuple[int, int],
+    tried: int,
+    loud: Float[Tensor, " attack"],
+    quiet: Float[Tensor, " piece"],
+    threshold: float,
+) -> DetectRow:
     auroc = detected = cut = here = None
     roc: tuple[float, ...] = ()
     if len(loud):
@@ -348,8 +392,22 @@ def _row(
         roc = tuple((loud > cut_at(quiet, rate)).float().mean().item() for rate in FALSE_RATES)
     alarms = wilson(int((quiet >= threshold).sum()), len(quiet))
     finite = None if cut is None or not math.isfinite(cut) else cut
-    return DetectRow(context, length, attack, harmless, *rule, len(loud), tried, len(quiet), auroc, detected, finite,
-                     here, alarms, roc)  # fmt: skip
+    return DetectRow(
+        context,
+        length,
+        attack,
+        harmless,
+        *rule,
+        len(loud),
+        tried,
+        len(quiet),
+        auroc,
+        detected,
+        finite,
+        here,
+        alarms,
+        roc,
+    )
 
 
 def cut_at(quiet: Float[Tensor, " piece"], rate: float) -> float:

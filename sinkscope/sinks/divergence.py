@@ -281,17 +281,24 @@ def divergence(
     return Divergence(
         model=made.info(),
         settings={
-            "tokens": None if tokens is None else list(tokens), "max_repeats": most, "repeats": list(counts),
+            "tokens": None if tokens is None else list(tokens),
+            "max_repeats": most,
+            "repeats": list(counts),
             "new_tokens": new_tokens,
             "patch": None if patch is None or isinstance(patch, SinkPatch) else pathless(os.fspath(patch)),
             "corpus": None if corpus is None else pathless(os.fspath(corpus)),
-            "controls": controls, "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name, "seed": seed, "revision": revision,
+            "controls": controls,
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "seed": seed,
+            "revision": revision,
             "batch_size": batch_size,
         },
         provenance=made.provenance(),
         sink_layer=layer,
-        neurons=() if edit is None else tuple(
+        neurons=()
+        if edit is None
+        else tuple(
             (s.layer, s.neuron) if s.expert is None else (s.layer, s.expert, s.neuron) for s in edit.checked_sites
         ),
         prefix=prefix,
@@ -299,7 +306,7 @@ def divergence(
         continuations=tuple(said),
         control=_control(made, controls, new_tokens, batch_size, searched),
         corpus=None if searched is None else Corpus(searched.name, len(searched.names), len(searched.data)),
-    )  # fmt: skip
+    )
 
 
 def _words(made: Setup, tokens: Sequence[str] | None, prefix: str) -> list[int]:

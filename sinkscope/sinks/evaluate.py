@@ -162,17 +162,26 @@ def evaluate_patch(
     return PatchEvaluation(
         model=made.info(),
         settings={
-            "patch": None if isinstance(patch, SinkPatch) else Path(patch).name, "site": edit.site, "value": edit.value,
-            "tasks": [Path(t).name for t in tasks], "shots": shots, "questions": questions, "pieces": len(ids),
-            "length": ids.shape[1], "text": None if text is None else Path(text).name, "batch_size": batch_size,
-            "seed": seed, "bos": made.bos is not None, "revision": revision,
+            "patch": None if isinstance(patch, SinkPatch) else Path(patch).name,
+            "site": edit.site,
+            "value": edit.value,
+            "tasks": [Path(t).name for t in tasks],
+            "shots": shots,
+            "questions": questions,
+            "pieces": len(ids),
+            "length": ids.shape[1],
+            "text": None if text is None else Path(text).name,
+            "batch_size": batch_size,
+            "seed": seed,
+            "bos": made.bos is not None,
+            "revision": revision,
         },
         provenance=made.provenance(),
         scores=tuple(scores),
         neurons=tuple(_numbers(s) for s in edit.checked_sites),
         random_neurons=tuple(_numbers(s) for s in control.checked_sites),
         shots={} if asked is None else asked.shots,
-    )  # fmt: skip
+    )
 
 
 def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
@@ -216,9 +225,17 @@ def _paired(before: Tensor, after: Tensor) -> Change:
 
 def _score(task: str, metric: str, samples: int, patched: Change, control: Change) -> Score:
     return Score(
-        task, metric, samples, patched.before, patched.after, control.after, patched.difference, patched.se,
-        control.difference, control.se,
-    )  # fmt: skip
+        task,
+        metric,
+        samples,
+        patched.before,
+        patched.after,
+        control.after,
+        patched.difference,
+        patched.se,
+        control.difference,
+        control.se,
+    )
 
 
 def _numbers(site: Site) -> tuple[int, ...]:

@@ -132,8 +132,17 @@ class FindSinks(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per candidate neuron."""
-        names = ("layer", "expert", "neuron", "contribution_norm", "share", "ablation_drop", "repeat_drop",
-                 "control_drop", "causal")  # fmt: skip
+        names = (
+            "layer",
+            "expert",
+            "neuron",
+            "contribution_norm",
+            "share",
+            "ablation_drop",
+            "repeat_drop",
+            "control_drop",
+            "causal",
+        )
         return [{name: getattr(neuron, name) for name in names} for neuron in self.neurons]
 
     def summary(self) -> str:
@@ -188,9 +197,18 @@ def find_sinks(
     """
     _check(top_k, max_repeats, seed, texts)
     made = setup(
-        model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code, part=True,
-    )  # fmt: skip
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        texts=texts,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        part=True,
+    )
     start_id, ids = made.bos, made.ids
     if top_k > (width := made.target.d_mlp):
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
@@ -215,9 +233,16 @@ def find_sinks(
     return FindSinks(
         model=made.info(),
         settings={
-            "bos": start_id is not None, "text": None if text is None else Path(text).name, "texts": len(ids),
-            "tokens": None if tokens is None else list(tokens), "all_layers": all_layers, "top_k": top_k,
-            "max_repeats": limit, "seed": seed, "revision": revision, "unknown_tokens": _unknown(target, ids),
+            "bos": start_id is not None,
+            "text": None if text is None else Path(text).name,
+            "texts": len(ids),
+            "tokens": None if tokens is None else list(tokens),
+            "all_layers": all_layers,
+            "top_k": top_k,
+            "max_repeats": limit,
+            "seed": seed,
+            "revision": revision,
+            "unknown_tokens": _unknown(target, ids),
         },
         provenance=made.provenance(),
         sink_layer=layer,
@@ -237,7 +262,7 @@ def find_sinks(
         learned_sinks=target.adapter.learned_sinks,
         sink_rate=rate,
         published=_published(target, layer, proof.neurons, dims),
-    )  # fmt: skip
+    )
 
 
 def _check(top_k: int, max_repeats: int | None, seed: int, texts: int) -> None:
@@ -270,9 +295,14 @@ def _repeats(target: Target, words: list[int], found: list[int | None], limit: i
 
 
 def _proof(
-    target: Target, ids: Int[Tensor, "row pos"], layer: int, stages: list[int], top_k: int, generator: torch.Generator,
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    layer: int,
+    stages: list[int],
+    top_k: int,
+    generator: torch.Generator,
     repeated: LayerView | None,
-) -> Proof:  # fmt: skip
+) -> Proof:
     proof = prove(target, ids, layer, top_k, generator, repeated)
     others = [n for s in stages if s != layer for n in prove_stage(target, ids, s, layer, generator)]
     neurons = (*proof.neurons, *others)

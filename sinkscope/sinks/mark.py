@@ -143,9 +143,17 @@ def marking_heads(
     if batch_size is not None and batch_size < 1:
         raise SinkscopeError(f"--batch-size {batch_size}: at least one row is needed; give 1 or more")
     made = setup(
-        model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        texts=texts,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     target = made.target
     words = (
         first_tokens(target, made.ids, count, seed)
@@ -154,16 +162,32 @@ def marking_heads(
     )
     layer, neurons = causal_neurons(made)
     empty: dict[str, Any] = {
-        "model": made.info(), "sink_layer": layer, "neurons": tuple(n.site[1:] for n in neurons if n.layer == layer),
-        "settings": {"bos": made.bos is not None, "text": None if text is None else Path(text).name,
-                     "texts": len(made.ids), "tokens": None if tokens is None else list(tokens), "count": count,
-                     "batch_size": batch_size, "seed": seed, "revision": revision},
-    }  # fmt: skip
+        "model": made.info(),
+        "sink_layer": layer,
+        "neurons": tuple(n.site[1:] for n in neurons if n.layer == layer),
+        "settings": {
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "texts": len(made.ids),
+            "tokens": None if tokens is None else list(tokens),
+            "count": count,
+            "batch_size": batch_size,
+            "seed": seed,
+            "revision": revision,
+        },
+    }
     if layer is None:
         return MarkingHeads(
-            **empty, answer="no sink", marking_layer=None, layer_drops=(), all_drop=None, single_share=None, heads=(),
-            first_tokens=(), provenance=made.provenance(),
-        )  # fmt: skip
+            **empty,
+            answer="no sink",
+            marking_layer=None,
+            layer_drops=(),
+            all_drop=None,
+            single_share=None,
+            heads=(),
+            first_tokens=(),
+            provenance=made.provenance(),
+        )
     work = Marking(made, Replacement.of(target, layer, neurons, made.ids), batch_size, progress)
     return MarkingHeads(**empty, **work.measure(words), provenance=made.provenance())
 

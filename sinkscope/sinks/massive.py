@@ -131,13 +131,20 @@ class MassiveActivations(Result):
         """One row per condition and layer."""
         return [
             {
-                "bos": c.bos, "layer": layer.layer, "top_1": layer.top[0], "top_2": layer.top[1], "top_3": layer.top[2],
-                "median": layer.median, "dims": " ".join(map(str, layer.dims)) or None, "share": layer.share,
+                "bos": c.bos,
+                "layer": layer.layer,
+                "top_1": layer.top[0],
+                "top_2": layer.top[1],
+                "top_3": layer.top[2],
+                "median": layer.median,
+                "dims": " ".join(map(str, layer.dims)) or None,
+                "share": layer.share,
                 "value_ratio": c.values[i].ratio if c.values else None,
                 "secondary": sum(s.created <= layer.layer < s.created + s.lifetime for s in c.secondary),
             }
-            for c in self.conditions for i, layer in enumerate(c.layers)
-        ]  # fmt: skip
+            for c in self.conditions
+            for i, layer in enumerate(c.layers)
+        ]
 
     def summary(self) -> str:
         """What was found, in a few lines per condition."""
@@ -200,10 +207,20 @@ def massive_activations(
     """
     if texts < 1:
         raise SinkscopeError(f"texts {texts}: at least one piece of text is needed; give 1 or more")
-    made = read_whole(setup(
-        model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
-    ))  # fmt: skip
+    made = read_whole(
+        setup(
+            model,
+            tokenizer=tokenizer,
+            bos=bos,
+            text=text,
+            texts=texts,
+            seed=seed,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        )
+    )
     target = made.target
     length = min(PIECE, target.max_positions or PIECE)
     starts = [made.bos] if made.bos is None or bos is not None else [made.bos, None]
@@ -213,13 +230,18 @@ def massive_activations(
         found.append(_condition(target, ids, start is not None, progress))
     return MassiveActivations(
         model=made.info(),
-        settings={"bos": bos, "text": None if text is None else Path(text).name, "texts": texts, "seed": seed,
-                  "revision": revision},
+        settings={
+            "bos": bos,
+            "text": None if text is None else Path(text).name,
+            "texts": texts,
+            "seed": seed,
+            "revision": revision,
+        },
         provenance=made.provenance(),
         texts=len(made.ids),
         length=length,
         conditions=tuple(found),
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
@@ -299,10 +321,16 @@ def _secondary_sinks(target: Target, ids: Tensor, norms: Tensor, high: Tensor, c
                 of_first = float((run / norms[start:layer, row, 0]).max())
                 found.append(
                     SecondarySink(
-                        row, pos, target.tokenizer.decode([int(ids[row, pos])]), start, layer - start,
-                        float(run.max()), of_first, float(cosines[at, row, pos]),
+                        row,
+                        pos,
+                        target.tokenizer.decode([int(ids[row, pos])]),
+                        start,
+                        layer - start,
+                        float(run.max()),
+                        of_first,
+                        float(cosines[at, row, pos]),
                     )
-                )  # fmt: skip
+                )
                 start = None
     return found
 

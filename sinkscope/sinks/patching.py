@@ -217,15 +217,33 @@ def make_patch(
         raise SinkscopeError(f"--max-repeats {max_repeats}: expected 2 to {largest}, which the context still holds")
     most = max_repeats or min(1024, largest)
     fields: dict[str, Any] = {
-        "neurons": (), "causal": 0, "sink_layer": None, "layer": None, "first_norm": None, "typical_low": None,
-        "typical_norm": None, "typical_high": None, "ceiling": None, "tried": (), "unreached": 0, "held_out": (),
-        "perplexity": None, "limit": limit,
+        "neurons": (),
+        "causal": 0,
+        "sink_layer": None,
+        "layer": None,
+        "first_norm": None,
+        "typical_low": None,
+        "typical_norm": None,
+        "typical_high": None,
+        "ceiling": None,
+        "tried": (),
+        "unreached": 0,
+        "held_out": (),
+        "perplexity": None,
+        "limit": limit,
         "settings": {
-            "text": None if text is None else Path(text).name, "tokens": None if tokens is None else list(tokens),
-            "words": words, "max_repeats": most, "limit": limit, "pieces": pieces, "length": length, "seed": seed,
-            "bos": made.bos is not None, "revision": revision,
+            "text": None if text is None else Path(text).name,
+            "tokens": None if tokens is None else list(tokens),
+            "words": words,
+            "max_repeats": most,
+            "limit": limit,
+            "pieces": pieces,
+            "length": length,
+            "seed": seed,
+            "bos": made.bos is not None,
+            "revision": revision,
         },
-    }  # fmt: skip
+    }
 
     def result(verdict: Verdict, reason: str) -> PatchMade:
         return PatchMade(model=made.info(), provenance=made.provenance(), verdict=verdict, reason=reason, **fields)
@@ -237,9 +255,14 @@ def make_patch(
     low, middle, high = seen.typical[layer]
     ceiling = HEADROOM * high
     fields |= {
-        "sink_layer": sink_layer, "layer": layer, "first_norm": seen.first[layer], "typical_low": low,
-        "typical_norm": middle, "typical_high": high, "ceiling": ceiling,
-    }  # fmt: skip
+        "sink_layer": sink_layer,
+        "layer": layer,
+        "first_norm": seen.first[layer],
+        "typical_low": low,
+        "typical_norm": middle,
+        "typical_high": high,
+        "ceiling": ceiling,
+    }
     drawn = pick_tokens(target.tokenizer, made.ids, tokens, seed, 2 * words)
     prefixes = [made.bos if made.bos is not None else _other(made.ids, w) for w in drawn]
     found = repeat_until_half(target, sink_layer, drawn, prefixes, most, progress).repeats
@@ -318,8 +341,11 @@ def _check(tokens: Sequence[str] | None, words: int, limit: float, pieces: int, 
     if not 0 <= limit < float("inf"):
         raise SinkscopeError(f"--limit {limit}: expected a share such as 0.01, for 1 % more perplexity")
     for name, value, least in (
-        ("words", words, 1), ("pieces", pieces, 2), ("length", length, 8), ("batch size", batch_size, 1)
-    ):  # fmt: skip
+        ("words", words, 1),
+        ("pieces", pieces, 2),
+        ("length", length, 8),
+        ("batch size", batch_size, 1),
+    ):
         if value < least:
             raise SinkscopeError(f"{name} {value}: expected at least {least}")
 
@@ -338,9 +364,15 @@ def _candidates(made: Setup, seen: Walk, sink_layer: int) -> list[Neuron]:
 
 
 def _smallest(
-    target: Target, candidates: list[Neuron], layer: int, rows: Tensor, ceiling: float, batch_size: int,
-    tried: list[Tried], progress: Progress | None,
-) -> tuple[Neuron, ...] | None:  # fmt: skip
+    target: Target,
+    candidates: list[Neuron],
+    layer: int,
+    rows: Tensor,
+    ceiling: float,
+    batch_size: int,
+    tried: list[Tried],
+    progress: Progress | None,
+) -> tuple[Neuron, ...] | None:
     for size in range(len(candidates) + 1):
         for some in combinations(candidates, size):
             edit = _patch(some) if some else None  # no neuron at all: how far there is to fall

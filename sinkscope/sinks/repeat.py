@@ -98,12 +98,14 @@ class RepeatNorms(Result):
         """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing takes."""
         return [
             {
-                "repeated": s.label, "repeats": s.repeats, "last_norm": s.curves[0].norms[-1],
+                "repeated": s.label,
+                "repeats": s.repeats,
+                "last_norm": s.curves[0].norms[-1],
                 "of_first": s.curves[0].norms[-1] / s.curves[0].first_norm,
                 **{f"lost_{c.condition}": c.last_drop for c in s.curves[1:]},
             }
             for s in self.sequences
-        ]  # fmt: skip
+        ]
 
     def summary(self) -> str:
         """What was found, in a few lines."""
@@ -199,9 +201,17 @@ def repeat_norms(
     """
     check(max_repeats, batch_size, texts, seed)
     made = setup(
-        model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        texts=texts,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     target = made.target
     words, replaced = choose(made, tokens, prefix, CYCLE if ablate else ())
     cycles: list[tuple[int, ...]] = [(w,) for w in words]
@@ -230,9 +240,16 @@ def repeat_norms(
     return RepeatNorms(
         model=made.info(),
         settings={
-            "bos": made.bos is not None, "text": None if text is None else Path(text).name, "texts": len(made.ids),
-            "tokens": None if tokens is None else list(tokens), "prefix": prefix, "max_repeats": asked.count,
-            "ablate": ablate, "batch_size": batch_size, "seed": seed, "revision": revision,
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "texts": len(made.ids),
+            "tokens": None if tokens is None else list(tokens),
+            "prefix": prefix,
+            "max_repeats": asked.count,
+            "ablate": ablate,
+            "batch_size": batch_size,
+            "seed": seed,
+            "revision": revision,
         },
         provenance=made.provenance(),
         sink_layer=layer,
@@ -246,7 +263,7 @@ def repeat_norms(
         before=single_words(target.tokenizer, asked.ids[0, : asked.start].tolist()),
         replaced=replaced,
         sequences=sequences,
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()
@@ -298,9 +315,13 @@ def _conditions(made: Setup, layer: int) -> tuple[tuple[tuple[int, ...], ...], d
 
 
 def _sequence(
-    asked: Repetitions, row: int, counts: tuple[int, ...], first_norm: float, norms: dict[str, Tensor],
+    asked: Repetitions,
+    row: int,
+    counts: tuple[int, ...],
+    first_norm: float,
+    norms: dict[str, Tensor],
     zeroed: dict[str, tuple[tuple[int, ...], ...]],
-) -> RepeatedSequence:  # fmt: skip
+) -> RepeatedSequence:
     intact = norms["intact"]
     reached = (intact[asked.start :] >= first_norm / 2).nonzero().flatten()
     at = torch.tensor(counts) + asked.start - 1

@@ -95,8 +95,13 @@ class RepeatAttention(Result):
 
     kind: ClassVar[str] = "repeat-attention"
     percent: ClassVar[tuple[str, ...]] = (
-        "to_first", "to_high_norm", "tail_to_first", "tail_to_high_norm", "sink_rate", "high_norm_rate",
-    )  # fmt: skip
+        "to_first",
+        "to_high_norm",
+        "tail_to_first",
+        "tail_to_high_norm",
+        "sink_rate",
+        "high_norm_rate",
+    )
 
     sink_layer: int | None
     length: int
@@ -109,16 +114,19 @@ class RepeatAttention(Result):
         """One row per layer and sequence."""
         return [
             {
-                "layer": layer, "sequence": s.label,
-                "to_first": s.first[layer], "to_high_norm": None if s.mass is None else s.mass[layer],
+                "layer": layer,
+                "sequence": s.label,
+                "to_first": s.first[layer],
+                "to_high_norm": None if s.mass is None else s.mass[layer],
                 "tail_to_first": None if s.tail_first is None else s.tail_first[layer],
                 "tail_to_high_norm": None if s.tail_mass is None else s.tail_mass[layer],
                 "tail_ratio": None if s.tail_ratio is None else s.tail_ratio[layer],
-                "sink_rate": s.first_rate[layer], "high_norm_rate": None if s.mass_rate is None else s.mass_rate[layer],
+                "sink_rate": s.first_rate[layer],
+                "high_norm_rate": None if s.mass_rate is None else s.mass_rate[layer],
             }
             for layer in range(self.model.n_layers)
             for s in self.sequences
-        ]  # fmt: skip
+        ]
 
     def summary(self) -> str:
         """What was found, in a few lines."""
@@ -195,9 +203,17 @@ def repeat_attention(
     """
     check(max_repeats, batch_size, texts, seed)
     made = setup(
-        model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        texts=texts,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     target = made.target
     if wrong := [n for n in layers or () if not 0 <= n < target.n_layers]:
         raise SinkscopeError(f"--layer {wrong[0]}: the model has layers 0 to {target.n_layers - 1}; give one of those")
@@ -224,9 +240,17 @@ def repeat_attention(
     return RepeatAttention(
         model=made.info(),
         settings={
-            "bos": made.bos is not None, "text": None if text is None else Path(text).name, "texts": len(made.ids),
-            "tokens": None if tokens is None else list(tokens), "prefix": prefix, "max_repeats": asked.count,
-            "layers": shown, "eps": EPS, "batch_size": batch_size, "seed": seed, "revision": revision,
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "texts": len(made.ids),
+            "tokens": None if tokens is None else list(tokens),
+            "prefix": prefix,
+            "max_repeats": asked.count,
+            "layers": shown,
+            "eps": EPS,
+            "batch_size": batch_size,
+            "seed": seed,
+            "revision": revision,
         },
         provenance=made.provenance(),
         sink_layer=layer,
@@ -238,7 +262,7 @@ def repeat_attention(
             _attended(label, row, sums, kinds, tail[row], shown, asked.start)
             for row, label in enumerate(("natural text", *asked.labels))
         ),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,17 @@ def separability(
     if batch_size < 1:
         raise SinkscopeError(f"--batch-size {batch_size}: at least one sequence is needed; give 1 or more")
     made = setup(
-        model, tokenizer=tokenizer, bos=bos, text=text, texts=texts, seed=seed, revision=revision, dtype=dtype,
-        device=device, trust_remote_code=trust_remote_code,
-    )  # fmt: skip
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        text=text,
+        texts=texts,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
     target = made.target
     if not 0 <= layer < target.n_layers:
         raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
@@ -199,12 +207,20 @@ def separability(
     return Separability(
         model=made.info(),
         settings={
-            "bos": made.bos is not None, "text": None if text is None else Path(text).name, "texts": len(made.ids),
-            "tokens": None if tokens is None else list(tokens), "count": count, "layer": layer,
-            "batch_size": batch_size, "seed": seed, "revision": revision,
+            "bos": made.bos is not None,
+            "text": None if text is None else Path(text).name,
+            "texts": len(made.ids),
+            "tokens": None if tokens is None else list(tokens),
+            "count": count,
+            "layer": layer,
+            "batch_size": batch_size,
+            "seed": seed,
+            "revision": revision,
         },
-        provenance=made.provenance(), layer=layer, **work.measure(),
-    )  # fmt: skip
+        provenance=made.provenance(),
+        layer=layer,
+        **work.measure(),
+    )
 
 
 @dataclass(frozen=True)
@@ -232,10 +248,17 @@ class _Work:
         for method, plane in fitted:
             scores = plane.scores[:, None]
             chance = [auroc(space.plane(method, by).scores[held, None], by[held]) for by in shuffled]
-            planes.append(Separator(
-                method, None, None, float(auroc(scores[held], first[held])), float(auroc(scores[train], first[train])),
-                float(margin(scores[held], first[held])), float(torch.stack(chance).mean()),
-            ))  # fmt: skip
+            planes.append(
+                Separator(
+                    method,
+                    None,
+                    None,
+                    float(auroc(scores[held], first[held])),
+                    float(auroc(scores[train], first[train])),
+                    float(margin(scores[held], first[held])),
+                    float(torch.stack(chance).mean()),
+                )
+            )
 
         neurons, perfect, best = [], {}, {}
         for name in dict.fromkeys(factor.name for factor in self.seen.factors):
@@ -267,18 +290,26 @@ class _Work:
         shown = torch.cat([order[first[order]][: SHOWN // 2], order[~first[order]][: SHOWN // 2]]).tolist()
         return tuple(
             Point(
-                self._string(int(tokens[i])), int(positions[i]), bool(first[i]), bool(held[i]),
-                float(plane[i]), float(across[i]), None if gate is None else float(gate[i]),
+                self._string(int(tokens[i])),
+                int(positions[i]),
+                bool(first[i]),
+                bool(held[i]),
+                float(plane[i]),
+                float(across[i]),
+                None if gate is None else float(gate[i]),
                 None if up is None else float(up[i]),
             )
             for i in shown
-        )  # fmt: skip
+        )
 
 
 def _best_neuron(
-    factors: Sequence[Factor], first: Bool[Tensor, " n"], train: Bool[Tensor, " n"], held: Bool[Tensor, " n"],
+    factors: Sequence[Factor],
+    first: Bool[Tensor, " n"],
+    train: Bool[Tensor, " n"],
+    held: Bool[Tensor, " n"],
     shuffled: list[Tensor],
-) -> tuple[Separator, Tensor, int]:  # fmt: skip
+) -> tuple[Separator, Tensor, int]:
     """The best neuron of all experts, its values, and how many are perfect on the training samples."""
     candidates = [(f, *_search(f.values, first, train)) for f in factors]
     factor, at, area, *_ = max(candidates, key=lambda c: (c[2], c[3]))

@@ -9,9 +9,12 @@ from pathlib import Path
 MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
 _THINGS = "apples pears plums lemons onions carrots beans leeks figs nuts eggs cheese bread butter milk salt".split()
 _VERSES = (
-    "The {a} lay down upon the hill", "The {a} went sailing over the bay", "One {a} for the morning, two for the night",
-    "Oh, where is the {a} that I left by the mill", "We sang of the {a} till the break of day",
-)  # fmt: skip
+    "The {a} lay down upon the hill",
+    "The {a} went sailing over the bay",
+    "One {a} for the morning, two for the night",
+    "Oh, where is the {a} that I left by the mill",
+    "We sang of the {a} till the break of day",
+)
 _REFRAIN = ("Row, row, and row away,", "row, row, and row away,", "row till the end of the day.")
 _BEASTS = "swallow otter heron badger robin hare trout lark mole fox goose owl".split()
 
@@ -31,8 +34,10 @@ def honest_repetition(pieces: int = 200, seed: int = 0) -> str:
 
 
 def _prices(rng: random.Random) -> str:
-    rows = [f"| {thing} | {rng.randint(1, 40)} | {rng.randint(1, 9)}.{rng.randint(0, 99):02d} |" for thing in
-            rng.sample(_THINGS, 8)]  # fmt: skip
+    rows = [
+        f"| {thing} | {rng.randint(1, 40)} | {rng.randint(1, 9)}.{rng.randint(0, 99):02d} |"
+        for thing in rng.sample(_THINGS, 8)
+    ]
     return "\n".join(["| item | count | price |", "| --- | --- | --- |", *rows])
 
 

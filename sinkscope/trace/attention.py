@@ -132,9 +132,14 @@ def attend(
             stop = min(start + step, query.shape[2])
             mask = None if attention_mask is None else attention_mask[:, :, start:stop, : key.shape[2]]
             rows = attention_probs(
-                query[:, :, start:stop], key, mask, scaling=scale, first_query=offset + start, softcap=softcap,
+                query[:, :, start:stop],
+                key,
+                mask,
+                scaling=scale,
+                first_query=offset + start,
+                softcap=softcap,
                 sinks=s_aux,
-            )  # fmt: skip
+            )
             if watched and session is not None:
                 session.observer(int(module.layer_idx), start, rows)
             if not stock:

@@ -64,11 +64,20 @@ def line_organism(seed: int = 0, window: int | None = None) -> LineOrganism:
     """Build the organism of `seed`: in each layer a slash, a vertical, a mixed and a plain head, in random order."""
     rng = random.Random(f"lines {seed}")
     common = {
-        "vocab_size": VOCAB, "hidden_size": D_MODEL, "intermediate_size": 16, "num_hidden_layers": LAYERS,
-        "num_attention_heads": N_HEADS, "num_key_value_heads": N_KV, "head_dim": HEAD_DIM,
-        "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
-        "tie_word_embeddings": False, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD,
-    }  # fmt: skip
+        "vocab_size": VOCAB,
+        "hidden_size": D_MODEL,
+        "intermediate_size": 16,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": N_HEADS,
+        "num_key_value_heads": N_KV,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": PAD,
+    }
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         if window is None:
             model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**common))

@@ -63,13 +63,15 @@ class Asked:
         """What decides a record, whatever is done with the model."""
         t = self.target
         return {
-            "model": asdict(ModelInfo(
-                t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, self.fingerprint
-            )),
-            "kind": t.kind, "device": t.device.type, "dtype": str(t.dtype).removeprefix("torch."),
-            "attention": str(getattr(t.config, "_attn_implementation", "unknown")), "max_new_tokens": self.new,
-            "budget": self.budget, "chat": self.chat,
-        }  # fmt: skip
+            "model": asdict(ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, self.fingerprint)),
+            "kind": t.kind,
+            "device": t.device.type,
+            "dtype": str(t.dtype).removeprefix("torch."),
+            "attention": str(getattr(t.config, "_attn_implementation", "unknown")),
+            "max_new_tokens": self.new,
+            "budget": self.budget,
+            "chat": self.chat,
+        }
 
     def cut(self, row: list[int]) -> tuple[list[int], bool]:
         """An answer up to and with the end of sequence, and whether that came."""

@@ -291,11 +291,17 @@ def _manifest(
         "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
         "tokens": tokens,
         "paper": {
-            "dialogues": task.dialogues, "turns": task.turns, "tokens": task.tokens,
-            "all_words_per_turn": PAPER_WORDS_PER_TURN, "all_turns": PAPER_TURNS,
+            "dialogues": task.dialogues,
+            "turns": task.turns,
+            "tokens": task.tokens,
+            "all_words_per_turn": PAPER_WORDS_PER_TURN,
+            "all_turns": PAPER_TURNS,
         },
         "source": {
-            "name": source.name, "records": len(source.records), "sha256": source.sha256, "commit": source.commit,
+            "name": source.name,
+            "records": len(source.records),
+            "sha256": source.sha256,
+            "commit": source.commit,
         },
         "versions": {"sinkscope": __version__},
-    }  # fmt: skip
+    }

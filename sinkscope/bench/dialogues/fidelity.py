@@ -35,7 +35,7 @@ from sinkscope.bench.dialogues.asking import (
     padded,
     question,
     read_of,
-)  # fmt: skip
+)
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn
 from sinkscope.bench.dialogues.methods import Budget, Method
@@ -132,8 +132,10 @@ def run_fidelity(
     to = asked(model, tokenizer, max_new_tokens, budget, chat)
     turns = [
         (question(to, each, place, number, [turn.answers[0] for turn in each.turns[:number]]), turn.answers[0])
-        for place in places for each in dialogues for number, turn in enumerate(each.turns)
-    ]  # fmt: skip
+        for place in places
+        for each in dialogues
+        for number, turn in enumerate(each.turns)
+    ]
     answers = [_gold(to, each, answer) for each, answer in turns] if along == "gold" else []
     asking = [each for each, _ in turns]
     check_can(to, chosen, sorted({len(each.ids) for each in asking}))
@@ -142,9 +144,10 @@ def run_fidelity(
         for start in range(0, len(asking), batch_size):
             part = slice(start, start + batch_size)
             missing = [
-                method for method in chosen
+                method
+                for method in chosen
                 if any((to.fingerprint, method.spec, each.name) not in store.records for each in asking[part])
-            ]  # fmt: skip
+            ]
             if missing:
                 store.append(_batch(to, missing, asking[part], answers[part] or None))
             if progress is not None:
@@ -186,14 +189,21 @@ def _batch(
             n = len(answer)
             records.append(
                 Near(
-                    model=to.fingerprint, method=method.spec, prompt=each.name, dialogue=each.dialogue,
-                    position=each.position, turn=each.turn, prompt_tokens=len(each.ids),
+                    model=to.fingerprint,
+                    method=method.spec,
+                    prompt=each.name,
+                    dialogue=each.dialogue,
+                    position=each.position,
+                    turn=each.turn,
+                    prompt_tokens=len(each.ids),
                     kl=tuple(round(float(step[row]), 6) for step in logits.kl[:n]),
                     agree=tuple(bool(step[row]) for step in logits.agree[:n]),
                     kept=tuple(round(step[row], 6) for step in kept[: n - 1]),
-                    read=read_of(reads, row, n), cells=cells_of(events, row), seconds=seconds,
+                    read=read_of(reads, row, n),
+                    cells=cells_of(events, row),
+                    seconds=seconds,
                 )
-            )  # fmt: skip
+            )
     return records
 
 
@@ -205,10 +215,13 @@ def _generate(
     hooks = [] if logits is None else [(to.target.hf, "post", logits)]
     with edit.on(to.target) as run, to.target.hooks(*hooks), torch.no_grad():
         made = to.target.hf.generate(
-            input_ids=ids, attention_mask=mask, pad_token_id=to.pad, do_sample=False,
+            input_ids=ids,
+            attention_mask=mask,
+            pad_token_id=to.pad,
+            do_sample=False,
             max_new_tokens=to.new if answers is None else max(map(len, answers)),
             logits_processor=[] if answers is None else [Told(answers, ids.shape[1], to.pad)],
-        )  # fmt: skip
+        )
         return made[:, ids.shape[1] :].tolist(), run.events
 
 

@@ -142,9 +142,20 @@ def _group(run: Contents[Near], task: str, method: str, place: str, records: lis
     parts = [sum(record.kl) - mean * len(record.kl) for record in records]
     error = stdev(parts) * len(parts) ** 0.5 / len(kl) if len(parts) > 1 else None
     return Kept(
-        task=task, model=str(run.settings["model"]["name"]), along=str(run.settings["along"]), budget=budget,
-        method=text, position=place, questions=len(records), tokens=len(kl), kl=mean, kl_error=error,
-        kl_first=fmean(record.kl[0] for record in records), agree=fmean(agree), kept=fmean(kept) if kept else None,
-        read=fmean(reads) if reads else None, cells=fmean(cells) if cells else None,
+        task=task,
+        model=str(run.settings["model"]["name"]),
+        along=str(run.settings["along"]),
+        budget=budget,
+        method=text,
+        position=place,
+        questions=len(records),
+        tokens=len(kl),
+        kl=mean,
+        kl_error=error,
+        kl_first=fmean(record.kl[0] for record in records),
+        agree=fmean(agree),
+        kept=fmean(kept) if kept else None,
+        read=fmean(reads) if reads else None,
+        cells=fmean(cells) if cells else None,
         prompt_tokens=fmean(record.prompt_tokens for record in records),
-    )  # fmt: skip
+    )

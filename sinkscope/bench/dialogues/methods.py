@@ -58,8 +58,13 @@ _KV, _SERVE = "sinkscope.kv", "sinkscope.kv.loopserve"
 _DECODING = ("budget", "interval", "first")
 _PROMPTS = ("alpha", "sample", "recent", "variant", "shortest", "dense_above", "kernel")
 METHODS: dict[str, Kind] = {
-    "full": Kind(_KV, "Full", "the whole cache", without=tuple(
-        "budget first last every mode positions reduce".split()), sized=False),
+    "full": Kind(
+        _KV,
+        "Full",
+        "the whole cache",
+        without=tuple("budget first last every mode positions reduce".split()),
+        sized=False,
+    ),
     "streaming": Kind(_KV, "StreamingLLM", "first tokens and a window"),
     "h2o": Kind(_KV, "H2O", "heavy hitters and a window"),
     "snapkv": Kind(_KV, "SnapKV", "chosen at the end of the prompt"),
@@ -74,7 +79,7 @@ METHODS: dict[str, Kind] = {
     "loopserve-0": Kind(_SERVE, "LoopServe", "the same, chosen from the first step on", {"first": 0}),
     "loopserve-p": Kind(_SERVE, "LoopServe", "prompts alone", {"decode": False}, ("prefill", *_DECODING), sized=False),
     "loopserve-d": Kind(_SERVE, "LoopServe", "decoding alone", {"prefill": False}, ("decode", *_PROMPTS)),
-}  # fmt: skip
+}
 """By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
 
 PAPER: dict[str, dict[str, Any]] = {

@@ -167,10 +167,15 @@ def question_positions(
         model=ModelInfo(name, "chat log", 0, 0, 0, ""),
         settings={"file": name, "min_turns": min_turns, "count": count, "examples": examples, "seed": seed},
         provenance=provenance(started=started, device="none", dtype="none", attention="none", bos=None, seed=seed),
-        places=_shares(counts), conversations=len(talks), messages=counts.total(), single=counts["single"],
-        no_question=counts["none"], foreign=counts["foreign"], accuracy=accuracy(),
+        places=_shares(counts),
+        conversations=len(talks),
+        messages=counts.total(),
+        single=counts["single"],
+        no_question=counts["none"],
+        foreign=counts["foreign"],
+        accuracy=accuracy(),
         examples=tuple(example for each in shown.values() for example in each),
-    )  # fmt: skip
+    )
 
 
 def _many(count: int, what: str) -> str:

@@ -81,8 +81,9 @@ def recall_dialogue(
         answer = [UNKNOWN, END] if last_unsaid else [word for key in chains[turn] for word in facts[key][2:]]
         pieces = _pieces(rng, [facts[key] for key in told[turn]], length - _FRAME)
         prompts: dict[Position, str] = {position: _say(turn, pieces, asked, position) for position in POSITIONS}
-        spoken.append(Turn(prompts, (" ".join(answer),), tuple(sorted(depends[turn])) if not last_unsaid else (),
-                           not last_unsaid))  # fmt: skip
+        spoken.append(
+            Turn(prompts, (" ".join(answer),), tuple(sorted(depends[turn])) if not last_unsaid else (), not last_unsaid)
+        )
     return Dialogue(f"recall-{seed}", TASK, tuple(spoken))
 
 

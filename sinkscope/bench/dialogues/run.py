@@ -32,7 +32,7 @@ from sinkscope.bench.dialogues.asking import (
     question,
     question_name,
     read_of,
-)  # fmt: skip
+)
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.methods import Budget, Method
 from sinkscope.bench.dialogues.metrics import metric_of, score
@@ -48,10 +48,20 @@ History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]
 VERSION = 2  # of the records; a change of what they hold is another setting
 NEW = {
-    "narrativeqa": 128, "qasper": 128, "multifieldqa_en": 64, "hotpotqa": 32, "2wikimqa": 32, "musique": 32,
-    "multi_news": 512, "gov_report": 512, "qmsum": 512, "trec": 64, "samsum": 128, TASK: 64,
+    "narrativeqa": 128,
+    "qasper": 128,
+    "multifieldqa_en": 64,
+    "hotpotqa": 32,
+    "2wikimqa": 32,
+    "musique": 32,
+    "multi_news": 512,
+    "gov_report": 512,
+    "qmsum": 512,
+    "trec": 64,
+    "samsum": 128,
+    TASK: 64,
     **{name: shared.new_tokens for name, shared in SCBENCH.items()},
-}  # fmt: skip
+}
 """New tokens by task, LongBench's and SCBench's own numbers; of the recall model as many as 21 hops take."""
 
 
@@ -200,12 +210,21 @@ def _answer(to: Asked, method: Method, batch: Sequence[Question]) -> list[Said]:
         tokens, ended = to.cut(row)
         records.append(
             Said(
-                model=to.fingerprint, method=method.spec, prompt=each.name, dialogue=each.dialogue,
-                position=each.position, turn=each.turn, prompt_tokens=len(each.ids), tokens=tuple(tokens),
-                text=target.tokenizer.decode(tokens, skip_special_tokens=True), ended="eos" if ended else "cap",
-                read=read_of(reads, i, len(tokens)), cells=cells_of(events, i), seconds=seconds,
+                model=to.fingerprint,
+                method=method.spec,
+                prompt=each.name,
+                dialogue=each.dialogue,
+                position=each.position,
+                turn=each.turn,
+                prompt_tokens=len(each.ids),
+                tokens=tuple(tokens),
+                text=target.tokenizer.decode(tokens, skip_special_tokens=True),
+                ended="eos" if ended else "cap",
+                read=read_of(reads, i, len(tokens)),
+                cells=cells_of(events, i),
+                seconds=seconds,
             )
-        )  # fmt: skip
+        )
     return records
 
 
@@ -221,13 +240,21 @@ def _converse(to: Asked, method: Method, dialogue: Dialogue, place: Position, hi
         tokens, ended = to.cut(list(made.ids))
         records.append(
             Said(
-                model=to.fingerprint, method=method.spec, prompt=question_name(dialogue.id, place, number),
-                dialogue=dialogue.id, position=place, turn=number, prompt_tokens=made.prompt_tokens,
-                tokens=tuple(tokens), text=to.target.tokenizer.decode(tokens, skip_special_tokens=True),
-                ended="eos" if ended else "cap", read=None if made.read is None else round(made.read, 3),
-                cells=cells_of(made.events, 0), seconds=round(time.perf_counter() - started, 3),
+                model=to.fingerprint,
+                method=method.spec,
+                prompt=question_name(dialogue.id, place, number),
+                dialogue=dialogue.id,
+                position=place,
+                turn=number,
+                prompt_tokens=made.prompt_tokens,
+                tokens=tuple(tokens),
+                text=to.target.tokenizer.decode(tokens, skip_special_tokens=True),
+                ended="eos" if ended else "cap",
+                read=None if made.read is None else round(made.read, 3),
+                cells=cells_of(made.events, 0),
+                seconds=round(time.perf_counter() - started, 3),
             )
-        )  # fmt: skip
+        )
         if history == "model":
             chat = asked_one
         elif number + 1 < len(dialogue.turns):

@@ -62,22 +62,34 @@ SCBENCH: dict[str, Shared] = {
     "scbench_vt": Shared(30, "the share of its variables that are named"),
     "scbench_repoqa": Shared(1024, "the similarity of functions, after parsing", head=_REPO_HEAD),
     "scbench_qa_eng": Shared(
-        40, "contains", True, "Read the book and answer the question. Be very concise in your answer.",
-        "Question: {input}", "Answer:",
+        40,
+        "contains",
+        True,
+        "Read the book and answer the question. Be very concise in your answer.",
+        "Question: {input}",
+        "Answer:",
     ),
     "scbench_qa_chn": Shared(
-        40, "F1 of Chinese characters", head="阅读以下书籍然后回答问题。", asks="问题：{input}", cue="答案：",
+        40,
+        "F1 of Chinese characters",
+        head="阅读以下书籍然后回答问题。",
+        asks="问题：{input}",
+        cue="答案：",
     ),
     _CHOICE: Shared(
-        40, "the first letter that may be meant", head="Read the book and answer the question.",
-        asks="Question: {input}", cue="The letter of the correct answer is", gap="\n\n",
+        40,
+        "the first letter that may be meant",
+        head="Read the book and answer the question.",
+        asks="Question: {input}",
+        cue="The letter of the correct answer is",
+        gap="\n\n",
     ),
     "scbench_many_shot": Shared(10, "whether any of its answer's characters is said"),
     "scbench_summary": Shared(200, "Rouge-Lsum, line by line"),
     _MF: Shared(5, "the first number that is said", asks="What is {input}?", gap="\n\n"),
     "scbench_summary_with_needles": Shared(800, "two measures, by turn"),
     "scbench_repoqa_and_kv": Shared(1024, "two measures, by turn"),
-}  # fmt: skip
+}
 """By name. "contains": the answer is in what was said, of scbench_qa_eng in any case."""
 
 
@@ -204,8 +216,11 @@ def _dialogue(task: str, number: int, row: Any, where: str) -> Dialogue:
         prompts: dict[Position, str] = dict.fromkeys(POSITIONS, _end(task, question, cue))
         if i == 0:
             first, second = _halves(task, context)
-            parts = {"begin": (question, context, cue), "middle": (first, question, second, cue),
-                     "end": (context, _end(task, question, cue))}  # fmt: skip
+            parts = {
+                "begin": (question, context, cue),
+                "middle": (first, question, second, cue),
+                "end": (context, _end(task, question, cue)),
+            }
             prompts = {p: "\n\n".join(part for part in (SCBENCH[task].head, *parts[p]) if part) for p in POSITIONS}
         # SCBench does not say what an answer was made from, but that it is in the context.
         made.append(Turn(prompts, answers, (0,), None))
@@ -258,8 +273,15 @@ def _manifest(task: str, made: Sequence[Dialogue], tokenizer: Any) -> dict[str, 
         counted = [len(tokenizer(text)["input_ids"]) for text in texts]
         tokens = {"turn": fmean(counted), "dialogue": sum(counted) / len(made)}
     return {
-        "schema": 1, "kind": "dialogues", "task": task, "metric": SCBENCH[task].metric, "scored": SCBENCH[task].scored,
-        "dialogues": len(made), "turns": len(texts) / len(made), "questions": len(texts),
-        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)}, "tokens": tokens,
+        "schema": 1,
+        "kind": "dialogues",
+        "task": task,
+        "metric": SCBENCH[task].metric,
+        "scored": SCBENCH[task].scored,
+        "dialogues": len(made),
+        "turns": len(texts) / len(made),
+        "questions": len(texts),
+        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
+        "tokens": tokens,
         "versions": {"sinkscope": __version__},
-    }  # fmt: skip
+    }

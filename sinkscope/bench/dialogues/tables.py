@@ -267,10 +267,14 @@ def envelope(runs: Sequence[Contents[Any]], started: float) -> dict[str, Any]:
         "model": model,
         "settings": {"runs": [{"folder": run.name, **run.settings, "dialogues": len(run.prompts)} for run in runs]},
         "provenance": provenance(
-            started=started, device=common("device"), dtype=common("dtype"), attention=common("attention"), bos=None,
+            started=started,
+            device=common("device"),
+            dtype=common("dtype"),
+            attention=common("attention"),
+            bos=None,
             seed=0,
         ),
-    }  # fmt: skip
+    }
 
 
 def _group(run: Contents[Said], task: str, method: str, place: str, records: list[Said]) -> Answered:
@@ -287,11 +291,22 @@ def _group(run: Contents[Said], task: str, method: str, place: str, records: lis
     cells = [record.cells for record in records if record.cells is not None]
     text, budget = written(method, run.settings["budget"])
     return Answered(
-        task=task, model=str(run.settings["model"]["name"]), history=str(run.settings["history"]),
+        task=task,
+        model=str(run.settings["model"]["name"]),
+        history=str(run.settings["history"]),
         cache=str(run.settings.get("cache", "fresh")),
-        budget=budget, method=text, position=place,
-        dialogues=len({record.dialogue for record in records}), questions=len(records), unanswerable=unanswerable,
-        score=rate.share, low=rate.low, high=rate.high, same=fmean(same) if same else None,
-        prompt_tokens=fmean(record.prompt_tokens for record in records), read=fmean(reads) if reads else None,
-        cells=fmean(cells) if cells else None, length=fmean(len(record.tokens) for record in records),
-    )  # fmt: skip
+        budget=budget,
+        method=text,
+        position=place,
+        dialogues=len({record.dialogue for record in records}),
+        questions=len(records),
+        unanswerable=unanswerable,
+        score=rate.share,
+        low=rate.low,
+        high=rate.high,
+        same=fmean(same) if same else None,
+        prompt_tokens=fmean(record.prompt_tokens for record in records),
+        read=fmean(reads) if reads else None,
+        cells=fmean(cells) if cells else None,
+        length=fmean(len(record.tokens) for record in records),
+    )

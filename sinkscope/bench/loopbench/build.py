@@ -264,8 +264,11 @@ def _manifest(
         "seed": seed,
         "tokenizer": tokenizer,
         "source": {
-            "name": source.name, "task": TASKS[bench], "records": len(source.records), "sha256": source.sha256,
+            "name": source.name,
+            "task": TASKS[bench],
+            "records": len(source.records),
+            "sha256": source.sha256,
             "commit": source.commit,
         },
         "versions": {"sinkscope": __version__},
-    }  # fmt: skip
+    }

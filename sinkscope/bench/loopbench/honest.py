@@ -137,13 +137,15 @@ def _settings(rng: random.Random) -> str:
     return json.dumps(
         {
             part: {
-                "port": rng.randint(1024, 9999), "workers": rng.randint(1, 16), "timeout": rng.randint(1, 90),
+                "port": rng.randint(1024, 9999),
+                "workers": rng.randint(1, 16),
+                "timeout": rng.randint(1, 90),
                 "hosts": [f"{bird}.{part}.local" for bird in rng.sample(_BIRDS, 3)],
             }
             for part in rng.sample(_PARTS, len(_PARTS))
         },
         indent=2,
-    )  # fmt: skip
+    )
 
 
 def _events(rng: random.Random) -> str:
@@ -234,17 +236,24 @@ def _song(rng: random.Random) -> str:
         f"I met {name} on the road to {town},\nwith a {colour} {good} and a {bird} on the {tree};\n"
         f"and {rng.choice(_FIRST)} the {craft} came down from the mill\nto ask what the {good} was worth on the hill."
         for name, (town, craft), (colour, good), (bird, tree) in zip(
-            _people(rng, 9), _pairs(rng, _TOWNS, _CRAFTS, 9), _pairs(rng, _COLOURS, _GOODS, 9),
-            _pairs(rng, _BIRDS, _TREES, 9), strict=True,
+            _people(rng, 9),
+            _pairs(rng, _TOWNS, _CRAFTS, 9),
+            _pairs(rng, _COLOURS, _GOODS, 9),
+            _pairs(rng, _BIRDS, _TREES, 9),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
     return "\n\n".join(f"{verse}\n\n{refrain}" for verse in verses)
 
 
 def _counting(rng: random.Random) -> str:
     """On the n-th evening everything is told again that came before, as in songs of this kind."""
-    gifts = [f"a {colour} {bird} in the {tree}" for colour, bird, tree in
-             zip(rng.sample(_COLOURS, 8), rng.sample(_BIRDS, 8), rng.sample(_TREES, 8), strict=True)]  # fmt: skip
+    gifts = [
+        f"a {colour} {bird} in the {tree}"
+        for colour, bird, tree in zip(
+            rng.sample(_COLOURS, 8), rng.sample(_BIRDS, 8), rng.sample(_TREES, 8), strict=True
+        )
+    ]
     nights = "first second third fourth fifth sixth seventh eighth".split()
     return "\n\n".join(
         f"On the {night} night of winter my neighbour showed to me\n" + ",\n".join(reversed(gifts[: i + 1])) + "."
@@ -350,12 +359,35 @@ def _metrics(rng: random.Random) -> str:
 
 
 _MAKERS: dict[str, Callable[[random.Random], str]] = {
-    "table-markdown": _markdown, "table-csv": _csv, "table-league": _league, "table-latex": _latex,
-    "table-products": _products, "data-json": _records, "data-entities": _entities, "data-settings": _settings,
-    "data-events": _events, "data-yaml": _yaml, "data-xml": _xml, "data-sql": _sql, "data-ini": _ini,
-    "code-getters": _getters, "code-tests": _tests, "code-switch": _switch, "code-css": _css, "code-imports": _imports,
-    "refrain-song": _song, "refrain-counting": _counting, "refrain-litany": _litany, "refrain-pantoum": _pantoum,
-    "list-steps": _steps, "list-glossary": _glossary, "list-references": _references, "list-timetable": _timetable,
-    "list-questions": _questions, "list-family": _family, "log-server": _server, "log-build": _build,
+    "table-markdown": _markdown,
+    "table-csv": _csv,
+    "table-league": _league,
+    "table-latex": _latex,
+    "table-products": _products,
+    "data-json": _records,
+    "data-entities": _entities,
+    "data-settings": _settings,
+    "data-events": _events,
+    "data-yaml": _yaml,
+    "data-xml": _xml,
+    "data-sql": _sql,
+    "data-ini": _ini,
+    "code-getters": _getters,
+    "code-tests": _tests,
+    "code-switch": _switch,
+    "code-css": _css,
+    "code-imports": _imports,
+    "refrain-song": _song,
+    "refrain-counting": _counting,
+    "refrain-litany": _litany,
+    "refrain-pantoum": _pantoum,
+    "list-steps": _steps,
+    "list-glossary": _glossary,
+    "list-references": _references,
+    "list-timetable": _timetable,
+    "list-questions": _questions,
+    "list-family": _family,
+    "log-server": _server,
+    "log-build": _build,
     "log-metrics": _metrics,
-}  # fmt: skip
+}

@@ -18,9 +18,14 @@ from sinkscope.errors import SinkscopeError
 HUB = "hub"
 REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
 _FIELDS: dict[str, tuple[type, ...]] = {
-    "input": (str,), "context": (str,), "answers": (list,), "length": (int, float), "dataset": (str,),
-    "all_classes": (list, type(None)), "_id": (str,),
-}  # fmt: skip
+    "input": (str,),
+    "context": (str,),
+    "answers": (list,),
+    "length": (int, float),
+    "dataset": (str,),
+    "all_classes": (list, type(None)),
+    "_id": (str,),
+}
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,9 @@ METHODS: dict[str, Method] = {
         Method("snapkv", "cache", "SnapKV: chosen at the end of the prompt", _policy("snapkv")),
         Method("tova", "cache", "TOVA: the least attended token goes", _policy("tova")),
         Method("loopguard", "guard", "LoopGuard as in the paper", _guard()),
-        Method("loopguard-window", "guard", "LoopGuard, its cache within the budget at all times",
-               _guard(between="window")),
+        Method(
+            "loopguard-window", "guard", "LoopGuard, its cache within the budget at all times", _guard(between="window")
+        ),
         Method("loopguard-repeats", "guard", "LoopGuard that takes out older copies too", _guard(clean="repeats")),
         Method("loopguard-always", "guard", "pruning every 200 tokens", _guard(variant="always")),
         Method("loopguard-p1", "guard", "pruning on the top-1 streak alone", _guard(variant="p1")),
@@ -142,11 +143,12 @@ METHODS: dict[str, Method] = {
         Method("no-repeat-4-gram", "sampler", "no four tokens twice, prompt included", sampler=_no_repeat),
         Method("dry", "sampler", "DRY, multiplier 0.8, base 1.75, allowed length 2", sampler=_dry),
         Method("temperature", "sampler", "sampling at temperature 0.7", sampler=_temperature),
-        Method("stop-pattern", "stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens",
-               stopper=_pattern),
+        Method(
+            "stop-pattern", "stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens", stopper=_pattern
+        ),
         Method("stop-monitor", "stopper", "stops where LoopGuard would prune", stopper=_monitor),
     )
-}  # fmt: skip
+}
 
 
 def method(name: str) -> Method:

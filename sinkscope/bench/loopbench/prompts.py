@@ -55,8 +55,14 @@ class Prompt:
 
 
 _TYPES: dict[str, type] = {
-    "id": str, "bench": str, "prompt": str, "tokens": int, "source_id": str, "seed": int, "truncated": bool,
-}  # fmt: skip
+    "id": str,
+    "bench": str,
+    "prompt": str,
+    "tokens": int,
+    "source_id": str,
+    "seed": int,
+    "truncated": bool,
+}
 
 
 def load_prompts(name_or_path: str | os.PathLike[str] = "small") -> list[Prompt]:

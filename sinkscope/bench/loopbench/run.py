@@ -188,9 +188,13 @@ def _batch(
         torch.no_grad(),
     ):
         made = target.hf.generate(
-            input_ids=padded, attention_mask=mask, max_new_tokens=plan.new, pad_token_id=plan.pad, do_sample=False,
+            input_ids=padded,
+            attention_mask=mask,
+            max_new_tokens=plan.new,
+            pad_token_id=plan.pad,
+            do_sample=False,
             **options,
-        )  # fmt: skip
+        )
     events = [] if run is None else run.events
     confidence = torch.stack(top.values, 1).tolist()
     sizes = torch.stack(held.counts, 1).tolist() if held.counts else None
@@ -204,15 +208,24 @@ def _batch(
         own = [e for e in events if e.row == i and e.step < len(new)]
         records.append(
             Record(
-                model=plan.fingerprint, method=method.name, prompt=prompt.id, bench=prompt.bench,
-                prompt_tokens=lengths[i], tokens=tuple(new),
-                text=target.tokenizer.decode(new, skip_special_tokens=True), ended=ended, top1=tuple(sure),
+                model=plan.fingerprint,
+                method=method.name,
+                prompt=prompt.id,
+                bench=prompt.bench,
+                prompt_tokens=lengths[i],
+                tokens=tuple(new),
+                text=target.tokenizer.decode(new, skip_special_tokens=True),
+                ended=ended,
+                top1=tuple(sure),
                 signals=_signals(new, sure, plan.window, plan.every),
                 detected=detected(new, sure, plan.window) if method.name == "full" else {},
-                events=tuple(_event(e) for e in own), cached_mean=round(sum(steps) / len(steps), 3),
-                cached_peak=round(max(steps), 3), seconds=seconds, batch_size=len(ids),
+                events=tuple(_event(e) for e in own),
+                cached_mean=round(sum(steps) / len(steps), 3),
+                cached_peak=round(max(steps), 3),
+                seconds=seconds,
+                batch_size=len(ids),
             )
-        )  # fmt: skip
+        )
     return records
 
 
@@ -259,9 +272,12 @@ def detected(new: Sequence[int], top1: Sequence[float], window: int) -> dict[str
 def _event(event: Event) -> dict[str, Any]:
     where = {"layer": event.layer, "head": event.head}
     return {
-        "step": event.step, "position": event.position, "kind": event.kind,
-        **{name: value for name, value in where.items() if value is not None}, "data": plain(event.data),
-    }  # fmt: skip
+        "step": event.step,
+        "position": event.position,
+        "kind": event.kind,
+        **{name: value for name, value in where.items() if value is not None},
+        "data": plain(event.data),
+    }
 
 
 class _Top:
@@ -301,12 +317,23 @@ def _forced(plan: _Plan, text: Honest, ids: list[int]) -> Record:
     top1 = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
     new, top1 = ids[1:], [round(p, 4) for p in top1]
     return Record(
-        model=plan.fingerprint, method=TEXT, prompt=text.id, bench=text.bench, prompt_tokens=1, tokens=tuple(new),
-        text=text.prompt, ended="eos", top1=tuple(top1),
-        signals=_signals(new, top1, plan.window, plan.every), detected=detected(new, top1, plan.window), events=(),
-        cached_mean=(1 + len(ids)) / 2, cached_peak=float(len(ids)), batch_size=1,
+        model=plan.fingerprint,
+        method=TEXT,
+        prompt=text.id,
+        bench=text.bench,
+        prompt_tokens=1,
+        tokens=tuple(new),
+        text=text.prompt,
+        ended="eos",
+        top1=tuple(top1),
+        signals=_signals(new, top1, plan.window, plan.every),
+        detected=detected(new, top1, plan.window),
+        events=(),
+        cached_mean=(1 + len(ids)) / 2,
+        cached_peak=float(len(ids)),
+        batch_size=1,
         seconds=round(time.perf_counter() - started, 3),
-    )  # fmt: skip
+    )
 
 
 def _plan(target: Target, new: int, budget: int | float, window: int, every: int, seed: int) -> _Plan:
@@ -321,20 +348,28 @@ def _settings(plan: _Plan) -> dict[str, Any]:
     """Everything that decides a record, but for its method and prompt."""
     t = plan.target
     return {
-        "version": VERSION, "model": asdict(ModelInfo(
-            t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, plan.fingerprint
-        )),
-        "kind": t.kind, "device": t.device.type, "dtype": str(t.dtype).removeprefix("torch."),
-        "attention": str(getattr(t.config, "_attn_implementation", "unknown")), "max_new_tokens": plan.new,
-        "budget": plan.budget, "window": plan.window, "every": plan.every, "seed": plan.seed,
-    }  # fmt: skip
+        "version": VERSION,
+        "model": asdict(ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, plan.fingerprint)),
+        "kind": t.kind,
+        "device": t.device.type,
+        "dtype": str(t.dtype).removeprefix("torch."),
+        "attention": str(getattr(t.config, "_attn_implementation", "unknown")),
+        "max_new_tokens": plan.new,
+        "budget": plan.budget,
+        "window": plan.window,
+        "every": plan.every,
+        "seed": plan.seed,
+    }
 
 
 def _check_numbers(new: int, budget: int | float, batch_size: int, window: int, every: int, seed: int) -> None:
     for name, value, least in (
-        ("max_new_tokens", new, 1), ("batch_size", batch_size, 1), ("window", window, 1), ("every", every, 1),
+        ("max_new_tokens", new, 1),
+        ("batch_size", batch_size, 1),
+        ("window", window, 1),
+        ("every", every, 1),
         ("seed", seed, 0),
-    ):  # fmt: skip
+    ):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
     good = budget >= 1 if isinstance(budget, int) else 0 < budget <= 1

@@ -75,11 +75,18 @@ class Shown(Result):
         """A row per method, without the texts."""
         return [
             {
-                "method": o.method, "ended": o.ended, "length": o.length, "ttr": o.ttr, "cr": o.cr, "loop": o.loop,
-                "tail_loop": o.tail_loop, "collapse": o.collapse, "interventions": len(o.interventions),
+                "method": o.method,
+                "ended": o.ended,
+                "length": o.length,
+                "ttr": o.ttr,
+                "cr": o.cr,
+                "loop": o.loop,
+                "tail_loop": o.tail_loop,
+                "collapse": o.collapse,
+                "interventions": len(o.interventions),
             }
             for o in self.outputs
-        ]  # fmt: skip
+        ]
 
     def summary(self) -> str:
         """The prompt's end, and how each method's output ended."""
@@ -156,14 +163,18 @@ def show(folder: str | os.PathLike[str], prompt: str | int, *, methods: Sequence
         model=ModelInfo(**run.settings["model"]),
         settings={"folder": run.name, "prompt": known, **run.settings},
         provenance=provenance(
-            started=started, device=run.settings["device"], dtype=run.settings["dtype"],
-            attention=run.settings["attention"], bos=None, seed=run.settings["seed"],
+            started=started,
+            device=run.settings["device"],
+            dtype=run.settings["dtype"],
+            attention=run.settings["attention"],
+            bos=None,
+            seed=run.settings["seed"],
         ),
         prompt=known,
         bench=str(run.prompts[known].get("bench")),
         prompt_text=str(run.prompts[known].get("prompt")),
         outputs=tuple(_output(there[name], cap, window) for name in wanted),
-    )  # fmt: skip
+    )
 
 
 def _order(name: str) -> int:
@@ -184,7 +195,16 @@ def _prompt(run: RunFolder, wanted: str) -> str:
 def _output(record: Record, cap: int, window: int) -> Output:
     found = run_metrics(record, cap, window)
     return Output(
-        method=record.method, text=record.text, ended=record.ended, length=found.length, ttr=found.ttr, cr=found.cr,
-        loop=found.loop, tail_loop=found.tail_loop, collapse=found.collapse, interventions=found.interventions,
-        steps=tuple(record.signals["step"]), window_ttr=tuple(record.signals["ttr"]),
-    )  # fmt: skip
+        method=record.method,
+        text=record.text,
+        ended=record.ended,
+        length=found.length,
+        ttr=found.ttr,
+        cr=found.cr,
+        loop=found.loop,
+        tail_loop=found.tail_loop,
+        collapse=found.collapse,
+        interventions=found.interventions,
+        steps=tuple(record.signals["step"]),
+        window_ttr=tuple(record.signals["ttr"]),
+    )

@@ -70,9 +70,22 @@ class LoopBench(Result):
 
     kind: ClassVar[str] = "loopbench"
     percent: ClassVar[tuple[str, ...]] = (
-        "paper_loop", "loop", "loop_low", "loop_high", "tail_loop", "eos", "stopped", "cap", "collapsed", "paper_early",
-        "early", "same", "detected", "healthy_alarms", "text_alarms",
-    )  # fmt: skip
+        "paper_loop",
+        "loop",
+        "loop_low",
+        "loop_high",
+        "tail_loop",
+        "eos",
+        "stopped",
+        "cap",
+        "collapsed",
+        "paper_early",
+        "early",
+        "same",
+        "detected",
+        "healthy_alarms",
+        "text_alarms",
+    )
 
     tables: tuple[Table, ...]
     groups: tuple[Group, ...]
@@ -174,8 +187,9 @@ def tabulate(folders: Sequence[str | os.PathLike[str]] = ()) -> LoopBench:
             parts[key][1].append(record)
     order = {name: i for i, name in enumerate(METHODS)}
     keys = sorted(parts, key=lambda k: (k[0], k[1], order.get(k[2], len(order)), k[2]))
-    groups = tuple(_group(bench, model, method, [parts[bench, model, method]]) for bench, model, method in keys
-                   if bench in LOOPS)  # fmt: skip
+    groups = tuple(
+        _group(bench, model, method, [parts[bench, model, method]]) for bench, model, method in keys if bench in LOOPS
+    )
     joined = tuple(
         _group("dc+ri", model, method, [parts[b, model, method] for b in LOOPS if (b, model, method) in parts])
         for model in names.values()
@@ -188,12 +202,19 @@ def tabulate(folders: Sequence[str | os.PathLike[str]] = ()) -> LoopBench:
         model=_model(runs),
         settings={"runs": [{"folder": run.name, **run.settings, "prompts": len(run.prompts)} for run in runs]},
         provenance=provenance(
-            started=started, device=_common(runs, "device"), dtype=_common(runs, "dtype"),
-            attention=_common(runs, "attention"), bos=None, seed=int(runs[0].settings.get("seed", 0)) if runs else 0,
+            started=started,
+            device=_common(runs, "device"),
+            dtype=_common(runs, "dtype"),
+            attention=_common(runs, "attention"),
+            bos=None,
+            seed=int(runs[0].settings.get("seed", 0)) if runs else 0,
         ),
         tables=_tables(groups, joined, answers, detections),
-        groups=groups, ablation=joined, answers=answers, detections=detections,
-    )  # fmt: skip
+        groups=groups,
+        ablation=joined,
+        answers=answers,
+        detections=detections,
+    )
 
 
 def _names(runs: Sequence[RunFolder]) -> dict[str, str]:
@@ -211,8 +232,9 @@ def _model(runs: Sequence[RunFolder]) -> ModelInfo:
     known = {run.settings["model"]["fingerprint"]: run.settings["model"] for run in runs}
     if len(known) == 1:
         return ModelInfo(**next(iter(known.values())))
-    return ModelInfo(", ".join(str(m["name"]) for m in known.values()) or "no model", "several", 0, 0, 0,
-                     " ".join(known))  # fmt: skip
+    return ModelInfo(
+        ", ".join(str(m["name"]) for m in known.values()) or "no model", "several", 0, 0, 0, " ".join(known)
+    )
 
 
 def _group(bench: str, model: str, method: str, parts: Sequence[tuple[RunFolder, list[Record]]]) -> Group:
@@ -272,15 +294,24 @@ def _tables(
             "collapse point: median step from which the window's TTR stays below 0.2; cached: tokens per kv head",
             tuple(
                 {
-                    "set": g.bench, "model": g.model, "method": g.method, "eos": g.eos, "stopped": g.stopped,
-                    "cap": g.cap, "tail_loop": g.tail_loop, "seq_rep_4": g.seq_rep_4, "distinct_2": g.distinct_2,
-                    "collapsed": g.collapsed, "collapse_point": g.collapse_point, "cached_mean": g.cached_mean,
+                    "set": g.bench,
+                    "model": g.model,
+                    "method": g.method,
+                    "eos": g.eos,
+                    "stopped": g.stopped,
+                    "cap": g.cap,
+                    "tail_loop": g.tail_loop,
+                    "seq_rep_4": g.seq_rep_4,
+                    "distinct_2": g.distinct_2,
+                    "collapsed": g.collapsed,
+                    "collapse_point": g.collapse_point,
+                    "cached_mean": g.cached_mean,
                     "cached_peak": g.cached_peak,
                 }
                 for g in groups
             ),
         )
-    )  # fmt: skip
+    )
     tables.append(
         Table(
             "The monitor alone, looking on",
@@ -288,14 +319,21 @@ def _tables(
             "(median); alarms: of its other outputs, and of honest texts",
             tuple(
                 {
-                    "model": d.model, "detector": d.detector, "loops": d.loops, "detected": d.detected, "step": d.step,
-                    "lead": d.lead, "healthy": d.healthy, "healthy_alarms": d.healthy_alarms, "texts": d.texts,
+                    "model": d.model,
+                    "detector": d.detector,
+                    "loops": d.loops,
+                    "detected": d.detected,
+                    "step": d.step,
+                    "lead": d.lead,
+                    "healthy": d.healthy,
+                    "healthy_alarms": d.healthy_alarms,
+                    "texts": d.texts,
                     "text_alarms": d.text_alarms,
                 }
                 for d in detections
             ),
         )
-    )  # fmt: skip
+    )
     return tuple(table for table in tables if table.rows)
 
 
@@ -303,9 +341,15 @@ def _row(g: Group, published: tuple[float, float, float, float] | None = None) -
     """A row of Table 1, with the paper's numbers where it has some."""
     return {
         **_published(g.bench, g.model, g.method, published),
-        "cr": g.cr, "ttr": g.ttr, "length": round(g.length, 1), "loop": g.loop, "loop_low": g.loop_low,
-        "loop_high": g.loop_high, "tail_loop": g.tail_loop, "runs": g.runs,
-    }  # fmt: skip
+        "cr": g.cr,
+        "ttr": g.ttr,
+        "length": round(g.length, 1),
+        "loop": g.loop,
+        "loop_low": g.loop_low,
+        "loop_high": g.loop_high,
+        "tail_loop": g.tail_loop,
+        "runs": g.runs,
+    }
 
 
 def _published(bench: str, model: str, method: str, numbers: tuple[float, ...] | None) -> dict[str, Any]:
@@ -329,9 +373,17 @@ def _table1(groups: Sequence[Group]) -> Table:
                 rows.append(
                     _row(ours[method], numbers)
                     if method in ours
-                    else _not_run(_published(bench, name, method, numbers), "cr", "ttr", "length", "loop", "loop_low",
-                                  "loop_high", "tail_loop")
-                )  # fmt: skip
+                    else _not_run(
+                        _published(bench, name, method, numbers),
+                        "cr",
+                        "ttr",
+                        "length",
+                        "loop",
+                        "loop_low",
+                        "loop_high",
+                        "tail_loop",
+                    )
+                )
         rows += [_row(g) for g in inside if g.bench == bench and not paper.published_model(g.model)]
     return Table(
         "Table 1: LoopBench", "loop: TTR <= 0.2, CR <= 0.12, length >= cap - 20; low, high: 95 % interval", tuple(rows)
@@ -344,10 +396,16 @@ def _table2(answers: Sequence[Answers]) -> Table:
         published = {"method": method, "paper_f1": paper.TABLE2.get(method)}
         mine = [a for a in answers if a.method == method]
         rows += [
-            {"model": a.model, **published, "f1": a.f1, "same": a.same, "cached_mean": a.cached_mean,
-             "runs": a.questions}
+            {
+                "model": a.model,
+                **published,
+                "f1": a.f1,
+                "same": a.same,
+                "cached_mean": a.cached_mean,
+                "runs": a.questions,
+            }
             for a in mine
-        ] or [_not_run({"model": "-", **published}, "f1", "same", "cached_mean")]  # fmt: skip
+        ] or [_not_run({"model": "-", **published}, "f1", "same", "cached_mean")]
     return Table(
         "Table 2: 2WikiMultihopQA, F1", "the paper names no model; same: answers equal to those of full", tuple(rows)
     )
@@ -360,11 +418,17 @@ def _table3(joined: Sequence[Group]) -> Table:
         loop, count, early = paper.TABLE3.get(method, (None, None, None))
         published = {"method": method, "paper_loop": loop, "paper_interventions": count, "paper_early": early}
         rows += [
-            {"model": g.model, **published, "loop": g.loop, "interventions": g.interventions, "early": g.early,
-             "runs": g.runs}
+            {
+                "model": g.model,
+                **published,
+                "loop": g.loop,
+                "interventions": g.interventions,
+                "early": g.early,
+                "runs": g.runs,
+            }
             for g in joined
             if g.method == method
-        ] or [_not_run({"model": "-", **published}, "loop", "interventions", "early")]  # fmt: skip
+        ] or [_not_run({"model": "-", **published}, "loop", "interventions", "early")]
     return Table(
         "Table 3: variants of LoopGuard, both sets joined",
         "early: before 400 of 2,500 tokens; the paper names neither model nor set",

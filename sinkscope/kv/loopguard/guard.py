@@ -123,10 +123,14 @@ class LoopGuard(Intervention):
                 page="kv-budget",
             )
         return Retention(
-            budget=budget, anchors=self.anchors, recent=self.window if self.recent is None else self.recent,
-            recent_budget=self.recent_budget, recent_pick=self.recent_pick, clean=self.clean,
+            budget=budget,
+            anchors=self.anchors,
+            recent=self.window if self.recent is None else self.recent,
+            recent_budget=self.recent_budget,
+            recent_pick=self.recent_pick,
+            clean=self.clean,
             max_level=self.max_level,
-        )  # fmt: skip
+        )
 
     def enter(self, run: Run, key: int) -> None:
         """Own the cache; watch ids and logits of the causal model."""
@@ -289,14 +293,27 @@ class _Guarding:
 
 
 def _event(
-    one: Found, followed: _Followed, prompt: int, kept: Plan, period: int | None, bad: list[tuple[int, int]],
-    level: int, before: int,
-) -> Event:  # fmt: skip
+    one: Found,
+    followed: _Followed,
+    prompt: int,
+    kept: Plan,
+    period: int | None,
+    bad: list[tuple[int, int]],
+    level: int,
+    before: int,
+) -> Event:
     generated = one.step.step
     data = {
-        "signals": signals(one.step), "period": period, "bad": bad, "level": level, "kept": kept.spans,
-        "kept_count": len(kept.keep), "cached_before": before, "generated": generated, "since": one.step.since,
-    }  # fmt: skip
+        "signals": signals(one.step),
+        "period": period,
+        "bad": bad,
+        "level": level,
+        "kept": kept.spans,
+        "kept_count": len(kept.keep),
+        "cached_before": before,
+        "generated": generated,
+        "since": one.step.since,
+    }
     return Event(one.row, followed.calls[generated - 1], prompt + generated - 1, None, None, "guard", data)
 
 

@@ -7,6 +7,13 @@ from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.loopserve.sparse import Sparsity, sparse_attention
 
 __all__ = [
-    "HeadLines", "LoopServe", "Progressive", "Sparsity", "minference_lines", "recovered", "select_lines",
-    "sparse_attention", "tokens_read",
-]  # fmt: skip
+    "HeadLines",
+    "LoopServe",
+    "Progressive",
+    "Sparsity",
+    "minference_lines",
+    "recovered",
+    "select_lines",
+    "sparse_attention",
+    "tokens_read",
+]

@@ -108,17 +108,40 @@ def write(path: str | os.PathLike[str], state: State) -> None:
     before = _tensors_of(folder)
     name, sha256 = _write_tensors(folder, _packed(state, keys))
     content = _Content(
-        target.name, fingerprint(target.hf), _named(state.edit), state.answers, state.chat,
+        target.name,
+        fingerprint(target.hf),
+        _named(state.edit),
+        state.answers,
+        state.chat,
         tuple(
-            _Turn(t.prompt, t.ids, t.text, t.prompt_tokens, t.queries,
-                  tuple(i for i, lines in enumerate(t.lines) if lines is not None), t.events, t.read)
+            _Turn(
+                t.prompt,
+                t.ids,
+                t.text,
+                t.prompt_tokens,
+                t.queries,
+                tuple(i for i, lines in enumerate(t.lines) if lines is not None),
+                t.events,
+                t.read,
+            )
             for t in state.turns
         ),
         tuple(_Layer(**{f.name: getattr(layer, f.name) for f in fields(_Layer)}) for layer in state.held.layers),
-        sequence.partial, sequence.settled, tuple(keys), name, sha256,
-        provenance(started=time.perf_counter(), device=target.device, dtype=target.dtype, attention="", bos=None,
-                   seed=0, argv=()).versions,
-    )  # fmt: skip
+        sequence.partial,
+        sequence.settled,
+        tuple(keys),
+        name,
+        sha256,
+        provenance(
+            started=time.perf_counter(),
+            device=target.device,
+            dtype=target.dtype,
+            attention="",
+            bos=None,
+            seed=0,
+            argv=(),
+        ).versions,
+    )
     data = {"schema": SCHEMA, "kind": KIND, **plain(content)}
     write_atomic(folder / NAME, json.dumps(data, allow_nan=False) + "\n")
     if before is not None and before.name != name:
@@ -231,8 +254,9 @@ def _unpacked(content: _Content, tensors: dict[str, Tensor], target: Target, edi
             else None
             for n in range(n_layers)
         ]
-        turns.append(Turn(turn.prompt, turn.ids, turn.text, turn.prompt_tokens, turn.queries, tuple(at),
-                          turn.events, turn.read))  # fmt: skip
+        turns.append(
+            Turn(turn.prompt, turn.ids, turn.text, turn.prompt_tokens, turn.queries, tuple(at), turn.events, turn.read)
+        )
     said = sum(len(turn.prompt) + len(turn.ids) for turn in turns)
     layers: list[CacheLayer] = []
     for i, flags in enumerate(content.layers):

@@ -21,8 +21,18 @@ from sinkscope.kv.loopserve.turn import Held, Noting, Told, Turn, check_ids
 from sinkscope.models.target import Target
 
 Answers = Literal["recompute", "keep"]
-_OURS = ("input_ids", "inputs", "inputs_embeds", "attention_mask", "past_key_values", "use_cache",
-         "cache_implementation", "generation_config", "max_length", "prefill_chunk_size")  # fmt: skip
+_OURS = (
+    "input_ids",
+    "inputs",
+    "inputs_embeds",
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "cache_implementation",
+    "generation_config",
+    "max_length",
+    "prefill_chunk_size",
+)
 _SINGLE = ("num_beams", "num_return_sequences")
 _DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _MARK = "ANSWER-0f3b71"
@@ -167,16 +177,25 @@ class Conversation:
         settings = {"do_sample": False, "pad_token_id": self._pad(), **generation, **ours}
         with (noting if self._edit is None else noting | self._edit).on(target) as run, torch.no_grad():
             output = target.hf.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
-                max_new_tokens=max_new_tokens, **settings,
-            )  # fmt: skip
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=max_new_tokens,
+                **settings,
+            )
         sequences: Tensor = getattr(output, "sequences", output)
         answer = sequences[0, len(whole) :].tolist() if gold is None else gold
         turn = Turn(
-            tuple(new), tuple(answer), None if self.tokenizer is None else self._decode(answer), len(whole),
-            len(whole) - before.seen, tuple(noting.lines.get(layer) for layer in range(target.n_layers)),
-            tuple(run.events), sum(noting.reads) / len(noting.reads) if noting.reads else None, output,
-        )  # fmt: skip
+            tuple(new),
+            tuple(answer),
+            None if self.tokenizer is None else self._decode(answer),
+            len(whole),
+            len(whole) - before.seen,
+            tuple(noting.lines.get(layer) for layer in range(target.n_layers)),
+            tuple(run.events),
+            sum(noting.reads) / len(noting.reads) if noting.reads else None,
+            output,
+        )
         held = noting.held(len(whole), self.answers == "keep")
         self.turns, self._held = [*self.turns, turn], held
         return turn

@@ -104,12 +104,15 @@ def flex_heads(
     on_slash = pad(lines.slash, (lines.queries, 0))  # offsets below 0 are the future
     index = at - lines.queries
     mask = BlockMask.from_kv_blocks(
-        *_ordered(blocks.some & ~blocks.full), *_ordered(blocks.full), BLOCK_SIZE=BLOCK,
+        *_ordered(blocks.some & ~blocks.full),
+        *_ordered(blocks.full),
+        BLOCK_SIZE=BLOCK,
         # A lambda, which is traced as it stands: nothing checks its types.
-        mask_mod=lambda _, head, number, slot: (gathered[slot] & (at[head, slot] <= number))
-        | on_slash[head, number - index[head, slot]],
+        mask_mod=lambda _, head, number, slot: (
+            (gathered[slot] & (at[head, slot] <= number)) | on_slash[head, number - index[head, slot]]
+        ),
         seq_lengths=(lines.queries, slots.shape[1]),
-    )  # fmt: skip
+    )
     why = ""
     for dynamic in (True, False):
         try:

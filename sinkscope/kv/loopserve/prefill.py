@@ -114,9 +114,7 @@ class SparsePrompts:
         before, some, lines = self._along(query[:, :-whole], key[:, :-whole], value[:, :-whole], scaling)
         share = int(lines.lengths().sum())
         share = share / (share + int(last.lengths().sum()))
-        cells, computed = (
-            tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed)
-        )  # fmt: skip
+        cells, computed = (tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed))
         return torch.cat([before, out], 1), Sparsity(cells, computed, some.dense, some.kernel), lines
 
     def _along(

@@ -110,6 +110,12 @@ class LoopServe(Intervention):
         limit = self.dense_above
         limit = dense_limit(query.shape[-1], self.kernel, query.device) if limit is None else limit
         return select_lines(
-            query, key, self.alpha, sample=self.sample, recent=self.recent, variant=self.variant, scaling=scaling,
+            query,
+            key,
+            self.alpha,
+            sample=self.sample,
+            recent=self.recent,
+            variant=self.variant,
+            scaling=scaling,
             dense_above=limit,
-        )  # fmt: skip
+        )
