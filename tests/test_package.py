@@ -100,11 +100,6 @@ def test_packages_import_only_what_is_above_them() -> None:
             assert ORDER.index(used) < ORDER.index(part), f"{file.relative_to(ROOT)} imports sinkscope.{used}"
 
 
-def test_no_file_is_long() -> None:
-    lengths = {f: len(f.read_text(encoding="utf-8").splitlines()) for f in (ROOT / "sinkscope").rglob("*.py")}
-    assert {str(f.relative_to(ROOT)): n for f, n in lengths.items() if n > 400} == {}
-
-
 def test_the_tested_set_fits_the_ranges_and_names_no_host() -> None:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
