@@ -49,6 +49,21 @@ class Question:
         return [*self.start, *self.context[:at], *self.question, *self.context[at:]]
 
 
+def checked_etas(etas: Sequence[float], option: str = "--eta") -> tuple[float, ...]:
+    """The shares in rising order; `option` is what the message calls them.
+
+    Raises:
+        SinkscopeError: none was given, or one outside (0, 1].
+    """
+    found = tuple(sorted({float(eta) for eta in etas}))
+    if not found:
+        raise SinkscopeError(f"no {option} was given: expected at least one share, such as 0.1")
+    for eta in found:
+        if not 0 < eta <= 1:
+            raise SinkscopeError(f"{option} {eta:g}: expected a share above 0 and up to 1, such as 0.1")
+    return found
+
+
 def inputs(
     made: Setup, texts: Sequence[Text] | None, data: str | os.PathLike[str] | None, count: int, length: int | None
 ) -> list[tuple[Input, Int[Tensor, " pos"]]]:

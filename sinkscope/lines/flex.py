@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.lines.choice import HeadLines
 
 BLOCK = 128
 """Queries and keys at a time."""
