@@ -37,7 +37,7 @@ ORDER = (
     "cli",
     "__main__",
 )
-GROUND = ("errors", "output", "results", "_grid", "_plain", "_provenance", "_rate", "text")
+GROUND = ("errors", "output", "records", "results", "_grid", "_plain", "_provenance", "_rate", "text")
 
 
 def _python(code: str) -> str:
