@@ -10,7 +10,7 @@ import pytest
 from gguf_file import write_gguf
 from organisms import Organism, organism
 
-import sinkscope.sinks._open as opening
+import sinkscope.models.open as opening
 from sinkscope.sinks._setup import setup
 from sinkscope.sinks.find import FindSinks, find_sinks
 

@@ -16,10 +16,10 @@ import torch
 
 from sinkscope._plain import pathless, plain
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.open import PartTarget, open_target
 from sinkscope.models.stream import StreamTarget
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
-from sinkscope.sinks._open import PartTarget, open_target
 from sinkscope.sinks._walk import Progress
 
 Columns = dict[str, list[Any]]

@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.models.open import PartTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo, Provenance, provenance
 from sinkscope.sinks._ablation import Neuron, prove
-from sinkscope.sinks._open import PartTarget, fingerprint_of, open_target
 from sinkscope.sinks._walk import Progress, Walk, walk
 from sinkscope.text import resolve_bos, text_rows, typical_text
 

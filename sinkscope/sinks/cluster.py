@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks._ablation import Neuron
 from sinkscope.sinks._chunks import Columns, Opened, check_workers, hold_layers, in_chunks
-from sinkscope.sinks._open import fingerprint_of
 from sinkscope.sinks._pairs import PairNorms, pairs_of
 from sinkscope.sinks._setup import Setup, causal_neurons, setup, walk_far_enough
 from sinkscope.sinks._single_head import HeadWork, first_direction, later_mean, neuron_at
