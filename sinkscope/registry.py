@@ -174,12 +174,12 @@ class Entry:
         pairs = [(a, d, False) for a, d in zip(positional, [*padding, *args.defaults], strict=True)]
         pairs += [(a, d, True) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
         return tuple(
-            _parameter(
+            parameter(
                 arg.arg,
                 Any if arg.annotation is None else self._value(arg.annotation),
                 inspect.Parameter.empty if default is None else self._value(default),
-                helps.get(arg.arg, ""),
-                keyword,
+                help=helps.get(arg.arg, ""),
+                keyword=keyword,
             )
             for arg, default, keyword in pairs
         )
@@ -315,7 +315,16 @@ def _arguments(doc: str) -> dict[str, str]:
     return {name: " ".join(lines) for name, lines in found.items()}
 
 
-def _parameter(name: str, hint: Any, default: Any, text: str, keyword: bool) -> Parameter:
+def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bool = False) -> Parameter:
+    """A parameter from its annotation.
+
+    Args:
+        name: in Python.
+        hint: its annotation, evaluated.
+        default: its default; `inspect.Parameter.empty` where it has none.
+        help: from the docstring.
+        keyword: whether Python callers must name it.
+    """
     option = Option()
     many = False
     while True:
@@ -329,4 +338,4 @@ def _parameter(name: str, hint: Any, default: Any, text: str, keyword: bool) -> 
         elif isinstance(origin, type) and issubclass(origin, Sequence) and not many:
             many, hint = True, args[0]
         else:
-            return Parameter(name, hint, option, default, text, many, keyword)
+            return Parameter(name, hint, option, default, help, many, keyword)

@@ -87,7 +87,7 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path: Path) -> None:
     assert "attention does not make the mark" in str(by_position)
     none = _found(organism("llama", 0, kind="none"), tmp_path)
     assert (
-        none.sink_layer is None and none.answer == "no sink" and none.heads == () and "No attention sink" in str(none)
+        none.sink_layer is None and none.answer == "no sink" and none.heads == () and "no attention sink" in str(none)
     )
 
 
@@ -233,7 +233,7 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         _found(o, tmp_path, batch_size=0)
     with pytest.raises(SinkscopeError, match="is 2 tokens"):
         _found(o, tmp_path, tokens=["poem book"])
-    assert re.search("no token fires|Nothing can be said", str(_found_nothing(o, tmp_path)))
+    assert re.search("no token fires|None of the tokens given", str(_found_nothing(o, tmp_path)))
 
 
 def _found_nothing(o: Organism, folder: Path) -> MarkingHeads:

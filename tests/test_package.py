@@ -40,7 +40,19 @@ ORDER = (
     "cli",
     "__main__",
 )
-GROUND = ("errors", "output", "progress", "registry", "results", "_grid", "_plain", "_provenance", "_rate", "text")
+GROUND = (
+    "errors",
+    "output",
+    "progress",
+    "records",
+    "registry",
+    "results",
+    "_grid",
+    "_plain",
+    "_provenance",
+    "_rate",
+    "text",
+)
 
 
 def _python(code: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from sinkscope.measure.setup import Loading, Setup, edit_of
-from sinkscope.registry import Entry, read_entries
+from sinkscope.registry import Parameter, parameter
 from sinkscope.results import Result
 
 if TYPE_CHECKING:
@@ -76,10 +75,13 @@ class Measurement(Generic[P, R]):
         self.command = command or function.__name__.replace("_", "-")
 
     @functools.cached_property
-    def entry(self) -> Entry:
-        """The measurement as the registry reads it from the source."""
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(self.function)))
-        return read_entries(self.__module__, source)[0]
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The function's own parameters, without the `Setup`."""
+        hints = inspect.get_annotations(self.function, eval_str=True)
+        own = list(inspect.signature(self.function).parameters.values())[1:]
+        return tuple(
+            parameter(p.name, hints.get(p.name, Any), p.default, keyword=p.kind is p.KEYWORD_ONLY) for p in own
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure; the arguments are those of the signature."""
@@ -98,14 +100,14 @@ class Measurement(Generic[P, R]):
         return self._measured(setup, kwargs, {})
 
     def _check(self, given: dict[str, Any]) -> None:
-        for parameter in self.entry.parameters:
-            if parameter.name in given:
-                parameter.check(given[parameter.name])
+        for own in self.parameters:
+            if own.name in given:
+                own.check(given[own.name])
 
     def _measured(self, setup: Setup, own: dict[str, Any], given: dict[str, Any]) -> R:
         result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         text = given.get("text")
-        hidden = {p.name for p in self.entry.parameters if p.option.hidden}
+        hidden = {p.name for p in self.parameters if p.option.hidden}
         defaults = {name: self.__signature__.parameters[name].default for name in self._own}
         settings = {
             "bos": setup.bos is not None,
