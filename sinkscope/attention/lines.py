@@ -20,7 +20,7 @@ from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention._loop import chosen_layers, opened
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress
+from sinkscope.sinks.first_token.locate import Progress
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 MOST = 0.9  # share of the attention that the paper says a tenth of the lines carries
