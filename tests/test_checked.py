@@ -59,7 +59,7 @@ def test_what_fits_makes_an_ordinary_frozen_dataclass() -> None:
 
 
 def test_the_error_of_post_init_comes_out_as_it_was() -> None:
-    with pytest.raises(SinkscopeError, match="^count is above 100: use a smaller one$") as error:
+    with pytest.raises(SinkscopeError, match=r"^count is above 100: use a smaller one$") as error:
         Settings(count=101)
     assert error.value.page == "kv-budget"
 

@@ -213,14 +213,13 @@ def models() -> list[ModelEntry]:
     return list(_ENTRIES.values())
 
 
-def _find(name: str) -> ModelEntry | None:
-    """By short name, hub id or last part of a hub id or path; upper and lower case are the same."""
+def find(name: str) -> ModelEntry | None:
+    """A model by its short name, its hub id, or the last part of a hub id or path; case does not matter."""
     wanted = name.strip().rstrip("/").lower()
-    for entry in _ENTRIES.values():
-        if wanted in (entry.name, entry.hub_id.lower()):
-            return entry
     last = wanted.replace("\\", "/").rpartition("/")[2]
-    return next((e for e in _ENTRIES.values() if last in (e.name, e.hub_id.lower().rpartition("/")[2])), None)
+    exact = (e for e in _ENTRIES.values() if wanted in (e.name, e.hub_id.lower()))
+    loose = (e for e in _ENTRIES.values() if last in (e.name, e.hub_id.lower().rpartition("/")[2]))
+    return next(exact, None) or next(loose, None)
 
 
 def resolve(name: str) -> str:
@@ -229,7 +228,7 @@ def resolve(name: str) -> str:
     Raises:
         SinkscopeError: unknown; the message has the nearest short names.
     """
-    if "/" not in name and (entry := _find(name)) is not None:
+    if "/" not in name and (entry := find(name)) is not None:
         return entry.hub_id
     near = difflib.get_close_matches(name.lower(), _ENTRIES, n=3, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
@@ -242,5 +241,5 @@ def resolve(name: str) -> str:
 
 def published_for(name_or_id: str) -> Published | None:
     """What papers report about the sink of a model, by short name, hub id or base name of a folder; None if nothing."""
-    entry = _find(name_or_id)
+    entry = find(name_or_id)
     return entry.published if entry is not None else None
