@@ -15,8 +15,8 @@ from sinkscope.errors import SinkscopeError
 T = TypeVar("T")
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
-Count = Annotated[int, Strict(), Field(ge=0)]
-Positive = Annotated[int, Strict(), Field(ge=1)]
+Whole = Annotated[int, Strict(), Field(ge=0)]
+Natural = Annotated[int, Strict(), Field(ge=1)]
 _adapter: Callable[[Any], Any] = cache(TypeAdapter)
 
 
@@ -24,7 +24,7 @@ def conform(kind: Any, value: Any, name: str, *, page: str | None = None) -> Any
     """`value`, if it is of the type `kind`.
 
     Args:
-        kind: a type, such as `Count` or `list[Share]`.
+        kind: a type, such as `Whole` or `list[Share]`.
         value: any object.
         name: what the error calls it.
         page: of the documentation.

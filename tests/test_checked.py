@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from sinkscope.checked import Count, Number, Positive, Share, checked, conform
+from sinkscope.checked import Natural, Number, Share, Whole, checked, conform
 from sinkscope.errors import SinkscopeError
 
 
@@ -17,7 +17,7 @@ class Settings:
     """Settings of a test."""
 
     share: Share = 0.5
-    count: Positive = 3
+    count: Natural = 3
     names: tuple[Literal["a", "b"], ...] = ("a",)
     value: Literal["second"] | Number = "second"
 
@@ -65,10 +65,10 @@ def test_the_error_of_post_init_comes_out_as_it_was() -> None:
 
 
 def test_a_place_inside_of_data_is_named() -> None:
-    assert conform(list[dict[str, Count]], [{"a": 1}], "file") == [{"a": 1}]
+    assert conform(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
     with pytest.raises(SinkscopeError, match=r"^file\[1\]\.b is -1: expected greater than or equal to 0$") as error:
-        conform(list[dict[str, Count]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
+        conform(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
     assert error.value.page == "patch-file"
     with pytest.raises(SinkscopeError) as error:
-        conform(Count, "x" * 500, "name")
+        conform(Whole, "x" * 500, "name")
     assert len(str(error.value)) < 130

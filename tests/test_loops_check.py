@@ -19,7 +19,7 @@ import sinkscope as ss
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import LoopCheck, MonitorSettings, check, distinct, seq_rep, type_token_ratio
-from sinkscope.loops.records import Output, parse, split
+from sinkscope.loops.records import TokenRecord, parse, split
 from sinkscope.results import Result
 
 ROOT = Path(__file__).parents[1]
@@ -92,12 +92,12 @@ def test_fields_of_json_lines() -> None:
     """Ids before text, whichever comes first; strings and ids both make tokens; empty lines are skipped."""
     text = _lines({"text": "a b a", "tokens": [5, 6]}) + "\n" + _lines({"output": "x y x"}, {"tokens": ["q", "q"]})
     assert parse(text, "a.jsonl") == [
-        Output("line 1", [5, 6]),
-        Output("line 3", [0, 1, 0]),
-        Output("line 4", [0, 0]),
+        TokenRecord("line 1", [5, 6]),
+        TokenRecord("line 3", [0, 1, 0]),
+        TokenRecord("line 4", [0, 0]),
     ]
     assert parse('{"a": 1}', "a.txt")[0].ids == [0, 1, 2, 1, 3, 4, 5]
-    assert parse('{"text": "a"}', "a.txt", "jsonl") == [Output("line 1", [0])]
+    assert parse('{"text": "a"}', "a.txt", "jsonl") == [TokenRecord("line 1", [0])]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.monitor import Monitor, MonitorSettings
-from sinkscope.loops.records import Output, as_records
+from sinkscope.loops.records import TokenRecord, as_records
 from sinkscope.loops.signals import (
     Ids,
     compression_ratio,
@@ -144,7 +144,7 @@ def check(
     )
 
 
-def _checked(record: Output, settings: MonitorSettings, max_new: int | None) -> Checked:
+def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None) -> Checked:
     ids = record.ids
     monitor = Monitor(settings)
     every = max(1, -(-len(ids) // POINTS))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
-from sinkscope.checked import Count, Positive, Share, checked
+from sinkscope.checked import Natural, Share, Whole, checked
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Tail, compression_ratio
 from sinkscope.loops.windows import Novelty, Runs, Types
@@ -61,24 +61,24 @@ class MonitorSettings:
     theta_ttr: Share = THETA_TTR
     theta_cr: Share = THETA_CR
     theta_conf: Share = 0.9
-    streak: Positive = 6
-    votes: Count = 2
+    streak: Natural = 6
+    votes: Whole = 2
     theta_nov: Share = 0.02
-    stall: Positive = 4
-    warmup: Count = 64
-    cooldown: Count = 32
+    stall: Natural = 4
+    warmup: Whole = 64
+    cooldown: Whole = 32
     voters: tuple[Literal["ttr", "cr", "p1"], ...] = VOTERS
     gates: tuple[Literal["stall", "tail"], ...] = GATES
-    stride: Positive = 16
-    novelty_n: Positive = 4
-    novelty_span: Positive = 64
+    stride: Natural = 16
+    novelty_n: Natural = 4
+    novelty_span: Natural = 64
     tail_repeats: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 3
-    tail_shortest: Count = 64
-    tail_longest: Positive = 64
-    tail_hold: Positive = 4
-    relapse: Count = WINDOW
+    tail_shortest: Whole = 64
+    tail_longest: Natural = 64
+    tail_hold: Natural = 4
+    relapse: Whole = WINDOW
     rule: Literal["signals", "always", "never"] = "signals"
-    every: Positive = 200
+    every: Natural = 200
 
     def __post_init__(self) -> None:
         for name, given in (("voters", self.voters), ("gates", self.gates)):

@@ -21,7 +21,7 @@ _WORDS = re.compile(
 )
 
 
-class Output(NamedTuple):
+class TokenRecord(NamedTuple):
     """What a model wrote, as ids.
 
     Attributes:
@@ -48,7 +48,7 @@ def number(tokens: Iterable[object]) -> list[int]:
     return [known.setdefault(token, len(known)) for token in tokens]
 
 
-def as_records(given: str | Sequence[Any] | Ids) -> list[Output]:
+def as_records(given: str | Sequence[Any] | Ids) -> list[TokenRecord]:
     """Records of a text, of token ids, or of several of either; records stay what they are.
 
     Raises:
@@ -59,14 +59,14 @@ def as_records(given: str | Sequence[Any] | Ids) -> list[Output]:
     listed = _listed(given)
     if not isinstance(listed, list | tuple) or not listed:
         raise SinkscopeError(f"{_short(given)} cannot be checked: give a text, token ids, or several of either")
-    if all(isinstance(one, Output) for one in listed):
+    if all(isinstance(one, TokenRecord) for one in listed):
         return list(listed)
     if isinstance(listed[0], int):
         return [_record("ids", listed)]
     return [_record(f"{i}", one) for i, one in enumerate(listed, 1)]
 
 
-def parse(text: str, name: str, form: Format = "auto") -> list[Output]:
+def parse(text: str, name: str, form: Format = "auto") -> list[TokenRecord]:
     """Records of a file's text.
 
     Args:
@@ -85,7 +85,7 @@ def parse(text: str, name: str, form: Format = "auto") -> list[Output]:
     return [_line(line, f"{name} line {i}", i) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def _line(line: str, where: str, number_: int) -> Output:
+def _line(line: str, where: str, number_: int) -> TokenRecord:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -97,16 +97,16 @@ def _line(line: str, where: str, number_: int) -> Output:
     return _record(f"line {number_}", data[field], f"{where}: {field}")
 
 
-def _record(name: str, value: Any, where: str = "the input") -> Output:
+def _record(name: str, value: Any, where: str = "the input") -> TokenRecord:
     """A string, a list of ids, or a list of strings."""
     if isinstance(value, str):
-        return Output(name, number(split(value)))
+        return TokenRecord(name, number(split(value)))
     value = _listed(value)
     if isinstance(value, list | tuple):
         if all(isinstance(v, str) for v in value):
-            return Output(name, number(value))
+            return TokenRecord(name, number(value))
         if all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v < 1 << 32 for v in value):
-            return Output(name, list(value))
+            return TokenRecord(name, list(value))
     raise SinkscopeError(f"{where} is {_short(value)}: expected a string, or a list of token ids from 0 to 2**32 - 1")
 
 

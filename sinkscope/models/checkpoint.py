@@ -244,7 +244,7 @@ def _hub_shard(repo: str, shard: str, commit: str | None, index: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """Where a model comes from.
 
     Attributes:
@@ -260,7 +260,7 @@ class Source:
     revision: str | None = None
 
 
-def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> Source:
+def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
     """What `x` means: None is the bundled model, else a short name, hub id, folder or `.gguf` file. Reads no weights.
 
     A folder or file that exists comes before a hub id or short name of the same spelling.
@@ -284,30 +284,30 @@ def no_permission(path: object) -> SinkscopeError:
     return SinkscopeError(f"cannot read {path}: permission denied; ask for it, or give a copy", page="no-such-path")
 
 
-def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> Source:
+def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> ModelSource:
     if x is None or x == BUNDLED:
-        return Source("folder", Path(__file__).with_name("bundled"), BUNDLED)
+        return ModelSource("folder", Path(__file__).with_name("bundled"), BUNDLED)
     if x == RECALL:
-        return Source("folder", Path(__file__).with_name("recall"), RECALL)
+        return ModelSource("folder", Path(__file__).with_name("recall"), RECALL)
     text = os.fspath(x)
     path = Path(text).expanduser()
     if not text.strip():
         raise SinkscopeError("the model name is empty; expected a short name, hub id org/name, folder or .gguf file")
     if path.is_file():
-        return Source("gguf", _checked_gguf(path), path.name)
+        return ModelSource("gguf", _checked_gguf(path), path.name)
     looks_like_path = not isinstance(x, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
     known = _HUB_ID.fullmatch(text) or ("/" not in text and find(text) is not None)
     # A folder that merely shares a model's name (`gpt2/` with notes in it) does not hide the model.
     if path.is_dir() and (looks_like_path or not known or (path / "config.json").is_file()):
-        return Source("folder", path, path.resolve().name)
+        return ModelSource("folder", path, path.resolve().name)
     if looks_like_path:
         raise SinkscopeError(
             f"there is no file or folder {text!r}; give an existing one, a hub id org/name or a short name",
             page="no-such-path",
         )
     if _HUB_ID.fullmatch(text):
-        return Source("hub", text, text, revision)
-    return Source("hub", resolve(text), text, revision)
+        return ModelSource("hub", text, text, revision)
+    return ModelSource("hub", resolve(text), text, revision)
 
 
 def _checked_gguf(file: Path) -> Path:
@@ -341,7 +341,7 @@ class Local:
 
 
 @contextmanager
-def local_files(source: Source, layers: int | None = None, *, code: bool = False) -> Generator[Local]:
+def local_files(source: ModelSource, layers: int | None = None, *, code: bool = False) -> Generator[Local]:
     """A whole checkpoint on this machine, for the length of a `with`.
 
     Of a hub repo only the needed files are downloaded: safetensors before pickles, with `layers` only the shards that

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
-from sinkscope.models.checkpoint import Local, Source, local_files, locate, no_permission
+from sinkscope.models.checkpoint import Local, ModelSource, local_files, locate, no_permission
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
@@ -134,7 +134,7 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
 
 
 def _weights(
-    source: Source, local: Local, config: Any, dtype: Any, options: dict[str, Any], trust_remote_code: bool
+    source: ModelSource, local: Local, config: Any, dtype: Any, options: dict[str, Any], trust_remote_code: bool
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -263,7 +263,7 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def explained(source: Source) -> Generator[None]:
+def explained(source: ModelSource) -> Generator[None]:
     """Whatever goes wrong below, as a SinkscopeError."""
     try:
         yield

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.checkpoint import TOKENIZER_FILES, SafetensorsSource, Source, fingerprint, locate, optional_file
+from sinkscope.models.checkpoint import (
+    TOKENIZER_FILES,
+    ModelSource,
+    SafetensorsSource,
+    fingerprint,
+    locate,
+    optional_file,
+)
 from sinkscope.models.config import read_tokenizer
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.names import BUNDLED
@@ -116,7 +123,7 @@ def _gguf_depth(file: Path) -> int:
 
 
 def _stream(
-    source: Source, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
+    source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> Target:
     from sinkscope.models.config import check_vocabulary, parse_device, parse_dtype
 
