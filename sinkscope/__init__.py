@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {  # public name -> where it lives
+_HOME = {  # public name -> where it lives; measurements come from the registry
     "load": "sinkscope.models.load",
     "models": "sinkscope.models.names",
     "Target": "sinkscope.models.target",
@@ -20,7 +20,6 @@ _HOME = {  # public name -> where it lives
     "sink_atlas": "sinkscope.sinks.atlas",
     "repeat_norms": "sinkscope.sinks.repeat",
     "repeat_attention": "sinkscope.sinks.repeat_attention",
-    "marking_heads": "sinkscope.sinks.mark",
     "separability": "sinkscope.sinks.separate",
     "convergence": "sinkscope.sinks.converge",
     "divergence": "sinkscope.sinks.divergence",
@@ -48,7 +47,6 @@ _HOME = {  # public name -> where it lives
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
 }
-__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from sinkscope.attention.barcode import barcode as barcode
@@ -112,18 +110,32 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _names() -> list[str]:
+    from sinkscope.registry import entries
+
+    measured = [name for name, entry in entries().items() if entry.decorator == "measurement"]
+    return sorted({*_HOME, *measured, "__version__"})
+
+
 def _function(name: str) -> Any:
     return getattr(import_module(_HOME[name]), name)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return _names()
     if name == "loops":  # a package of functions, none of which bears its name
         return import_module("sinkscope.loops")
-    if name not in _HOME:
-        raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
-    value = _function(name)
-    return globals().setdefault(name, value)  # the module, where one of that name was imported on the way
+    if name in _HOME:
+        return globals().setdefault(name, _function(name))  # the module, where one of that name was imported before
+    if not name.startswith("_"):
+        from sinkscope.registry import entries
+
+        entry = entries().get(name)
+        if entry is not None and entry.decorator == "measurement":
+            return globals().setdefault(name, entry.load())
+    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(_names())}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return _names()

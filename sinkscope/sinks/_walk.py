@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.progress import Progress
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
@@ -21,9 +21,6 @@ SINK_RATIO = 3.0  # a sink: the first token's norm is this many times the typica
 # Medians, and no high quantiles: some later positions are sinks, too (delimiters; without BOS the first tokens, as long
 # as they are of one cluster), and must not hide the first one.
 _SAMPLE = 64  # positions of typical text whose MLP output is kept for that comparison
-
-Progress = Callable[[str, int, int], None]
-"""Called as `progress(what, done, total)`."""
 
 
 @dataclass
