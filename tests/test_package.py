@@ -44,6 +44,7 @@ GROUND = (
     "errors",
     "output",
     "progress",
+    "room",
     "records",
     "registry",
     "results",
