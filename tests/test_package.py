@@ -45,6 +45,7 @@ GROUND = (
     "errors",
     "output",
     "progress",
+    "room",
     "records",
     "registry",
     "results",
