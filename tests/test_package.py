@@ -41,9 +41,11 @@ ORDER = (
     "__main__",
 )
 GROUND = (
+    "checked",
     "errors",
     "output",
     "progress",
+    "room",
     "records",
     "registry",
     "results",
