@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.attack.attack.chunks import Columns, Opened, hold_layers, in_chunks
-from sinkscope.sinks.attack.attack.clusters import clusters_of, table_settings
-from sinkscope.sinks.attack.attack.sequences import make_pools
-from sinkscope.sinks.attack.attack.vocabulary import vocabulary
+from sinkscope.sinks.attack.chunks import Columns, Opened, hold_layers, in_chunks
+from sinkscope.sinks.attack.clusters import clusters_of, table_settings
+from sinkscope.sinks.attack.sequences import make_pools
+from sinkscope.sinks.attack.vocabulary import vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.around_sink import view_layer
 from sinkscope.sinks.first_token.locate import Progress, Setup

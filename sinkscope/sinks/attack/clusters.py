@@ -14,10 +14,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.attack.attack.chunks import Columns, Opened, check_workers, hold_layers, in_chunks
-from sinkscope.sinks.attack.attack.single_head import HeadWork, first_direction, later_mean, neuron_at
-from sinkscope.sinks.attack.attack.two_tokens import PairNorms, pairs_of
-from sinkscope.sinks.attack.attack.vocabulary import draw, shown, vocabulary
+from sinkscope.sinks.attack.chunks import Columns, Opened, check_workers, hold_layers, in_chunks
+from sinkscope.sinks.attack.single_head import HeadWork, first_direction, later_mean, neuron_at
+from sinkscope.sinks.attack.two_tokens import PairNorms, pairs_of
+from sinkscope.sinks.attack.vocabulary import draw, shown, vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.locate import Setup, causal_neurons, setup, walk_far_enough
 from sinkscope.sinks.first_token.walk import Progress

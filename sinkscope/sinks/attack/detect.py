@@ -20,11 +20,11 @@ from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.attack.attack.attack import LENGTHS, SUCCESS, check_attack
-from sinkscope.sinks.attack.attack.attempts import Arena, Context, make_arena
-from sinkscope.sinks.attack.attack.chunks import Opened
-from sinkscope.sinks.attack.attack.clusters import sink_of
-from sinkscope.sinks.attack.attack.sequences import draw, repeat
+from sinkscope.sinks.attack.attack import LENGTHS, SUCCESS, check_attack
+from sinkscope.sinks.attack.attempts import Arena, Context, make_arena
+from sinkscope.sinks.attack.chunks import Opened
+from sinkscope.sinks.attack.clusters import sink_of
+from sinkscope.sinks.attack.sequences import draw, repeat
 from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.locate import Progress, Setup, setup
 from sinkscope.text import text_rows

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.attack.attack.vocabulary import draw, shown
+from sinkscope.sinks.attack.vocabulary import draw, shown
 from sinkscope.sinks.first_token.locate import Setup
 
 
