@@ -50,9 +50,14 @@ def tensors(chat: Conversation) -> list[Tensor]:
     """All that the cache holds."""
     found: list[Tensor] = []
     for layer in chat._held.layers:  # pyright: ignore[reportPrivateUsage]
-        extra = vars(layer)["_extra"]
+        names = [name for name in layer.state()[1] if name.startswith("extra.")]
         assert layer.keys is not None and layer.values is not None
-        found += [layer.keys, layer.values, layer.pos, *(layer.extra(name) for name in sorted(extra))]
+        found += [
+            layer.keys,
+            layer.values,
+            layer.pos,
+            *(layer.extra(name.removeprefix("extra.")) for name in sorted(names)),
+        ]
     return found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.attention._loop import checked_ids
 from sinkscope.errors import SinkscopeError
-from sinkscope.sinks._setup import Setup
+from sinkscope.sinks.first_token.locate import Setup
 from sinkscope.text import text_rows
 from sinkscope.text.prompts import read_prompts
 

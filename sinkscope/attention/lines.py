@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress
+from sinkscope.sinks.first_token.locate import Progress
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 MOST = 0.9  # share of the attention that the paper says a tenth of the lines carries

@@ -20,7 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, line_sums
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress
+from sinkscope.sinks.first_token.locate import Progress
 
 ETAS = (0.1, 0.2, 0.3)
 LOW = 0.5  # the paper: "for most heads, the overlap remains below 0.5"

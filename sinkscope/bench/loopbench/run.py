@@ -25,9 +25,9 @@ from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
+from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo
-from sinkscope.sinks._open import fingerprint_of
 
 Progress = Callable[[str, int, int], None]
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
