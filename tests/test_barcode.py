@@ -17,10 +17,10 @@ from organisms import loop_organism, tiny_model
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention import _live
-from sinkscope.attention._live import Live
-from sinkscope.attention._record import NEAR, NEAR_STEPS
+from sinkscope.attention import live
 from sinkscope.attention.barcode import COLUMNS, STEPS, Barcode, barcode
+from sinkscope.attention.live import Live
+from sinkscope.attention.recorder import NEAR, NEAR_STEPS
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import StreamingLLM
@@ -195,7 +195,7 @@ def test_live_is_silent_but_for_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
     barcode(model, PROMPT, live=True, **options)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(_live, "_EVERY", 0.0)
+    monkeypatch.setattr(live, "_EVERY", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     barcode(model, PROMPT, **options)
     assert capsys.readouterr() == ("", "")

@@ -12,8 +12,8 @@ import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
 from torch import Tensor
 
-from sinkscope.attention._overlap import Overlaps
 from sinkscope.attention.locking import LOCKED, Locking, locking
+from sinkscope.attention.offset_overlap import Overlaps
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
@@ -119,7 +119,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
 def test_onsets_are_those_of_the_text() -> None:
     """Against the signals' own definitions, one token at a time."""
     found = locking(None, max_new_tokens=120, window=48, layers=[5])
-    from sinkscope.attention._loop import generated, opened, prompt_ids
+    from sinkscope.attention.generation import generated, opened, prompt_ids
 
     made = opened(None, tokenizer=None, bos=None, text=None, seed=0)
     loop = generated(made, prompt_ids(made, None), 120)

@@ -15,11 +15,11 @@ from organisms import tiny_model
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention._contraction import Disturbed
-from sinkscope.attention._loop import loop_of
-from sinkscope.attention._shift import tails
-from sinkscope.attention._turn import Turn
+from sinkscope.attention.disturbance import Disturbed
+from sinkscope.attention.generation import loop_of
 from sinkscope.attention.rotary import RotaryInvariance, rotary_invariance
+from sinkscope.attention.rotary_tails import tails
+from sinkscope.attention.rotation import Rotation
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
@@ -64,12 +64,12 @@ def _looping(prefix: int = 10, period: int = 4, repeats: int = 12) -> Tensor:
     return torch.cat([_ids(prefix, 2), _ids(period, 3).repeat(repeats)])
 
 
-def _before(target: Target, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Turn]:
+def _before(target: Target, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Rotation]:
     """Queries and keys before rotary, one key per query head, and the layer's rotation."""
     kept: dict[str, Any] = {}
 
     def entry(_m: Any, _a: Any, kwargs: dict[str, Any]) -> None:
-        kept.setdefault("turn", Turn.of(kwargs["position_embeddings"][0][0], kwargs["position_embeddings"][1][0]))
+        kept.setdefault("turn", Rotation.of(kwargs["position_embeddings"][0][0], kwargs["position_embeddings"][1][0]))
 
     def keep(_layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
         if not rotated:
@@ -110,7 +110,7 @@ def test_scores_by_offset_give_the_models_own_attention(name: str) -> None:
         with torch.no_grad():
             own = model(ids[None], output_attentions=True).attentions[layer][0]
         torch.testing.assert_close(_rows(target, turn.scores(query, key, at, at), layer), own, rtol=1e-4, atol=1e-5)
-        printed = Turn(turn.angle.conj(), turn.scale).scores(query, key, at, at)  # R(w (t - i)) as Eq. 13 has it
+        printed = Rotation(turn.angle.conj(), turn.scale).scores(query, key, at, at)  # R(w (t - i)) as Eq. 13 has it
         assert float((_rows(target, printed, layer) - own).abs().max()) > 0.01
     assert turn.scale == pytest.approx(1.3 if "yarn" in name else 1.0, rel=1e-5)
     assert turn.turned == (query.shape[-1] if "partial" not in name else int(turn.angle.shape[1]) * 2)
