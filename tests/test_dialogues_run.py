@@ -35,7 +35,7 @@ from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
 from sinkscope.kv.loopserve.decode import tokens_read
 from sinkscope.kv.loopserve.prefill import _said as said_of
-from sinkscope.kv.loopserve.sparse import Sparsity
+from sinkscope.lines.sparse import Sparsity
 from sinkscope.results import Result
 
 SOME = recall_dialogues(3, turns=2, total=160)

@@ -22,7 +22,7 @@ from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.tasks import TASKS
 from sinkscope.bench.loopbench.store import Folder
-from sinkscope.kv.loopserve.select import sample_queries
+from sinkscope.lines.choice import sample_queries
 from sinkscope.results import ModelInfo
 
 ROOT = Path(__file__).parents[1]

@@ -42,8 +42,7 @@ class At:
     @property
     def length(self) -> Int[Tensor, " batch"]:
         """Real tokens of each row so far, evicted or not."""
-        columns = self.moment.call.columns[:, : self.moment.call.past]
-        return (columns.amax(1) + 1).to(self.kv.pos.device)
+        return self.moment.call.before.to(self.kv.pos.device)
 
 
 @dataclass(frozen=True, kw_only=True)

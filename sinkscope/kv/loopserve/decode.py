@@ -19,7 +19,6 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Run
 from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.working import work_on
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.rebase import Rotary
 from sinkscope.kv.session import Moment, Session
@@ -136,7 +135,7 @@ class Progressive(Policy):
             )
         since = state.decoded - self.after
         # A guard may have cut the cache, for which it had to be whole.
-        lost = memory.get("copied", False) and all(kv.before_edit is None for kv in layers)
+        lost = memory.get("copied", False) and all(kv.aside is None for kv in layers)
         if (since >= 0 and since % self.interval == 0) or lost:
             self._choose(moment, session, memory)
             self._count(memory, layers, state.decoded)
@@ -155,7 +154,7 @@ class Progressive(Policy):
             if self.mode == "evict":
                 kv.evict(keep)
             elif self.gather:
-                work_on(kv, keep)
+                kv.work_on(keep)
                 memory["copied"] = True
             else:
                 kv.select(keep)
