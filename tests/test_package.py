@@ -41,6 +41,7 @@ ORDER = (
     "__main__",
 )
 GROUND = (
+    "checked",
     "errors",
     "output",
     "progress",
