@@ -280,7 +280,7 @@ def test_what_cannot_be_had_is_left_out(tmp_path: Path) -> None:
     assert len(ones.figure().data) == 9
     assert ones.period == 1 and all(h.other_delta_q is None and h.drift == h.step_drift for h in ones.heads)
     none = rotary_invariance(model, tokenizer=tokenizer, ids=_ids(60).tolist())
-    assert none.period is None and none.heads == () and "No loop" in str(none)
+    assert none.period is None and none.heads == () and "no loop" in str(none)
     assert len(none.figure().data) == 0
 
 
@@ -293,7 +293,7 @@ def test_bad_input_is_one_line() -> None:
     with pytest.raises(UnsupportedError, match="TransformerBridge"):
         rotary_invariance(ss.load(None, backend="bridge"), ids=[5] * 40)
     falcon, words = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="queries and keys of falcon are not offered: use another model"):
+    with pytest.raises(UnsupportedError, match="queries and keys of falcon are not offered: give another model"):
         rotary_invariance(falcon, ids=[5] * 40, tokenizer=words)
     half, words = tiny_model("llama")
     found = rotary_invariance(half.bfloat16(), ids=_looping().tolist(), tokenizer=words)
@@ -305,7 +305,7 @@ def test_bad_input_is_one_line() -> None:
         ({"ids": [5] * 30, "layers": [7]}, "layer 7 was given: .* has layers 0 to 2"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": [5, 6], "max_new_tokens": 2000}, "ask for at most 1022 new tokens"),
-        ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected 1 or more"),
+        ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected a whole number of at least 1"),
     ):
         with pytest.raises(SinkscopeError, match=message):
             rotary_invariance(model, tokenizer=tokenizer, **options)

@@ -122,6 +122,8 @@ class Locking(Result):
             return f"The {self.tokens} tokens end in no loop, so no head can lock onto one."
         control = any(h.healthy_score is not None for h in self.heads)
         than = "than in ordinary text" if control else "than none at all (no control was run)"
+        if self.loop_onset is None:
+            return f"The {self.tokens} tokens are in no loop of period {self.period}, so no head can lock onto one."
         return (
             f"{sum(h.locked for h in self.heads)} of {len(self.heads)} heads lock onto the repetition of period "
             f"{self.period}: at least {LOCKED:.0%} more of their attention lies on the same offsets as one period "
@@ -133,7 +135,7 @@ class Locking(Result):
         if self.period is None:
             return ["The scores compare rows one step apart and rank nothing."]
         if self.loop_onset is None:
-            lines = [f"The tokens are in no loop of this period; rows {self.period} steps apart are compared anyway."]
+            lines = [f"Rows {self.period} steps apart are compared anyway."]
         else:
             lines = [f"The loop begins at position {self.loop_onset} of {self.tokens}."]
         if locked := [h for h in self.heads if h.locked]:

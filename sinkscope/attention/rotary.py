@@ -151,7 +151,9 @@ class RotaryInvariance(Result):
         return lines
 
 
-@measurement(group="Loops", command="rotary", figure=draw, loading="whole", quick={"max_new_tokens": 24})
+@measurement(
+    group="Loops", command="rotary", figure=draw, loading="whole", quick={"max_new_tokens": 160, "layers": [0]}
+)
 def rotary_invariance(
     setup: Setup,
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
