@@ -1,16 +1,24 @@
 """Texts that repeat honestly: tables, data, code, refrains, lists, logs. A guard that fires on them is wrong.
 
-Made by code, the same every time. Forms repeat and entries differ, as in what people and programs write; a refrain
-comes back word for word, with a verse in between.
+    python -m experiments.loopbench.make_honest [--out sinkscope/bench/loopbench/data/honest.jsonl]
+
+They are made by code, the same every time, and ship as JSON lines (`sinkscope.bench.loopbench.prompts.honest_texts`).
+Forms repeat and entries differ, as in what people and programs write; a refrain comes back word for word, with a verse
+in between.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
+
+from sinkscope.bench.loopbench.prompts import DATA, Honest
+from sinkscope.output import write_atomic
 
 _TOWNS = (
     "Ardel Brinmoor Castlow Dunhaven Elmsford Fenwick Garrow Holmby Ivester Kelding Lorne Marsden Norwell Ostley "
@@ -36,29 +44,17 @@ _TREES = (
 _BIRDS = "crane finch heron lark linnet magpie owl plover robin rook snipe starling swallow swift thrush wren".split()
 
 
-@dataclass(frozen=True)
-class Honest:
-    """A text that is read, not written: the monitor is held against it token by token.
-
-    Attributes:
-        id: its name, such as "table-csv".
-        kind: "table", "data", "code", "refrain", "list" or "log".
-        prompt: the text.
-        bench: what tells it from a prompt.
-    """
-
-    id: str
-    kind: str
-    prompt: str
-    bench: str = "honest"
-
-
 def honest_texts() -> list[Honest]:
     """The texts, in order of their names, each of a few hundred words."""
     return [
         Honest(name, name.partition("-")[0], maker(random.Random(f"honest {name}")))
         for name, maker in sorted(_MAKERS.items())
     ]
+
+
+def lines() -> str:
+    """The texts as they ship."""
+    return "".join(json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in honest_texts())
 
 
 def _people(rng: random.Random, count: int) -> list[str]:
@@ -391,3 +387,15 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
     "log-build": _build,
     "log-metrics": _metrics,
 }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopbench.make_honest", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=DATA / "honest.jsonl")
+    write_atomic(parser.parse_args(argv).out, lines())
+
+
+if __name__ == "__main__":
+    main()
