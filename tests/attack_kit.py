@@ -8,8 +8,8 @@ from typing import Any
 from organisms import Organism
 
 from sinkscope.sinks._arena import Arena, make_arena
-from sinkscope.sinks._chunks import Opened
 from sinkscope.sinks._setup import causal_neurons, setup
+from sinkscope.sinks.chunks import Opened
 
 
 def words(o: Organism, rows: int = 64) -> str:

@@ -15,11 +15,11 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks._ablation import Neuron
-from sinkscope.sinks._chunks import Columns, Opened, hold_layers, in_chunks
 from sinkscope.sinks._measure import view_layer
 from sinkscope.sinks._sequences import make_pools
 from sinkscope.sinks._setup import Progress, Setup
 from sinkscope.sinks._vocabulary import vocabulary
+from sinkscope.sinks.chunks import Columns, Opened, hold_layers, in_chunks
 from sinkscope.sinks.cluster import clusters_of, table_settings
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # before the attack where there is no chat template

@@ -16,8 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks._chunks import Columns
 from sinkscope.sinks._measure import view_layer
+from sinkscope.sinks.chunks import Columns
 
 _BEFORE = 16  # tokens of text before a token that stands at a later position
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.parallel import check_workers
 from sinkscope.results import Result
-from sinkscope.sinks._chunks import Columns, Opened, check_workers, hold_layers, in_chunks
 from sinkscope.sinks._setup import Setup, setup
 from sinkscope.sinks._vocabulary import draw, shown, vocabulary
 from sinkscope.sinks._walk import Progress
+from sinkscope.sinks.chunks import Columns, Opened, hold_layers, in_chunks
 from sinkscope.sinks.cluster import clusters_of, sink_of, table_settings
 
 PILOT, SHORTEST = 16, 128  # tokens that say how long the first pass must be; it is at least this long

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
+from sinkscope.parallel import check_workers
 from sinkscope.results import Result
 from sinkscope.sinks._arena import Arena, Context, make_arena
-from sinkscope.sinks._chunks import Opened, check_workers
 from sinkscope.sinks._sequences import coordinate, draw, greedy, repeat, round_trip
 from sinkscope.sinks._setup import Progress, setup
+from sinkscope.sinks.chunks import Opened
 from sinkscope.sinks.cluster import sink_of
 
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)

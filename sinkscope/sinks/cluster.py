@@ -13,14 +13,15 @@ import torch
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
+from sinkscope.parallel import check_workers
 from sinkscope.results import Result
 from sinkscope.sinks._ablation import Neuron
-from sinkscope.sinks._chunks import Columns, Opened, check_workers, hold_layers, in_chunks
 from sinkscope.sinks._pairs import PairNorms, pairs_of
 from sinkscope.sinks._setup import Setup, causal_neurons, setup, walk_far_enough
 from sinkscope.sinks._single_head import HeadWork, first_direction, later_mean, neuron_at
 from sinkscope.sinks._vocabulary import draw, shown, vocabulary
 from sinkscope.sinks._walk import Progress
+from sinkscope.sinks.chunks import Columns, Opened, hold_layers, in_chunks
 
 EXAMPLES = 12  # tokens shown of a cluster
 LDA_TOKENS = 512  # tokens alone that the discriminant is fitted on

@@ -22,10 +22,10 @@ from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks._ablation import Neuron
 from sinkscope.sinks._arena import Arena, Context, make_arena
-from sinkscope.sinks._chunks import Opened
 from sinkscope.sinks._sequences import draw, repeat
 from sinkscope.sinks._setup import Progress, Setup, setup
 from sinkscope.sinks.attack import LENGTHS, SUCCESS, check_attack
+from sinkscope.sinks.chunks import Opened
 from sinkscope.sinks.cluster import sink_of
 from sinkscope.text import text_rows
 from sinkscope.text.harmless import honest_repetition, source_code
