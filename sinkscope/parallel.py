@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.progress import Progress
 from sinkscope.store import Folder
 
-Progress = Callable[[str, int, int], None]
 PATIENCE = 600.0  # seconds after which all Ray workers must have started
 _REACH = 10.0  # seconds in which a Ray cluster must answer
 

@@ -14,8 +14,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._greedy import greedy, repeat_probabilities
-from sinkscope.sinks.divergence import Divergence, divergence
+from sinkscope.sinks.repetition.divergence import Divergence, divergence
+from sinkscope.sinks.repetition.greedy import greedy, repeat_probabilities
 
 
 @lru_cache

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.loopserve.lines import HeadLines, recovered
-from sinkscope.kv.loopserve.select import (
+from sinkscope.lines.choice import (
+    HeadLines,
     _least_share,
     check_selection,
     minference_lines,
+    recovered,
     sample_queries,
     select_lines,
     slash_lines,

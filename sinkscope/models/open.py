@@ -12,12 +12,17 @@ from typing import Any
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.checkpoint import SafetensorsSource, fingerprint
+from sinkscope.models.checkpoint import (
+    TOKENIZER_FILES,
+    ModelSource,
+    SafetensorsSource,
+    fingerprint,
+    locate,
+    optional_file,
+)
 from sinkscope.models.config import read_tokenizer
-from sinkscope.models.explain import explained, quiet
-from sinkscope.models.load import load
+from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.names import BUNDLED
-from sinkscope.models.source import TOKENIZER_FILES, Source, locate, optional_file
 from sinkscope.models.stream import StreamTarget, open_stream
 from sinkscope.models.target import Target
 
@@ -118,9 +123,9 @@ def _gguf_depth(file: Path) -> int:
 
 
 def _stream(
-    source: Source, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
+    source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> Target:
-    from sinkscope.models.checks import check_vocabulary, parse_device, parse_dtype
+    from sinkscope.models.config import check_vocabulary, parse_device, parse_dtype
 
     place = parse_device(device)
     # Half precision is slow on a CPU, and layers are few at a time: there the default is float32.
