@@ -15,24 +15,24 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "models": "sinkscope.models.names",
     "Target": "sinkscope.models.target",
     "trace": "sinkscope.trace.run",
-    "find_sinks": "sinkscope.sinks.find",
-    "token_clusters": "sinkscope.sinks.cluster",
-    "sink_atlas": "sinkscope.sinks.atlas",
-    "repeat_norms": "sinkscope.sinks.repeat",
-    "repeat_attention": "sinkscope.sinks.repeat_attention",
-    "separability": "sinkscope.sinks.separate",
-    "convergence": "sinkscope.sinks.converge",
-    "divergence": "sinkscope.sinks.divergence",
-    "make_patch": "sinkscope.sinks.patching",
-    "evaluate_patch": "sinkscope.sinks.evaluate",
-    "massive_activations": "sinkscope.sinks.massive",
+    "find_sinks": "sinkscope.sinks.first_token.find",
+    "token_clusters": "sinkscope.sinks.attack.clusters",
+    "sink_atlas": "sinkscope.sinks.repetition.atlas",
+    "repeat_norms": "sinkscope.sinks.repetition.repeat",
+    "repeat_attention": "sinkscope.sinks.repetition.repeat_attention",
+    "separability": "sinkscope.sinks.first_token.separate",
+    "convergence": "sinkscope.sinks.repetition.converge",
+    "divergence": "sinkscope.sinks.repetition.divergence",
+    "make_patch": "sinkscope.sinks.patch.make",
+    "evaluate_patch": "sinkscope.sinks.patch.evaluate",
+    "massive_activations": "sinkscope.sinks.first_token.massive",
     "locking": "sinkscope.attention.locking",
     "barcode": "sinkscope.attention.barcode",
     "rotary_invariance": "sinkscope.attention.rotary",
     "line_weights": "sinkscope.attention.lines",
     "line_overlap": "sinkscope.attention.overlap",
-    "cluster_attack": "sinkscope.sinks.attack",
-    "detect_attack": "sinkscope.sinks.detect",
+    "cluster_attack": "sinkscope.sinks.attack.attack",
+    "detect_attack": "sinkscope.sinks.attack.detect",
     "Intervention": "sinkscope.interventions.base",
     "Event": "sinkscope.interventions.base",
     "Ablate": "sinkscope.interventions.edits",
@@ -70,20 +70,20 @@ if TYPE_CHECKING:
     from sinkscope.models.target import Target as Target
     from sinkscope.report.build import report as report
     from sinkscope.results import Result as Result
-    from sinkscope.sinks.atlas import sink_atlas as sink_atlas
-    from sinkscope.sinks.attack import cluster_attack as cluster_attack
-    from sinkscope.sinks.cluster import token_clusters as token_clusters
-    from sinkscope.sinks.converge import convergence as convergence
-    from sinkscope.sinks.detect import detect_attack as detect_attack
-    from sinkscope.sinks.divergence import divergence as divergence
-    from sinkscope.sinks.evaluate import evaluate_patch as evaluate_patch
-    from sinkscope.sinks.find import find_sinks as find_sinks
-    from sinkscope.sinks.mark import marking_heads as marking_heads
-    from sinkscope.sinks.massive import massive_activations as massive_activations
-    from sinkscope.sinks.patching import make_patch as make_patch
-    from sinkscope.sinks.repeat import repeat_norms as repeat_norms
-    from sinkscope.sinks.repeat_attention import repeat_attention as repeat_attention
-    from sinkscope.sinks.separate import separability as separability
+    from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
+    from sinkscope.sinks.attack.clusters import token_clusters as token_clusters
+    from sinkscope.sinks.attack.detect import detect_attack as detect_attack
+    from sinkscope.sinks.first_token.find import find_sinks as find_sinks
+    from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
+    from sinkscope.sinks.first_token.massive import massive_activations as massive_activations
+    from sinkscope.sinks.first_token.separate import separability as separability
+    from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
+    from sinkscope.sinks.patch.make import make_patch as make_patch
+    from sinkscope.sinks.repetition.atlas import sink_atlas as sink_atlas
+    from sinkscope.sinks.repetition.converge import convergence as convergence
+    from sinkscope.sinks.repetition.divergence import divergence as divergence
+    from sinkscope.sinks.repetition.repeat import repeat_norms as repeat_norms
+    from sinkscope.sinks.repetition.repeat_attention import repeat_attention as repeat_attention
     from sinkscope.trace.run import trace as trace
 
 

@@ -57,7 +57,7 @@ def check(value: Any, type_: type[T], where: str, expected: str) -> T:
         else:
             shown = f"{where}: {field} is {first['input']!r:.40}" if field else f"{where} is {first['input']!r:.40}"
             said = f"{shown}, expected {wanted}"
-        raise SinkscopeError(f"{said}; give {expected}") from None
+        raise SinkscopeError(f"{said}: give {expected}") from None
 
 
 def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
@@ -74,7 +74,7 @@ def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
     first: dict[Any, str] = {}
     for where, key in keys:
         if key in first:
-            raise SinkscopeError(f"{where}: {name} {key!r} is that of {first[key]} too; give {expected}")
+            raise SinkscopeError(f"{where}: {name} {key!r} is that of {first[key]} too: give {expected}")
         first[key] = where
 
 
@@ -131,7 +131,7 @@ def json_line(line: str | bytes, problem: str, expected: str) -> Any:
     try:
         return _loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
-        raise SinkscopeError(f"{problem}; give {expected}") from None
+        raise SinkscopeError(f"{problem}: give {expected}") from None
 
 
 def _loads(text: str) -> Any:
@@ -152,23 +152,24 @@ def read_text(path: str | os.PathLike[str], expected: str) -> str:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise SinkscopeError(f"{file.name} is not UTF-8 text; give {expected}") from None
+        raise SinkscopeError(f"{file.name} is not UTF-8 text: give {expected}") from None
     except OSError as error:
         reason = (error.strerror or "it cannot be read").lower()
-        raise SinkscopeError(f"{os.fspath(path)!r}: {reason}; give {expected}") from None
+        raise SinkscopeError(f"{os.fspath(path)!r}: {reason}: give {expected}") from None
     if not text.strip():
-        raise SinkscopeError(f"{file.name} is empty; give {expected}")
+        raise SinkscopeError(f"{file.name} is empty: give {expected}")
     return text
 
 
 def _field(place: tuple[int | str, ...]) -> str:
     """A path such as `turns[1].answers`; pydantic counts from 0, as JSON does."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]")
+    return "".join(parts).removeprefix(".")
 
 
 def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:
     if not file.is_file():
-        raise SinkscopeError(f"{file.name!r}: no such file; give {expected}")
+        raise SinkscopeError(f"{file.name!r}: no such file: give {expected}")
     import pandas as pd
 
     try:
@@ -176,7 +177,7 @@ def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:
     except ImportError:
         raise SinkscopeError(f"{file.name} is a parquet file, which needs pyarrow: pip install pyarrow") from None
     except Exception as error:  # pyarrow's own kinds, which may not be there to be named
-        raise SinkscopeError(f"{file.name} cannot be read as parquet ({error!s:.60}); give {expected}") from None
+        raise SinkscopeError(f"{file.name} cannot be read as parquet ({error!s:.60}): give {expected}") from None
     if not rows:
-        raise SinkscopeError(f"{file.name} is empty; give {expected}")
+        raise SinkscopeError(f"{file.name} is empty: give {expected}")
     yield from ((f"{file.name} row {number}", row) for number, row in enumerate(rows, 1))

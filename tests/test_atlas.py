@@ -19,7 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.html import page
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.atlas import AtlasWork, SinkAtlas, _shared, sink_atlas
+from sinkscope.sinks.repetition.atlas import AtlasWork, SinkAtlas, _shared, sink_atlas
 
 LIMIT = 160
 

@@ -17,8 +17,8 @@ from scipy.stats import binomtest
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
-from sinkscope.sinks._sequences import coordinate, draw, greedy, make_pools, repeat, round_trip
-from sinkscope.sinks.attack import AttackRow, ClusterAttack, cluster_attack, wilson
+from sinkscope.sinks.attack.attack import AttackRow, ClusterAttack, cluster_attack, wilson
+from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, make_pools, repeat, round_trip
 
 
 def _attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:

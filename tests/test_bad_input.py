@@ -20,7 +20,7 @@ from organisms.tiny import tiny_model
 from organisms.tokens import bpe_tokenizer, word_tokenizer
 from safetensors.torch import load_file, save_file
 
-import sinkscope.sinks.find
+import sinkscope.sinks.first_token.find
 from sinkscope.cli import main
 from sinkscope.errors import is_out_of_memory
 
@@ -281,7 +281,7 @@ def test_out_of_memory_in_every_voice(
         raise raised
 
     assert is_out_of_memory(raised) and not is_out_of_memory(RuntimeError("shape mismatch"))
-    monkeypatch.setattr(sinkscope.sinks.find, "find_sinks", fail)
+    monkeypatch.setattr(sinkscope.sinks.first_token.find, "find_sinks", fail)
     assert error("find-sinks").startswith("out of memory: try --dtype bfloat16")
 
 

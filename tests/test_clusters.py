@@ -14,9 +14,9 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._pairs import pair_norms
-from sinkscope.sinks._single_head import HeadWork, later_mean
-from sinkscope.sinks.cluster import TokenClusters, token_clusters
+from sinkscope.sinks.attack.clusters import TokenClusters, token_clusters
+from sinkscope.sinks.attack.single_head import HeadWork, later_mean
+from sinkscope.sinks.attack.two_tokens import pair_norms
 
 HEADED = [f for f in FAMILIES if f != "gpt2"]
 
@@ -232,7 +232,7 @@ def test_command_reads_a_folder_layer_by_layer(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_bundled_model_learned_its_clusters() -> None:
-    from sinkscope.sinks._setup import setup
+    from sinkscope.sinks.first_token.locate import setup
 
     made = setup(None)
     tokenizer = made.target.tokenizer

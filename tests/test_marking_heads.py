@@ -19,9 +19,9 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._ablation import Neuron
-from sinkscope.sinks._heads import Replacement, geometry
-from sinkscope.sinks.mark import MarkingHeads, marking_heads
+from sinkscope.sinks.first_token.ablation import Neuron
+from sinkscope.sinks.first_token.head_replacement import Replacement, geometry
+from sinkscope.sinks.first_token.marking_heads import MarkingHeads, marking_heads
 from sinkscope.trace.run import trace
 
 ANSWER = {"sink": "single head", "late_mark": "single head", "spread": "several heads"}

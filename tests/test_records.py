@@ -56,18 +56,18 @@ def test_the_same_records_however_they_are_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ("{", "a.jsonl line 2 is not JSON; give samples"),
-        ("[" * 100_000, "a.jsonl line 2 is not JSON; give samples"),
-        ([1], "a.jsonl line 2 is [1], expected an object; give samples"),
-        ({"size": 3}, "a.jsonl line 2 has no field 'id'; give samples"),
-        ({**GOOD, "id": 7}, "a.jsonl line 2: id is 7, expected a valid string; give samples"),
-        ({**GOOD, "id": "b", "size": "3"}, "a.jsonl line 2: size is '3', expected a valid integer; give samples"),
-        ({**GOOD, "id": "b", "size": True}, "a.jsonl line 2: size is True, expected a valid integer; give samples"),
-        ({**GOOD, "id": "b", "kind": "x"}, "a.jsonl line 2: kind is 'x', expected 'small' or 'large'; give samples"),
-        ({**GOOD, "parts": [{"words": "x"}]}, "a.jsonl line 2: parts[0].words is 'x', expected a valid array; give"),
+        ("{", "a.jsonl line 2 is not JSON: give samples"),
+        ("[" * 100_000, "a.jsonl line 2 is not JSON: give samples"),
+        ([1], "a.jsonl line 2 is [1], expected an object: give samples"),
+        ({"size": 3}, "a.jsonl line 2 has no field 'id': give samples"),
+        ({**GOOD, "id": 7}, "a.jsonl line 2: id is 7, expected a valid string: give samples"),
+        ({**GOOD, "id": "b", "size": "3"}, "a.jsonl line 2: size is '3', expected a valid integer: give samples"),
+        ({**GOOD, "id": "b", "size": True}, "a.jsonl line 2: size is True, expected a valid integer: give samples"),
+        ({**GOOD, "id": "b", "kind": "x"}, "a.jsonl line 2: kind is 'x', expected 'small' or 'large': give samples"),
+        ({**GOOD, "parts": [{"words": "x"}]}, "a.jsonl line 2: parts[0].words is 'x', expected a valid array: give"),
         ({**GOOD, "parts": [{"words": ["x", 1]}]}, "a.jsonl line 2: parts[0].words[1] is 1, expected a valid string"),
-        ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0; give samples"),
-        (GOOD, "a.jsonl line 2: id 'a' is that of a.jsonl line 1 too; give samples"),
+        ({**GOOD, "size": -1}, "a.jsonl line 2: size is -1, expected a number from 0: give samples"),
+        (GOOD, "a.jsonl line 2: id 'a' is that of a.jsonl line 1 too: give samples"),
     ],
 )
 def test_damage_is_named_in_one_line(tmp_path: Path, row: Any, says: str) -> None:
@@ -79,12 +79,12 @@ def test_damage_is_named_in_one_line(tmp_path: Path, row: Any, says: str) -> Non
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("none.jsonl", None, "no such file or directory; give samples"),
-        ("a.jsonl", b"\n \n", "a.jsonl is empty; give samples"),
-        ("a.jsonl", b"\xff\xfe", "a.jsonl is not UTF-8 text; give samples"),
-        ("a.json", b'[\n {"id": "a"},\n {"id" "b"}\n]', "a.json line 3 is not JSON; give samples"),
+        ("none.jsonl", None, "no such file or directory: give samples"),
+        ("a.jsonl", b"\n \n", "a.jsonl is empty: give samples"),
+        ("a.jsonl", b"\xff\xfe", "a.jsonl is not UTF-8 text: give samples"),
+        ("a.json", b'[\n {"id": "a"},\n {"id" "b"}\n]', "a.json line 3 is not JSON: give samples"),
         ("a.parquet", b"x", "a.parquet cannot be read as parquet"),
-        ("none.parquet", None, "'none.parquet': no such file; give samples"),
+        ("none.parquet", None, "'none.parquet': no such file: give samples"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:

@@ -25,8 +25,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.turn import Held, Turn, check_ids
+from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
 from sinkscope.models.target import Target
 from sinkscope.output import check_writable, write_atomic

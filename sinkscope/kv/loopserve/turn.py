@@ -13,9 +13,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Sequence
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import follow_lines
 from sinkscope.kv.session import Moment, Session
+from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
 
 
