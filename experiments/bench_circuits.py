@@ -32,11 +32,11 @@ from torch import Tensor
 from experiments.record import record
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.output import write_atomic
-from sinkscope.sinks._setup import Setup, setup
-from sinkscope.sinks._single_head import HeadWork, later_mean, neuron_at
-from sinkscope.sinks._vocabulary import draw, vocabulary
-from sinkscope.sinks.atlas import SHORTEST, AtlasWork, begin, firsts
-from sinkscope.sinks.cluster import sink_of
+from sinkscope.sinks.attack.clusters import sink_of
+from sinkscope.sinks.attack.single_head import HeadWork, later_mean, neuron_at
+from sinkscope.sinks.attack.vocabulary import draw, vocabulary
+from sinkscope.sinks.first_token.locate import Setup, setup
+from sinkscope.sinks.repetition.atlas import SHORTEST, AtlasWork, begin, firsts
 
 
 def timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -142,7 +142,7 @@ def clusters(made: Setup, layer: int, site: Any, tokens: list[int], sample: int,
 
 def converge(made: Setup, limit: int, rounds: int) -> dict[str, Any]:
     """N forward passes against `convergence`."""
-    from sinkscope.sinks.converge import convergence
+    from sinkscope.sinks.repetition.converge import convergence
 
     target: Target = made.target
     word = draw(sorted(set(made.ids[:, 1:].flatten().tolist())), 64, made.seed)

@@ -20,8 +20,8 @@ import torch
 from experiments.record import record
 from sinkscope.models.load import load
 from sinkscope.output import write_atomic
-from sinkscope.sinks._setup import causal_neurons, setup
-from sinkscope.sinks.detect import make_detector
+from sinkscope.sinks.attack.detect import make_detector
+from sinkscope.sinks.first_token.locate import causal_neurons, setup
 
 
 def ratio(run: Callable[[], object], watch: Callable[[], AbstractContextManager[Any]], rounds: int) -> dict[str, float]:

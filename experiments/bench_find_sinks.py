@@ -82,8 +82,8 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
     import transformers  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
 
-    from sinkscope.sinks._open import open_target
-    from sinkscope.sinks.find import find_sinks
+    from sinkscope.models.open import open_target
+    from sinkscope.sinks.first_token.find import find_sinks
 
     read: set[str] = set()
 

@@ -8,7 +8,7 @@ there is one round, and layers have two heads. Writes a PNG beside the JSON.
 
 - `layer`: attention of 8 heads, d_head 64, on drawn lines. `vertical`: single columns; `slash`: single offsets;
   `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets. Beside them
-  single offsets without a C compiler, and at 4,096 FlexAttention on a CPU (`--flex`, which takes half a minute more).
+  single offsets without numba, and at 4,096 FlexAttention on a CPU (`--flex`, which takes half a minute more).
 - `selection`: the choice of lines as a share of dense attention, on planted columns and periods.
 - `model`: forward pass under `LoopServe` against the same model alone, and what the stages take. `half`: `lines-512` of
   `bench_lines` (random weights, 2 layers; in the first half of the heads attend to one offset and half to marked
@@ -38,8 +38,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
 from experiments.record import record
-from sinkscope.kv.loopserve import LoopServe, Progressive, prefill, select, serve, sparse
-from sinkscope.kv.loopserve.lines import HeadLines
+from sinkscope.kv.loopserve import LoopServe, Progressive, prefill, serve
+from sinkscope.lines import choice, sparse
+from sinkscope.lines.choice import HeadLines
 from sinkscope.output import write_atomic
 
 D_HEAD, REPEATED = 64, 8192  # the last length with several rounds
@@ -83,7 +84,7 @@ def scattered(kind: str, heads: int, n: int, density: float, generator: torch.Ge
 def layer(lengths: list[int], rounds: int, flex: bool) -> list[dict[str, Any]]:
     """Times faster than dense attention, by length, kind of lines and share of cells."""
     rows: list[dict[str, Any]] = []
-    plain = sparse.lone(D_HEAD, D_HEAD, torch.device("meta"))  # what there is without a compiler
+    plain = sparse.lone(D_HEAD, D_HEAD, torch.device("meta"))  # what there is without numba
     for n in lengths:
         generator = torch.Generator().manual_seed(0)
         heads = 8 if n <= REPEATED else 2
@@ -93,13 +94,13 @@ def layer(lengths: list[int], rounds: int, flex: bool) -> list[dict[str, Any]]:
             return functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)
 
         arms: list[tuple[str, str, dict[str, Any]]] = [(kind, "compiled", {}) for kind in KINDS]
-        arms += [("slash", "no compiler", {})] if n <= REPEATED else []
+        arms += [("slash", "no numba", {})] if n <= REPEATED else []
         arms += [("mixed", "flex", {"kernel": "flex"})] if flex and n == 4096 else []
         for kind, how, settings in arms:
             drawn = [scattered(kind, heads, n, density, generator) for density in DENSITIES]
             pairs: list[list[float]] = [[] for _ in drawn]
             work: list[Any] = [None] * len(drawn)
-            with patch.object(sparse, "lone", lambda *_: plain) if how == "no compiler" else nullcontext():
+            with patch.object(sparse, "lone", lambda *_: plain) if how == "no numba" else nullcontext():
                 sparse.sparse_attention(query, key, value, drawn[0], **settings)  # compiled, where that is
                 for _ in range(rounds if n <= REPEATED else 1):
                     base, _out = seconds(dense)
@@ -154,7 +155,7 @@ def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
                 lambda: functional.scaled_dot_product_attention(query[None], key[None], key[None], is_causal=True)  # noqa: B023
             )
             for alpha, ratios in pairs.items():
-                ours, lines = seconds(lambda: select.select_lines(query, key, alpha, dense_above=limit))  # noqa: B023
+                ours, lines = seconds(lambda: choice.select_lines(query, key, alpha, dense_above=limit))  # noqa: B023
                 ratios.append(ours / base)
                 cells[alpha] = float(lines.density().mean())
         for alpha, ratios in pairs.items():
@@ -170,8 +171,8 @@ def stages() -> Iterator[Counter[str]]:
     took: Counter[str] = Counter()
     places = {
         "choice": (serve, "select_lines"),
-        "sample": (select, "attention_of"),
-        "line sums": (select, "slash_lines"),
+        "sample": (choice, "attention_of"),
+        "line sums": (choice, "slash_lines"),
         "sparse": (prefill, "sparse_attention"),
         "planning": (sparse, "plan_of"),
     }

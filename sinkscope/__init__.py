@@ -10,34 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_HOME = {  # public name -> where it lives
+_HOME = {  # public name -> where it lives; measurements come from the registry
     "load": "sinkscope.models.load",
     "models": "sinkscope.models.names",
     "Target": "sinkscope.models.target",
     "trace": "sinkscope.trace.run",
-    "find_sinks": "sinkscope.sinks.find",
-    "token_clusters": "sinkscope.sinks.cluster",
-    "sink_atlas": "sinkscope.sinks.atlas",
-    "repeat_norms": "sinkscope.sinks.repeat",
-    "repeat_attention": "sinkscope.sinks.repeat_attention",
-    "marking_heads": "sinkscope.sinks.mark",
-    "separability": "sinkscope.sinks.separate",
-    "convergence": "sinkscope.sinks.converge",
-    "divergence": "sinkscope.sinks.divergence",
-    "make_patch": "sinkscope.sinks.patching",
-    "evaluate_patch": "sinkscope.sinks.evaluate",
-    "massive_activations": "sinkscope.sinks.massive",
+    "find_sinks": "sinkscope.sinks.first_token.find",
+    "token_clusters": "sinkscope.sinks.attack.clusters",
+    "sink_atlas": "sinkscope.sinks.repetition.atlas",
+    "repeat_norms": "sinkscope.sinks.repetition.repeat",
+    "repeat_attention": "sinkscope.sinks.repetition.repeat_attention",
+    "separability": "sinkscope.sinks.first_token.separate",
+    "convergence": "sinkscope.sinks.repetition.converge",
+    "divergence": "sinkscope.sinks.repetition.divergence",
+    "make_patch": "sinkscope.sinks.patch.make",
+    "evaluate_patch": "sinkscope.sinks.patch.evaluate",
+    "massive_activations": "sinkscope.sinks.first_token.massive",
     "locking": "sinkscope.attention.locking",
     "barcode": "sinkscope.attention.barcode",
     "rotary_invariance": "sinkscope.attention.rotary",
     "line_weights": "sinkscope.attention.lines",
     "line_overlap": "sinkscope.attention.overlap",
-    "cluster_attack": "sinkscope.sinks.attack",
-    "detect_attack": "sinkscope.sinks.detect",
+    "cluster_attack": "sinkscope.sinks.attack.attack",
+    "detect_attack": "sinkscope.sinks.attack.detect",
     "Intervention": "sinkscope.interventions.base",
     "Event": "sinkscope.interventions.base",
-    "Ablate": "sinkscope.interventions.ablate",
-    "Write": "sinkscope.interventions.ablate",
+    "Ablate": "sinkscope.interventions.edits",
+    "Write": "sinkscope.interventions.edits",
     "SinkDetector": "sinkscope.interventions.sink_detector",
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "LoopGuard": "sinkscope.kv.loopguard.guard",
@@ -48,7 +47,6 @@ _HOME = {  # public name -> where it lives
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
 }
-__all__ = [*_HOME, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from sinkscope.attention.barcode import barcode as barcode
@@ -58,10 +56,10 @@ if TYPE_CHECKING:
     from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.generate import generate as generate
-    from sinkscope.interventions.ablate import Ablate as Ablate
-    from sinkscope.interventions.ablate import Write as Write
     from sinkscope.interventions.base import Event as Event
     from sinkscope.interventions.base import Intervention as Intervention
+    from sinkscope.interventions.edits import Ablate as Ablate
+    from sinkscope.interventions.edits import Write as Write
     from sinkscope.interventions.sink_detector import SinkDetector as SinkDetector
     from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
     from sinkscope.kv.loopguard.guard import LoopGuard as LoopGuard
@@ -72,20 +70,20 @@ if TYPE_CHECKING:
     from sinkscope.models.target import Target as Target
     from sinkscope.report.build import report as report
     from sinkscope.results import Result as Result
-    from sinkscope.sinks.atlas import sink_atlas as sink_atlas
-    from sinkscope.sinks.attack import cluster_attack as cluster_attack
-    from sinkscope.sinks.cluster import token_clusters as token_clusters
-    from sinkscope.sinks.converge import convergence as convergence
-    from sinkscope.sinks.detect import detect_attack as detect_attack
-    from sinkscope.sinks.divergence import divergence as divergence
-    from sinkscope.sinks.evaluate import evaluate_patch as evaluate_patch
-    from sinkscope.sinks.find import find_sinks as find_sinks
-    from sinkscope.sinks.mark import marking_heads as marking_heads
-    from sinkscope.sinks.massive import massive_activations as massive_activations
-    from sinkscope.sinks.patching import make_patch as make_patch
-    from sinkscope.sinks.repeat import repeat_norms as repeat_norms
-    from sinkscope.sinks.repeat_attention import repeat_attention as repeat_attention
-    from sinkscope.sinks.separate import separability as separability
+    from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
+    from sinkscope.sinks.attack.clusters import token_clusters as token_clusters
+    from sinkscope.sinks.attack.detect import detect_attack as detect_attack
+    from sinkscope.sinks.first_token.find import find_sinks as find_sinks
+    from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
+    from sinkscope.sinks.first_token.massive import massive_activations as massive_activations
+    from sinkscope.sinks.first_token.separate import separability as separability
+    from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
+    from sinkscope.sinks.patch.make import make_patch as make_patch
+    from sinkscope.sinks.repetition.atlas import sink_atlas as sink_atlas
+    from sinkscope.sinks.repetition.converge import convergence as convergence
+    from sinkscope.sinks.repetition.divergence import divergence as divergence
+    from sinkscope.sinks.repetition.repeat import repeat_norms as repeat_norms
+    from sinkscope.sinks.repetition.repeat_attention import repeat_attention as repeat_attention
     from sinkscope.trace.run import trace as trace
 
 
@@ -112,18 +110,32 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _names() -> list[str]:
+    from sinkscope.registry import entries
+
+    measured = [name for name, entry in entries().items() if entry.decorator == "measurement"]
+    return sorted({*_HOME, *measured, "__version__"})
+
+
 def _function(name: str) -> Any:
     return getattr(import_module(_HOME[name]), name)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return _names()
     if name == "loops":  # a package of functions, none of which bears its name
         return import_module("sinkscope.loops")
-    if name not in _HOME:
-        raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(__all__)}")
-    value = _function(name)
-    return globals().setdefault(name, value)  # the module, where one of that name was imported on the way
+    if name in _HOME:
+        return globals().setdefault(name, _function(name))  # the module, where one of that name was imported before
+    if not name.startswith("_"):
+        from sinkscope.registry import entries
+
+        entry = entries().get(name)
+        if entry is not None and entry.decorator == "measurement":
+            return globals().setdefault(name, entry.load())
+    raise AttributeError(f"module 'sinkscope' has no attribute {name!r}; it has: {', '.join(_names())}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return _names()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from sinkscope.output import write_atomic
+from sinkscope.progress import ProgressBar as Progress
+
+__all__ = ["Progress", "emit", "note", "print_models", "print_result"]
 
 
 def note(message: str) -> None:
@@ -61,35 +63,3 @@ def _published(sink: Any) -> tuple[str, str]:
     if sink.residual_dims:
         parts.append("dims " + ", ".join(map(str, sink.residual_dims)))
     return "; ".join(parts) or "-", sink.source
-
-
-class Progress:
-    """A bar with the time left on stderr; nothing at all where stderr is no terminal.
-
-    Called with what is being done, how much of it is done, and how much there is.
-    """
-
-    def __enter__(self) -> Progress:
-        self._bar: Any = None
-        self._tasks: dict[str, Any] = {}
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
-            self._bar.start()
-        return self
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        gc.enable()  # off while libraries were imported
-        if self._bar is None:
-            return
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total)
-        self._bar.update(self._tasks[stage], completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()

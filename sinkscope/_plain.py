@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from sinkscope.errors import SinkscopeError
 
@@ -102,43 +102,51 @@ def build(cls: type[T], data: Any, where: str) -> T:
 def _read(hint: Any, value: Any, where: str) -> Any:
     """`value` as the type `hint`."""
     origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return value
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        for option in args:
-            try:
-                return _read(option, value, where)
-            except SinkscopeError:
-                continue
-    elif origin is Literal:
-        if value in args:
-            return value
-    elif isinstance(hint, type) and is_dataclass(hint):
+        return _read_union(hint, value, where)
+    if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value, where)
-    elif origin is tuple and isinstance(value, list):
-        if len(args) == 2 and args[1] is Ellipsis:
-            return tuple(_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-        if len(args) == len(value):
-            return tuple(_read(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
-    elif origin is list and isinstance(value, list):
-        return [_read(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
-    elif origin in (dict, Mapping) and isinstance(value, dict):
+    if isinstance(value, list) and origin in (tuple, list):
+        each = [args[0]] * len(value) if origin is list or args[1:] == (...,) else list(args)
+        if len(each) == len(value):
+            items = [_read(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(each, value, strict=True))]
+            return origin(items)
+    if origin in (dict, Mapping) and isinstance(value, dict):
         return {k: _read(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    elif hint is float:
-        if value is None:  # NaN and infinity have no other form in JSON
-            return math.nan
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif isinstance(hint, type) and origin is None and isinstance(value, hint):
-        if not (hint is int and isinstance(value, bool)):
-            return value
+    if hasattr(hint, "array_type") and isinstance(value, list):  # a jaxtyping annotation
+        import numpy as np
+
+        return np.asarray(value, dtype=hint.dtypes[0] if hint.dtypes[0] in np.sctypeDict else float)
+    if _fits(hint, origin, value):
+        if hint is float:  # NaN and infinity have no form in JSON but null
+            return math.nan if value is None else float(cast(float, value))
+        return value
     expected = getattr(hint, "__name__", None) if origin is None else str(hint).replace("typing.", "")
     raise SinkscopeError(f"{where} is {_short(value)}, expected {expected or hint}")
+
+
+def _read_union(hint: Any, value: Any, where: str) -> Any:
+    options = get_args(hint)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        try:
+            return _read(option, value, where)
+        except SinkscopeError:
+            continue
+    raise SinkscopeError(f"{where} is {_short(value)}, expected {str(hint).replace('typing.', '')}")
+
+
+def _fits(hint: Any, origin: Any, value: Any) -> bool:
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in get_args(hint)
+    if hint is float:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    if hint is int and isinstance(value, bool):
+        return False
+    return origin is None and isinstance(hint, type) and isinstance(value, hint)
 
 
 def _short(value: Any) -> str:

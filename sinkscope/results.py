@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import json
 import os
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -15,6 +16,7 @@ from sinkscope._plain import build, pathless, plain
 from sinkscope._provenance import Provenance, provenance
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
+from sinkscope.registry import kinds
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,33 +27,6 @@ __all__ = ["ModelInfo", "Provenance", "Result", "provenance"]
 SCHEMA = 1
 R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks of the tests
 _KINDS: dict[str, type[Result]] = {}
-_HOME = {  # kinds of sinkscope itself: imported when a file asks for one
-    "find-sinks": "sinkscope.sinks.find",
-    "clusters": "sinkscope.sinks.cluster",
-    "atlas": "sinkscope.sinks.atlas",
-    "repeat": "sinkscope.sinks.repeat",
-    "repeat-attention": "sinkscope.sinks.repeat_attention",
-    "heads": "sinkscope.sinks.mark",
-    "separate": "sinkscope.sinks.separate",
-    "converge": "sinkscope.sinks.converge",
-    "divergence": "sinkscope.sinks.divergence",
-    "patch-make": "sinkscope.sinks.patching",
-    "patch-eval": "sinkscope.sinks.evaluate",
-    "attack": "sinkscope.sinks.attack",
-    "attack-detection": "sinkscope.sinks.detect",
-    "massive-activations": "sinkscope.sinks.massive",
-    "locking": "sinkscope.attention.locking",
-    "barcode": "sinkscope.attention.barcode",
-    "loopbench": "sinkscope.bench.loopbench.tables",
-    "loopbench-show": "sinkscope.bench.loopbench.show",
-    "dialogues": "sinkscope.bench.dialogues.tables",
-    "dialogues-fidelity": "sinkscope.bench.dialogues.fidelity_table",
-    "dialogues-positions": "sinkscope.bench.dialogues.positions",
-    "rotary": "sinkscope.attention.rotary",
-    "loops": "sinkscope.loops.checker",
-    "line-weights": "sinkscope.attention.lines",
-    "line-overlap": "sinkscope.attention.overlap",
-}
 _ENVELOPE = ("model", "settings", "provenance")
 
 
@@ -70,6 +45,10 @@ class ModelInfo:
         object.__setattr__(self, "name", pathless(self.name))
 
 
+UNKNOWN_MODEL = ModelInfo("unknown", "unknown", 0, 0, 0, "")
+UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0, 0.0, None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """Base of all results. A subclass is a frozen dataclass that states its `kind`; its own fields are the result.
@@ -85,19 +64,28 @@ class Result:
 
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
+    drawing: ClassVar[Callable[[Any], Any] | None] = None  # set by the decorator of the measurement
 
-    model: ModelInfo
-    settings: dict[str, Any]
-    provenance: Provenance
+    model: ModelInfo = UNKNOWN_MODEL
+    settings: dict[str, Any] = field(default_factory=dict)
+    provenance: Provenance = UNKNOWN_PROVENANCE
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        kind = cls.__dict__.get("kind")
-        if kind is None:
-            return
+        if "kind" in vars(cls):
+            cls.claim(cls.kind)
+
+    @classmethod
+    def claim(cls, kind: str) -> None:
+        """Make this the class of the results of a kind.
+
+        Raises:
+            SinkscopeError: The kind belongs to another class.
+        """
         there = _KINDS.get(kind)
         if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
             raise SinkscopeError(f"kind {kind!r} already belongs to {there.__qualname__}: give the new result its own")
+        cls.kind = kind
         _KINDS[kind] = cls
 
     def __post_init__(self) -> None:
@@ -152,8 +140,8 @@ class Result:
                 "or make it again"
             )
         kind = str(data["kind"])
-        if kind not in _KINDS and kind in _HOME:
-            import_module(_HOME[kind])
+        if kind not in _KINDS and kind in kinds():
+            import_module(kinds()[kind])
         found = _KINDS.get(kind)
         if found is None:
             known = ", ".join(sorted(known_kinds()))
@@ -177,9 +165,19 @@ class Result:
                 return [plain(row) for row in value]
         return [{name: plain(value) for name, value in own if isinstance(value, str | int | float | None)}]
 
+    def conclusion(self) -> str:
+        """What to conclude, in one sentence with the control beside it; a subclass overrides it."""
+        return ""
+
+    def details(self) -> list[str]:
+        """Lines of plain text that stand below the conclusion; a subclass overrides it."""
+        return []
+
     def summary(self) -> str:
-        """A few lines of plain text that say what was found; a subclass overrides it."""
-        return f"{self.kind} on {self.model.name}"
+        """The model, the conclusion and the details, as lines of plain text."""
+        told = self.conclusion()
+        head = [f"Conclusion: {told}"] if told else []
+        return "\n".join([*head, *self.details()]) or f"{self.kind} on {self.model.name}"
 
     def to_frame(self) -> pd.DataFrame:
         """`rows` as a pandas data frame."""
@@ -193,9 +191,12 @@ class Result:
         Raises:
             SinkscopeError: there is no drawing of this kind.
         """
-        from sinkscope import figures
+        draw = type(self).drawing
+        if draw is None:
+            from sinkscope import figures
 
-        return figures.figure(self)
+            return figures.figure(self)
+        return draw(self)
 
     def text(self) -> str:
         """`summary` and `rows` as plain aligned text: what is printed where there is no terminal."""
@@ -235,7 +236,7 @@ class Result:
 
 def known_kinds() -> tuple[str, ...]:
     """Kinds that `Result.load` reads: those of sinkscope, then those defined elsewhere and imported so far."""
-    return tuple(dict.fromkeys((*_HOME, *_KINDS)))
+    return tuple(dict.fromkeys((*kinds(), *_KINDS)))
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

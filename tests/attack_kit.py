@@ -7,9 +7,9 @@ from typing import Any
 
 from organisms import Organism
 
-from sinkscope.sinks._arena import Arena, make_arena
-from sinkscope.sinks._chunks import Opened
-from sinkscope.sinks._setup import causal_neurons, setup
+from sinkscope.sinks.attack.attempts import Arena, make_arena
+from sinkscope.sinks.attack.chunks import Opened
+from sinkscope.sinks.first_token.locate import causal_neurons, setup
 
 
 def words(o: Organism, rows: int = 64) -> str:

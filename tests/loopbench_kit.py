@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from organisms.tiny import tiny_model
 
-from sinkscope.bench.loopbench.prompts import Prompt
+from sinkscope.bench.loopbench.prompts import BenchPrompt
 from sinkscope.bench.loopbench.store import Record
 
 TEXTS = ("a b c d e", "the cat is was it of", "b", "b b b b b b b b b b b b", "is it a cat")
@@ -22,10 +22,10 @@ def tiny() -> tuple[Any, Any]:
     return tiny_model("llama", num_hidden_layers=2)
 
 
-def prompts(count: int = 5, bench: str = "dc") -> list[Prompt]:
+def prompts(count: int = 5, bench: str = "dc") -> list[BenchPrompt]:
     """Prompts of different lengths."""
     answers = ("yes",) if bench == "2wiki" else ()
-    return [Prompt(f"{bench}-{i}", bench, TEXTS[i % 5], 5, "s", i, False, answers) for i in range(count)]  # type: ignore[arg-type]
+    return [BenchPrompt(f"{bench}-{i}", bench, TEXTS[i % 5], 5, "s", i, False, answers) for i in range(count)]  # type: ignore[arg-type]
 
 
 def untimed(records: Any) -> list[Record]:

@@ -15,7 +15,7 @@ from sample_results import NEURONS, sample_find_sinks, sample_without_sink
 from experiments.record import record
 from sinkscope import loops
 from sinkscope.results import ModelInfo
-from sinkscope.sinks.atlas import HeadRow, SinkAtlas
+from sinkscope.sinks.repetition.atlas import HeadRow, SinkAtlas
 
 BAD = "<img src=x onerror=alert(1)>&lt;"
 WORSE = f"{BAD}</script><script>alert(2)</script><!--<script>\u2028"

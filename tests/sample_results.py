@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.results import ModelInfo, Provenance
-from sinkscope.sinks.find import (
+from sinkscope.sinks.first_token.find import (
     FindSinks,
     FirstTokenAttention,
     Neuron,

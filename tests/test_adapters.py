@@ -11,9 +11,8 @@ from checkpoints import checkpoint
 from organisms.tiny import MODEL_TYPES, tiny_model
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.load import load
+from sinkscope.models.load import BACKENDS, load
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.models.wrap import BACKENDS
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 UNSUPPORTED = {("falcon", "bridge")}

@@ -17,8 +17,8 @@ from scipy.stats import binomtest
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
-from sinkscope.sinks._sequences import coordinate, draw, greedy, make_pools, repeat, round_trip
-from sinkscope.sinks.attack import AttackRow, ClusterAttack, cluster_attack, wilson
+from sinkscope.sinks.attack.attack import AttackRow, ClusterAttack, cluster_attack, wilson
+from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, make_pools, repeat, round_trip
 
 
 def _attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
@@ -189,7 +189,7 @@ def test_resumed_after_a_kill(tmp_path: Path) -> None:
 
     with pytest.raises(Killed):
         _attack(o, tmp_path, batch=8, resume=folder, progress=kill)
-    assert 0 < len(list((folder / "attacks").glob("chunk-*"))) < 9
+    assert 0 < (folder / "attacks" / "runs.jsonl").read_bytes().count(b"\n") < 9
     assert _attack(o, tmp_path, batch=8, resume=folder).attacks == whole.attacks
     with pytest.raises(SinkscopeError, match="other settings"):
         _attack(o, tmp_path, batch=8, resume=folder, seed=1)

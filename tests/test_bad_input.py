@@ -20,7 +20,7 @@ from organisms.tiny import tiny_model
 from organisms.tokens import bpe_tokenizer, word_tokenizer
 from safetensors.torch import load_file, save_file
 
-import sinkscope.sinks.find
+import sinkscope.sinks.first_token.find
 from sinkscope.cli import main
 from sinkscope.errors import is_out_of_memory
 
@@ -202,7 +202,7 @@ def test_gguf_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--top-k", "0"], ("'--top-k'", "it is '0'")),
         (["--top-k", "5000"], ("--top-k 5000 is more than the", "give at most")),
         (["--seed", "-1"], ("'--seed'", "it is '-1'")),
-        (["--seed", "9" * 30], ("'--seed'", "is too large; give a number below 2**63")),
+        (["--seed", "9" * 30], ("--seed", "at most 9223372036854775807")),
         (["--max-repeats", "99999"], ("--max-repeats 99999 does not fit", "the largest is")),
         (["--token", "poem poem"], ("'poem poem' is 2 tokens", "give a string that is one token")),
         (["--text", "none.txt"], ("'none.txt' cannot be read", "give a UTF-8 text file")),
@@ -281,7 +281,7 @@ def test_out_of_memory_in_every_voice(
         raise raised
 
     assert is_out_of_memory(raised) and not is_out_of_memory(RuntimeError("shape mismatch"))
-    monkeypatch.setattr(sinkscope.sinks.find, "find_sinks", fail)
+    monkeypatch.setattr(sinkscope.sinks.first_token.find, "find_sinks", fail)
     assert error("find-sinks").startswith("out of memory: try --dtype bfloat16")
 
 

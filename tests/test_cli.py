@@ -16,7 +16,7 @@ from sample_results import sample_find_sinks
 
 import sinkscope.generate
 import sinkscope.models.load
-import sinkscope.sinks.find
+import sinkscope.sinks.first_token.find
 from sinkscope import cli
 from sinkscope.cli import main
 from sinkscope.cli.common import read_text
@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, di
         made.append((model, arguments))
         return sample_find_sinks()
 
-    monkeypatch.setattr(sinkscope.sinks.find, "find_sinks", fake)
+    monkeypatch.setattr(sinkscope.sinks.first_token.find, "find_sinks", fake)
     monkeypatch.chdir(tmp_path)
     return made
 
@@ -191,7 +191,7 @@ def test_errors_are_one_line(
     code: int,
     says: str,
 ) -> None:
-    monkeypatch.setattr(sinkscope.sinks.find, "find_sinks", _raising(error))
+    monkeypatch.setattr(sinkscope.sinks.first_token.find, "find_sinks", _raising(error))
     assert main(["find-sinks", "--json", "x.json"]) == code
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
@@ -200,7 +200,7 @@ def test_errors_are_one_line(
 
 
 def test_our_own_mistakes_keep_their_traceback(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sinkscope.sinks.find, "find_sinks", _raising(RuntimeError("a bug")))
+    monkeypatch.setattr(sinkscope.sinks.first_token.find, "find_sinks", _raising(RuntimeError("a bug")))
     with pytest.raises(RuntimeError, match="a bug"):
         main(["find-sinks"])
 
@@ -343,7 +343,7 @@ def test_standard_input_is_utf8_whatever_the_terminal_is(
         ("--prompt-file .", b"", "cannot read .: is a directory"),
         ("--prompt-file p.txt --patch none.json", b"x", "cannot read none.json"),
         ("--prompt-file p.txt --patch p.txt", b"x", "p.txt is not JSON"),
-        ("--prompt-file p.txt --policy lru", b"x", "policy 'lru': expected one of full, streaming"),
+        ("--prompt-file p.txt --policy lru", b"x", "policy 'lru': expected one of adakv, full, h2o"),
         ("--prompt-file p.txt --policy h2o:0", b"x", "budget=0"),
         ("--prompt-file p.txt --policy h2o:many", b"x", "'many' is no budget"),
         ("--prompt-file p.txt --max-new-tokens 0", b"x", "'--max-new-tokens'"),
@@ -400,7 +400,7 @@ def test_bundled_model_end_to_end(tmp_path: Path) -> None:
     done = _run("find-sinks", "--json", "x.json", "--html", "x.html", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     found = Result.load(tmp_path / "x.json")
-    assert isinstance(found, sinkscope.sinks.find.FindSinks)
+    assert isinstance(found, sinkscope.sinks.first_token.find.FindSinks)
     assert found.sink_layer is not None
     assert found.causal
     assert done.stdout == found.text() + "\n"

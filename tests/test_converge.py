@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from organisms import Organism, organism, tiny_model
 from torch import nn
 
-import sinkscope.sinks.converge
+import sinkscope.sinks.repetition.converge
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._distance import _same_from, _same_later, head_outputs, slope
-from sinkscope.sinks.converge import Convergence, convergence
+from sinkscope.sinks.repetition.converge import Convergence, convergence
+from sinkscope.sinks.repetition.distance import _same_from, _same_later, head_outputs, slope
 from sinkscope.trace import trace
 
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")
@@ -275,7 +275,7 @@ def test_result_survives_a_file_and_is_drawn(tmp_path: Path) -> None:
 def test_arguments_of_the_command_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     got: list[Any] = []
     made = _measured(organism("llama", 0), 20)
-    monkeypatch.setattr(sinkscope.sinks.converge, "convergence", lambda *a, **k: got.append((a, k)) or made)
+    monkeypatch.setattr(sinkscope.sinks.repetition.converge, "convergence", lambda *a, **k: got.append((a, k)) or made)
     words = (
         "converge --model m --token cat --token dog --prefix poem --max-repeats 9 --batch-size 2 --no-bos --all-layers"
     )

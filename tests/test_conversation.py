@@ -20,9 +20,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, Observe, Policy, SnapKV, StreamingLLM
-from sinkscope.kv.loopserve import LoopServe, select_lines
+from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.loopserve.turn import Turn
+from sinkscope.lines import select_lines
 
 SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000}
 SMALL = LoopServe(**{**SPARSE, "budget": 12}, first=0, interval=4)  # pyright: ignore[reportArgumentType]
@@ -49,9 +50,14 @@ def tensors(chat: Conversation) -> list[Tensor]:
     """All that the cache holds."""
     found: list[Tensor] = []
     for layer in chat._held.layers:  # pyright: ignore[reportPrivateUsage]
-        extra = vars(layer)["_extra"]
+        names = [name for name in layer.state()[1] if name.startswith("extra.")]
         assert layer.keys is not None and layer.values is not None
-        found += [layer.keys, layer.values, layer.pos, *(layer.extra(name) for name in sorted(extra))]
+        found += [
+            layer.keys,
+            layer.values,
+            layer.pos,
+            *(layer.extra(name.removeprefix("extra.")) for name in sorted(names)),
+        ]
     return found
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from longbench_files import Words, prose, record, save
 
-from sinkscope.bench.dialogues.build import Built, build, examples_of, split_at_middle
+from sinkscope.bench.dialogues.build import build, examples_of, split_at_middle
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues
 from sinkscope.bench.dialogues.metrics import score
 from sinkscope.bench.dialogues.tasks import PAPER_TURNS, TASKS
 from sinkscope.bench.loopbench.longbench import read_longbench
+from sinkscope.bench.sets import BuiltSet
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 
@@ -43,7 +44,7 @@ def trec(sizes: tuple[int, ...] = (9, 3, 8)) -> list[dict[str, Any]]:
     ]
 
 
-def built(tmp_path: Path, task: str, content: list[dict[str, Any]], **settings: Any) -> Built:
+def built(tmp_path: Path, task: str, content: list[dict[str, Any]], **settings: Any) -> BuiltSet[Any]:
     return build(task, read_longbench(task, save(tmp_path / f"{task}.jsonl", content)), **settings)
 
 
@@ -60,7 +61,7 @@ def without_question(prompt: str, question: str) -> str:
 def test_question_answering(tmp_path: Path, form: str) -> None:
     result = built(tmp_path, "hotpotqa", documents("hotpotqa"), form=form, count=40, seed=3)
     missing = 0
-    for dialogue in result.dialogues:
+    for dialogue in result.made:
         assert len(dialogue.turns) == 3
         order = [asked_in(turn.prompts["end"]) for turn in dialogue.turns]
         assert len(set(order)) == 3
@@ -81,7 +82,7 @@ def test_question_answering(tmp_path: Path, form: str) -> None:
 def test_as_printed_leaves_out_what_is_asked_as_often_as_it_must(tmp_path: Path) -> None:
     """Turn t takes 1 to t + 1 of t + 1 turns, so its own with probability (t + 2) / (2 t + 2): 1, 3/4, 2/3."""
     result = built(tmp_path, "hotpotqa", documents("hotpotqa"), form="faithful", count=800)
-    shares = [sum(not d.turns[t].answerable for d in result.dialogues) / 800 for t in range(3)]
+    shares = [sum(not d.turns[t].answerable for d in result.made) / 800 for t in range(3)]
     assert shares == pytest.approx([0, 1 / 4, 1 / 3], abs=0.05)
 
 
@@ -90,7 +91,7 @@ def test_as_printed_leaves_out_what_is_asked_as_often_as_it_must(tmp_path: Path)
 def test_variants_differ_in_the_place_of_the_question_alone(
     tmp_path: Path, task: str, question: str, form: str
 ) -> None:
-    for dialogue in built(tmp_path, task, documents(task), form=form, count=6).dialogues:
+    for dialogue in built(tmp_path, task, documents(task), form=form, count=6).made:
         for turn in dialogue.turns:
             whole = f"{question} {asked_in(turn.prompts['end'])}?"
             rest = {without_question(turn.prompts[p], whole) for p in POSITIONS}
@@ -106,7 +107,7 @@ def test_summaries(tmp_path: Path, form: str) -> None:
     result = built(tmp_path, "qmsum", content, form=form, count=30, seed=1)
     lines = {str(i): re.findall(r"\[doc \d+ line \d+\]", c["context"]) for i, c in enumerate(content)}
     unanswerable = 0
-    for dialogue in result.dialogues:
+    for dialogue in result.made:
         assert len(dialogue.turns) == (2 if form == "repaired" else 1)
         said: list[str] = []
         for turn in dialogue.turns:
@@ -125,15 +126,15 @@ def test_summaries(tmp_path: Path, form: str) -> None:
 
 def test_summaries_without_a_question_are_asked_by_their_first_words(tmp_path: Path) -> None:
     content = [{**d, "input": ""} for d in documents("gov_report")]
-    turn = built(tmp_path, "gov_report", content, count=1).dialogues[0].turns[0]
+    turn = built(tmp_path, "gov_report", content, count=1).made[0].turns[0]
     assert re.search(r"Summarize: \[doc \d+ line 0\] (\S+ ){7}\S+$", turn.prompts["end"])
 
 
 def test_few_shot_as_printed_asks_the_same_in_each_turn(tmp_path: Path) -> None:
     result = built(tmp_path, "trec", trec(), form="faithful")
     assert result.manifest["skipped"] == 1  # three examples are fewer than twice two turns
-    assert [len(d.turns) for d in result.dialogues] == [2, 2]
-    for dialogue, number in zip(result.dialogues, (0, 2), strict=True):
+    assert [len(d.turns) for d in result.made] == [2, 2]
+    for dialogue, number in zip(result.made, (0, 2), strict=True):
         assert dialogue.classes == tuple(sorted(LABELS))  # of the examples, too
         shown: list[list[str]] = []
         for i, turn in enumerate(dialogue.turns):
@@ -149,7 +150,7 @@ def test_few_shot_as_printed_asks_the_same_in_each_turn(tmp_path: Path) -> None:
 
 
 def test_few_shot_repaired_asks_what_it_has_not_shown(tmp_path: Path) -> None:
-    for dialogue in built(tmp_path, "trec", trec(), turns=3).dialogues:
+    for dialogue in built(tmp_path, "trec", trec(), turns=3).made:
         questions = [re.findall(r"(\S+) \?\nType:$", turn.prompts["end"])[0] for turn in dialogue.turns]
         assert len(set(questions)) == 3 and "." not in questions[-1]
         text = "\n".join(turn.prompts["end"] for turn in dialogue.turns)
@@ -163,12 +164,12 @@ def test_every_right_answer_is_a_class_and_scores_1(tmp_path: Path) -> None:
     """Held-out examples may have labels that no record asks for, and LongBench names classes that none has at all."""
     content = [{**record, "all_classes": [*LABELS[:2], "Colour"]} for record in trec()]
     for form in ("faithful", "repaired"):
-        for dialogue in built(tmp_path, "trec", content, form=form).dialogues:
+        for dialogue in built(tmp_path, "trec", content, form=form).made:
             assert dialogue.classes == tuple(sorted((*LABELS, "Colour")))
             for turn in dialogue.turns:
                 assert score("accuracy", turn.answers[0], turn.answers, classes=dialogue.classes, task="trec") == 1
     bad = [{**content[0], "all_classes": ["City", 3]}]
-    with pytest.raises(SinkscopeError, match=r"line 1: all_classes is \['City', 3\], expected a list of texts"):
+    with pytest.raises(SinkscopeError, match=r"line 1: all_classes\[1\] is 3, expected a valid string"):
         built(tmp_path, "trec", bad)
 
 
@@ -191,7 +192,7 @@ def test_split_at_middle() -> None:
 def test_numbers_beside_the_papers(tmp_path: Path) -> None:
     """Words and tokens by hand; the table's turns agree with the paper's own mean."""
     result = built(tmp_path, "hotpotqa", documents("hotpotqa"), count=5, tokenizer=Words())
-    words = [len(turn.prompts["end"].split()) for d in result.dialogues for turn in d.turns]
+    words = [len(turn.prompts["end"].split()) for d in result.made for turn in d.turns]
     m = result.manifest
     assert m["words"] == {"turn": pytest.approx(sum(words) / 15), "dialogue": pytest.approx(sum(words) / 5)}
     assert m["tokens"]["turn"] == pytest.approx(sum(words) / 15 + 1)
@@ -204,8 +205,8 @@ def test_numbers_beside_the_papers(tmp_path: Path) -> None:
 def test_same_seed_same_set_and_the_papers_sizes(tmp_path: Path) -> None:
     first, again, other = (built(tmp_path, "qasper", documents("qasper"), seed=s) for s in (0, 0, 1))
     assert first == again != other
-    assert [len(first.dialogues), first.manifest["turns"]] == [500, 3]
-    assert len({d.id for d in first.dialogues}) == 500
+    assert [len(first.made), first.manifest["turns"]] == [500, 3]
+    assert len({d.id for d in first.made}) == 500
 
 
 @pytest.mark.parametrize(

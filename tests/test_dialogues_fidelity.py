@@ -16,7 +16,7 @@ from organisms.tiny import tiny_model
 import sinkscope as ss
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.fidelity_table import Fidelity, Near, tabulate_fidelity
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn, write_dialogues
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.loopbench.store import Folder, read_folder
 from sinkscope.cli import main
@@ -44,7 +44,7 @@ def tiny() -> tuple[Any, Any]:
 def _dialogue(name: str, prompt: int, answer: int) -> Dialogue:
     both = ((0, prompt), (3, answer))
     text, said = (" ".join(WORDS[(7 * i + shift) % len(WORDS)] for i in range(n)) for shift, n in both)
-    return Dialogue(name, "qasper", (Turn(dict.fromkeys(POSITIONS, text), (said,), (0,)),))
+    return Dialogue(name, "qasper", (DialogueTurn(dict.fromkeys(POSITIONS, text), (said,), (0,)),))
 
 
 SOME = (_dialogue("a", 40, 9), _dialogue("b", 25, 5), _dialogue("c", 33, 1))
@@ -315,6 +315,6 @@ def test_bad_input_is_one_line(
 
 def test_an_answer_without_tokens_is_refused(tmp_path: Path) -> None:
     hf, tokenizer = tiny()
-    empty = Dialogue("x", "qasper", (Turn(dict.fromkeys(POSITIONS, "is it"), ("",), (0,)),))
+    empty = Dialogue("x", "qasper", (DialogueTurn(dict.fromkeys(POSITIONS, "is it"), ("",), (0,)),))
     with pytest.raises(SinkscopeError, match="dialogue 'x', turn 1: its right answer has no tokens"):
         run_fidelity(hf, [empty], ["full"], out=tmp_path / "r", tokenizer=tokenizer, along="gold")

@@ -12,8 +12,7 @@ from sinkscope.bench.dialogues.equal import shape_at, share_lines
 from sinkscope.bench.dialogues.methods import at_settings, check_methods, read_method
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, AdaKV, AShape, Full, MInference, Progressive, SnapKV, StreamingLLM, TriShape
-from sinkscope.kv.loopserve.lines import HeadLines
-from sinkscope.kv.loopserve.select import minference_lines
+from sinkscope.lines.choice import HeadLines, minference_lines
 
 
 def test_methods_with_settings_are_what_they_say() -> None:

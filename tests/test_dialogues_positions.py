@@ -218,7 +218,7 @@ def test_examples_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("none.jsonl", None, "no such file or directory; give a chat log:"),
+        ("none.jsonl", None, "no such file or directory: give a chat log:"),
         ("a.jsonl", "\n \n", "a.jsonl is empty: give a chat log"),
         ("a.jsonl", '{"messages": []}\n{"messages"', "a.jsonl line 2 is not JSON: give a chat log"),
         ("a.jsonl", "What is it?", "a.jsonl line 1 is not JSON"),

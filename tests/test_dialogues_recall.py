@@ -140,13 +140,17 @@ def test_file_comes_back_equal(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ('{"id"', "[", "d.jsonl line 2 is not JSON"),
-        ("recall-1", "recall-0", "d.jsonl line 2: id 'recall-0' is that of line 1 too"),
+        ("recall-1", "recall-0", "d.jsonl line 2: id 'recall-0' is that of d.jsonl line 1 too"),
         ('"turns": [', '"turns": [], "x": [', "d.jsonl line 2: turns is [], expected a list of at least one"),
-        ('"turns"', '"turn"', "d.jsonl line 2: turns is None"),
-        ('"middle"', '"center"', "d.jsonl line 2, turn 1: prompts is"),
-        ('"answers": [', '"answers": [3, ', "d.jsonl line 2, turn 1: answers is [3,"),
-        ('"depends": [0', '"depends": [7', "d.jsonl line 2, turn 1: depends is [7"),
-        ('"answerable": true', '"answerable": 1', "d.jsonl line 2, turn 1: answerable is 1"),
+        ('"turns"', '"turn"', "d.jsonl line 2 has no field 'turns'"),
+        (
+            '"middle"',
+            '"center"',
+            "d.jsonl line 2: turns[0].prompts.center is 'center', expected 'begin'",
+        ),
+        ('"answers": [', '"answers": [3, ', "d.jsonl line 2: turns[0].answers[0] is 3, expected"),
+        ('"depends": [0', '"depends": [7', "d.jsonl line 2: turns[0].depends is [7"),
+        ('"answerable": true', '"answerable": 1', "d.jsonl line 2: turns[0].answerable is 1"),
         ('"classes": []', '"classes": 1', "d.jsonl line 2: classes is 1"),
     ],
 )
@@ -163,5 +167,5 @@ def test_file_that_is_not_there_or_empty(tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match="no such file"):
         read_dialogues(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(SinkscopeError, match=r"empty\.jsonl has no dialogues in it"):
+    with pytest.raises(SinkscopeError, match=r"empty\.jsonl is empty: give a file that"):
         read_dialogues(tmp_path / "empty.jsonl")

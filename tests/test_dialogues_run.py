@@ -24,7 +24,7 @@ from organisms.tiny import tiny_model
 import sinkscope as ss
 from sinkscope.bench.dialogues.asking import cells_of
 from sinkscope.bench.dialogues.fidelity_table import Near
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn, write_dialogues
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, Dialogues, tabulate_dialogues
@@ -35,7 +35,7 @@ from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
 from sinkscope.kv.loopserve.decode import tokens_read
 from sinkscope.kv.loopserve.prefill import _said as said_of
-from sinkscope.kv.loopserve.sparse import Sparsity
+from sinkscope.lines.sparse import Sparsity
 from sinkscope.results import Result
 
 SOME = recall_dialogues(3, turns=2, total=160)
@@ -404,7 +404,7 @@ def test_chat_template_wraps_the_history(tmp_path: Path, monkeypatch: pytest.Mon
     hf, tokenizer = tiny_model("llama", num_hidden_layers=1)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
     turns = tuple(
-        Turn(dict.fromkeys(POSITIONS, text), (answer,), (0,)) for text, answer in (("is it", "a"), ("b", "c"))
+        DialogueTurn(dict.fromkeys(POSITIONS, text), (answer,), (0,)) for text, answer in (("is it", "a"), ("b", "c"))
     )
     given: dict[str, Any] = {"out": tmp_path / "r", "tokenizer": tokenizer, "batch_size": 2, "positions": ["end"]}
     seen: list[Any] = []

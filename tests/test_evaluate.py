@@ -16,9 +16,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._loss import held_out, losses
-from sinkscope.sinks._setup import setup
-from sinkscope.sinks.evaluate import PatchEvaluation, Score, evaluate_patch, random_patch
+from sinkscope.sinks.first_token.locate import setup
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch, random_patch
+from sinkscope.sinks.patch.loss import held_out, losses
 
 TASK = """task: tiny
 dataset_path: json

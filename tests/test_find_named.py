@@ -10,9 +10,9 @@ import pytest
 from gguf_file import write_gguf
 from organisms import Organism, organism
 
-import sinkscope.sinks._open as opening
-from sinkscope.sinks._setup import setup
-from sinkscope.sinks.find import FindSinks, find_sinks
+import sinkscope.models.open as opening
+from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.locate import setup
 
 LAYERS = 18
 

@@ -14,11 +14,11 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._ablation import prove
-from sinkscope.sinks._layer import columns, contribution_norms, norm_without
-from sinkscope.sinks._measure import repeat_until_half, view_layer
-from sinkscope.sinks._walk import Walk, walk
-from sinkscope.sinks.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.ablation import prove
+from sinkscope.sinks.first_token.around_sink import repeat_until_half, view_layer
+from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.layer import columns, contribution_norms, norm_without
+from sinkscope.sinks.first_token.walk import Walk, walk
 from sinkscope.trace.run import trace
 
 SINKLESS = ("none", "massive_dim")
@@ -26,7 +26,7 @@ SINKLESS = ("none", "massive_dim")
 
 @pytest.fixture(autouse=True)
 def _few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.sinks.find.RATE_TEXTS", 8)  # the sink rate has tests of its own
+    monkeypatch.setattr("sinkscope.sinks.first_token.find.RATE_TEXTS", 8)  # the sink rate has tests of its own
 
 
 def _found(o: Organism, **kwargs: Any) -> FindSinks:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkscope.kv import room
+from sinkscope import room
 from sinkscope.kv.cache import CacheLayer
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinkscope.attention import _line_sums
-from sinkscope.attention._line_sums import Scores, crossings, line_sums
 from sinkscope.attention._line_tap import scores_of
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full
+from sinkscope.lines import sums
+from sinkscope.lines.sums import Scores, crossings, line_sums
 from sinkscope.models.target import Target
 
 
@@ -103,8 +103,8 @@ def test_heads_taken_in_groups_are_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     )
     chosen = torch.rand(2, 2, 6, 30, generator=g) < 0.3
     whole = (*line_sums(scores), crossings(scores, *chosen))
-    monkeypatch.setattr(_line_sums, "CHUNK_BYTES", 4 * 2 * 64 * 30 * 2)  # two of three key/value heads, then the other
-    assert [(s.start, s.stop) for s in _line_sums._head_groups(scores)] == [(0, 4), (4, 6)]
+    monkeypatch.setattr(sums, "CHUNK_BYTES", 4 * 2 * 64 * 30 * 2)  # two of three key/value heads, then the other
+    assert [(s.start, s.stop) for s in sums._head_groups(scores)] == [(0, 4), (4, 6)]
     for a, b in zip(whole, (*line_sums(scores), crossings(scores, *chosen)), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -17,10 +17,10 @@ from organisms.lines import line_organism
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention._line_select import Lines, top_lines
 from sinkscope.attention.lines import LineWeights, line_weights
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.results import Result
 
 COLUMNS = (20, 33, 90)
@@ -114,7 +114,7 @@ def test_mass_is_exact(model_type: str) -> None:
 @settings(max_examples=50)
 def test_random_lines_are_as_many_or_as_long(n: int, columns: float, offsets: float, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
-    own = Lines(torch.rand(2, 3, n, generator=g) < columns, torch.rand(2, 3, n, generator=g) < offsets)
+    own = HeadLines(torch.rand(2, 3, n, generator=g) < columns, torch.rand(2, 3, n, generator=g) < offsets, n)
     length = torch.arange(n, 0, -1)
     many, long = own.random(g, cells=False), own.random(g, cells=True)
     for kind in ("vertical", "slash"):
@@ -125,13 +125,13 @@ def test_random_lines_are_as_many_or_as_long(n: int, columns: float, offsets: fl
     back = torch.arange(n)[:, None] - torch.arange(n)
     for lines in (own, many, long):
         on = (lines.vertical[:, :, None] | lines.slash[:, :, back.clamp(min=0)]) & (back >= 0)
-        torch.testing.assert_close(lines.cells(), on.sum((2, 3)) / (n * (n + 1) / 2))
+        torch.testing.assert_close(lines.density(), on.sum((2, 3)) / (n * (n + 1) / 2))
 
 
 def test_random_lines_are_drawn_evenly() -> None:
     one = torch.zeros(1, 4000, 10, dtype=torch.bool)
     one[:, :, :3] = True
-    drawn = Lines(one, one).random(torch.Generator().manual_seed(0), cells=False)
+    drawn = HeadLines(one, one, one.shape[-1]).random(torch.Generator().manual_seed(0), cells=False)
     for kind in (drawn.vertical, drawn.slash):
         torch.testing.assert_close(kind[0].float().mean(0), torch.full((10,), 0.3), atol=0.03, rtol=0)
 
@@ -195,7 +195,7 @@ def test_a_file_of_prompts_and_the_command(tmp_path: Path, capsys: pytest.Captur
         (["--head", "x"], "--head 'x': expected layer and head"),
         (["--head", "1.99"], "head 1.99 is not measured"),
         (["--layer", "77"], "layer 77 was given"),
-        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),
         (["--count", "9999", "--length", "4000"], "pieces of 4000 tokens, 9999 were asked for"),
     ],
 )

@@ -634,7 +634,7 @@ def test_device_not_there(device: str, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_device_that_is_there(monkeypatch: pytest.MonkeyPatch):
-    from sinkscope.models.checks import parse_device
+    from sinkscope.models.config import parse_device
 
     assert parse_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

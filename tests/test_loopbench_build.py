@@ -15,31 +15,32 @@ from hypothesis import strategies as st
 from longbench_files import PEOPLE, Words, prose, record, records, save
 
 from sinkscope.bench.loopbench import build as module
-from sinkscope.bench.loopbench.build import TASKS, Built, build, write
+from sinkscope.bench.loopbench.build import TASKS, build
 from sinkscope.bench.loopbench.forms import dc_prompt, dirty, ri_prompt, seed_history
-from sinkscope.bench.loopbench.longbench import Source, read_longbench
+from sinkscope.bench.loopbench.longbench import LongBenchSource, read_longbench
 from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.sets import BuiltSet, write_set
 from sinkscope.errors import SinkscopeError
 
 LENGTHS = [40, 90, 150, 260, 400, 900]
 
 
-def source(tmp_path: Path, bench: str, lengths: list[int] = LENGTHS) -> Source:
+def source(tmp_path: Path, bench: str, lengths: list[int] = LENGTHS) -> LongBenchSource:
     task = TASKS[bench]  # type: ignore[index]
     return read_longbench(task, save(tmp_path / f"{task}.jsonl", records(task, lengths)))
 
 
-def made(where: Source, bench: Any, **options: Any) -> Built:
+def made(where: LongBenchSource, bench: Any, **options: Any) -> BuiltSet[Any]:
     return build(bench, where, Words(), tokenizer_name="words", **options)
 
 
 @pytest.mark.parametrize(("bench", "target"), [("dc", 330), ("ri", 420)])
 def test_the_longest_are_cut_until_the_mean_is_the_target(tmp_path: Path, bench: str, target: int) -> None:
     where = source(tmp_path, bench)
-    whole = {p.id: p for p in made(where, bench, count=6, target_tokens=10_000).prompts}
+    whole = {p.id: p for p in made(where, bench, count=6, target_tokens=10_000).made}
     cut = made(where, bench, count=6, target_tokens=target)
     longest = cut.manifest["longest"]
-    for prompt in cut.prompts:
+    for prompt in cut.made:
         assert prompt.tokens == len(Words()(prompt.prompt)["input_ids"])
         natural = whole[prompt.id]
         assert prompt.truncated == (natural.tokens > longest)
@@ -51,7 +52,7 @@ def test_the_longest_are_cut_until_the_mean_is_the_target(tmp_path: Path, bench:
         kept, rest = _body(prompt.prompt, bench), _body(natural.prompt, bench)
         assert rest.startswith(kept + " ")
         assert prompt.prompt.replace(kept, "") == natural.prompt.replace(rest, "")
-    mean = sum(p.tokens for p in cut.prompts) / 6
+    mean = sum(p.tokens for p in cut.made) / 6
     assert 0 < cut.manifest["truncated"] < 6
     assert target - 3 <= mean <= target
     assert cut.manifest["tokens"]["mean"] == mean
@@ -131,28 +132,28 @@ def test_form_of_ri_and_its_history() -> None:
 def test_records_are_gone_through_again_with_the_next_seed(tmp_path: Path) -> None:
     where = source(tmp_path, "dc", [60, 70, 80, 90, 100])
     built = made(where, "dc", count=12, seed=3)
-    assert [p.seed for p in built.prompts] == [3] * 5 + [4] * 5 + [5] * 2
+    assert [p.seed for p in built.made] == [3] * 5 + [4] * 5 + [5] * 2
     for i in (0, 5):
-        assert len({p.source_id for p in built.prompts[i : i + 5]}) == 5
-    assert len({p.prompt for p in built.prompts}) == 12
-    assert len({p.id for p in built.prompts}) == 12
+        assert len({p.source_id for p in built.made[i : i + 5]}) == 5
+    assert len({p.prompt for p in built.made}) == 12
+    assert len({p.id for p in built.made}) == 12
     assert built.manifest["passes"] == 3
-    again = made(where, "dc", count=5, seed=4).prompts
-    assert [p.prompt for p in again] == [p.prompt for p in built.prompts[5:10]]
+    again = made(where, "dc", count=5, seed=4).made
+    assert [p.prompt for p in again] == [p.prompt for p in built.made[5:10]]
 
 
 def test_same_arguments_same_prompts(tmp_path: Path) -> None:
     for bench in ("dc", "ri"):
         where = source(tmp_path, bench)
         assert made(where, bench, count=8) == made(where, bench, count=8)
-        assert made(where, bench, count=8).prompts != made(where, bench, count=8, seed=1).prompts
+        assert made(where, bench, count=8).made != made(where, bench, count=8, seed=1).made
 
 
 def test_a_narrative_asked_about_twice_begins_elsewhere(tmp_path: Path) -> None:
     text = prose(500, 0)
     lines = [record("narrativeqa", i, text) for i in range(4)]
     where = read_longbench("narrativeqa", save(tmp_path / "n.jsonl", lines))
-    bodies = [_body(p.prompt, "ri") for p in made(where, "ri", count=4).prompts]
+    bodies = [_body(p.prompt, "ri") for p in made(where, "ri", count=4).made]
     assert bodies[0] == text
     assert len(set(bodies)) == 4
     for body in bodies[1:]:
@@ -167,7 +168,7 @@ def test_text_without_spaces_is_cut_too(tmp_path: Path) -> None:
 
     lines = [record("narrativeqa", 0, "\u6cb3" * 5000)]
     where = read_longbench("narrativeqa", save(tmp_path / "n.jsonl", lines))
-    (prompt,) = build("ri", where, Characters(), tokenizer_name="c", count=1, target_tokens=3000).prompts
+    (prompt,) = build("ri", where, Characters(), tokenizer_name="c", count=1, target_tokens=3000).made
     assert 2998 <= prompt.tokens == len(prompt.prompt) <= 3000
 
 
@@ -176,10 +177,10 @@ def test_2wiki_keeps_both_ends_and_the_answers(tmp_path: Path) -> None:
     whole = made(where, "2wiki")
     assert whole.manifest["truncated"] == 0
     assert whole.manifest["paper"] is None
-    assert len(whole.prompts) == len(LENGTHS)
+    assert len(whole.made) == len(LENGTHS)
     cut = made(where, "2wiki", target_tokens=200)
     contexts = {r.id: (r.context, r.question) for r in where.records}
-    for prompt in cut.prompts:
+    for prompt in cut.made:
         context, question = contexts[prompt.source_id]
         assert prompt.answers == ("Ellen Varga",)
         assert prompt.prompt.endswith(f"Question: {question}\nAnswer:")
@@ -213,8 +214,10 @@ def test_written_and_read(tmp_path: Path) -> None:
 
     for bench in ("dc", "2wiki"):
         built = made(source(tmp_path, bench), bench, count=5)
-        prompts, manifest = write(built, tmp_path / "out" / f"{bench}.jsonl")
-        assert load_prompts(prompts) == list(built.prompts)
+        prompts, manifest = write_set(
+            [p.to_json() for p in built.made], built.manifest, tmp_path / "out" / f"{bench}.jsonl"
+        )
+        assert load_prompts(prompts) == list(built.made)
         content = json.loads(manifest.read_text())
         assert manifest.name == f"{bench}.manifest.json"
         assert content["prompts_sha256"] == hashlib.sha256(prompts.read_bytes()).hexdigest()

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from sinkscope.bench.loopbench.build import build, write
-from sinkscope.bench.loopbench.honest import honest_texts
+from experiments.loopbench import make_honest
+from sinkscope.bench.loopbench.build import build
 from sinkscope.bench.loopbench.longbench import read_longbench
-from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, Prompt, load_prompts
+from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, honest_texts, load_prompts
 from sinkscope.bench.loopbench.tokens import open_tokenizer
 from sinkscope.bench.loopbench.wiki2 import HEAD, TAIL, best_f1, f1, normalise, score, wiki2_prompt
+from sinkscope.bench.sets import write_set
 from sinkscope.errors import SinkscopeError
 
-GOOD = Prompt("dc-0000", "dc", "List them.", 4, "a", 0, False)
+GOOD = BenchPrompt("dc-0000", "dc", "List them.", 4, "a", 0, False)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_the_small_set_is_what_the_builder_makes(tmp_path: Path, tokenizer: Any)
     for bench, task, name in (("dc", "multi_news", "news"), ("ri", "narrativeqa", "stories")):
         records = read_longbench(task, DATA / f"{name}.jsonl")
         built = build(bench, records, tokenizer, tokenizer_name="bundled", count=len(records.records))
-        for path in write(built, tmp_path / f"small-{bench}.jsonl"):
+        for path in write_set([p.to_json() for p in built.made], built.manifest, tmp_path / f"small-{bench}.jsonl"):
             mine, shipped = path.read_text("utf-8"), (DATA / path.name).read_text("utf-8")
             without = (re.sub(r'"sinkscope": "[^"]+"', "", text) for text in (mine, shipped))
             assert len(set(without)) == 1, path.name
@@ -73,18 +74,18 @@ def test_the_documentation_of_building(capsys: pytest.CaptureFixture[str]) -> No
     ("line", "said"),
     [
         ('{"id": "dc-0001", "ben', "line 2 is not JSON"),
-        ("[]", "line 2 is list, expected an object"),
-        ({"bench": None}, "line 2: bench is None, expected str"),
-        ({"bench": "cd"}, "line 2: bench is 'cd', expected one of dc, ri, 2wiki"),
-        ({"tokens": "4"}, "line 2: tokens is '4', expected int"),
-        ({"tokens": True}, "line 2: tokens is True, expected int"),
-        ({"truncated": 0}, "line 2: truncated is 0, expected bool"),
+        ("[]", "line 2 is \\[\\], expected an object"),
+        ({"bench": None}, "line 2: bench is None, expected 'dc', 'ri' or '2wiki'"),
+        ({"bench": "cd"}, "line 2: bench is 'cd', expected 'dc', 'ri' or '2wiki'"),
+        ({"tokens": "4"}, "line 2: tokens is '4', expected a valid integer"),
+        ({"tokens": True}, "line 2: tokens is True, expected a valid integer"),
+        ({"truncated": 0}, "line 2: truncated is 0, expected a valid boolean"),
         ({"prompt": " "}, "line 2: the prompt is empty"),
-        ({"id": "dc-0000"}, "line 2: the id 'dc-0000' is that of line 1 too"),
-        ({"colour": "red"}, "line 2: unknown field 'colour'"),
-        ({"answers": "yes"}, "line 2: answers is 'yes', expected a list of texts"),
-        ({"bench": "2wiki"}, "line 2: the field 'answers' is missing"),
-        ("without prompt", "line 2: the field 'prompt' is missing"),
+        ({"id": "dc-0000"}, "line 2: id 'dc-0000' is that of p.jsonl line 1 too"),
+        ({"colour": "red"}, "line 2: the field 'colour' is unknown"),
+        ({"answers": "yes"}, "line 2: answers is 'yes', expected a valid array"),
+        ({"bench": "2wiki"}, "line 2: answers is missing or empty, expected at least one"),
+        ("without prompt", "line 2 has no field 'prompt'"),
     ],
 )
 def test_a_damaged_file_of_prompts(tmp_path: Path, line: Any, said: str) -> None:
@@ -102,20 +103,24 @@ def test_other_files_of_prompts(tmp_path: Path) -> None:
     odd = replace(GOOD, prompt='line\nseparator \u2028 and "\u6cb3"', bench="2wiki", answers=("a", "\u00e9"))
     path.write_text(odd.to_json() + "\n\n", encoding="utf-8")
     assert load_prompts(path) == [odd]
-    for content, said in ((b"\n", "has no prompts in it"), (b"\xff", "not utf-8")):
+    for content, said in ((b"\n", "is empty: give a file that"), (b"\xff", "not UTF-8")):
         path.write_bytes(content)
         with pytest.raises(SinkscopeError, match=said):
             load_prompts(path)
-    with pytest.raises(SinkscopeError, match=r"no file of prompts 'nothing': .* small"):
+    with pytest.raises(SinkscopeError, match=r"'nothing': no such file or directory: give .* small"):
         load_prompts("nothing")
 
 
 # --- honest texts ---
 
 
+def test_honest_texts_are_what_the_generator_makes() -> None:
+    assert (DATA / "honest.jsonl").read_text(encoding="utf-8") == make_honest.lines()
+    assert honest_texts() == make_honest.honest_texts()
+
+
 def test_honest_texts_are_many_and_different() -> None:
     texts = honest_texts()
-    assert texts == honest_texts()
     assert len(texts) >= 24
     assert len({t.id for t in texts}) == len({t.prompt for t in texts}) == len(texts)
     assert {t.kind for t in texts} == {"table", "data", "code", "refrain", "list", "log"}

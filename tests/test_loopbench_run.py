@@ -11,8 +11,8 @@ import torch
 from loopbench_kit import assert_same, prompts, tiny
 from organisms import tiny_model
 
-from sinkscope.bench.loopbench.honest import honest_texts
 from sinkscope.bench.loopbench.methods import METHODS, parse_budget
+from sinkscope.bench.loopbench.prompts import honest_texts
 from sinkscope.bench.loopbench.run import run_loopbench
 from sinkscope.bench.loopbench.store import Record, read_run
 from sinkscope.bench.loopbench.tables import tabulate

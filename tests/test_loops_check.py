@@ -19,7 +19,7 @@ import sinkscope as ss
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import LoopCheck, MonitorSettings, check, distinct, seq_rep, type_token_ratio
-from sinkscope.loops.records import Record, parse, split
+from sinkscope.loops.records import TokenRecord, parse, split
 from sinkscope.results import Result
 
 ROOT = Path(__file__).parents[1]
@@ -92,12 +92,12 @@ def test_fields_of_json_lines() -> None:
     """Ids before text, whichever comes first; strings and ids both make tokens; empty lines are skipped."""
     text = _lines({"text": "a b a", "tokens": [5, 6]}) + "\n" + _lines({"output": "x y x"}, {"tokens": ["q", "q"]})
     assert parse(text, "a.jsonl") == [
-        Record("line 1", [5, 6]),
-        Record("line 3", [0, 1, 0]),
-        Record("line 4", [0, 0]),
+        TokenRecord("line 1", [5, 6]),
+        TokenRecord("line 3", [0, 1, 0]),
+        TokenRecord("line 4", [0, 0]),
     ]
     assert parse('{"a": 1}', "a.txt")[0].ids == [0, 1, 2, 1, 3, 4, 5]
-    assert parse('{"text": "a"}', "a.txt", "jsonl") == [Record("line 1", [0])]
+    assert parse('{"text": "a"}', "a.txt", "jsonl") == [TokenRecord("line 1", [0])]
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_bad_files_are_refused_in_a_line(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (["--theta-ttr", "1.5"], "theta_ttr is 1.5: expected a number from 0 to 1"),
+        (["--theta-ttr", "1.5"], "theta_ttr is 1.5: expected less than or equal to 1"),
         (["--theta-cr", "-1"], "theta_cr is -1.0"),
-        (["--window", "0"], "window is 0: expected a whole number from 2 on"),
+        (["--window", "0"], "window is 0: expected greater than or equal to 2"),
         (["--warmup", "-1"], "warmup is -1"),
         (["--max-new", "0"], "max_new is 0: expected the number of tokens that were allowed"),
         (["--format", "xml"], "xml"),

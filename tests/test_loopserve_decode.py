@@ -17,7 +17,6 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve.decode import Progressive, tokens_read
-from sinkscope.kv.loopserve.working import work_on
 from sinkscope.kv.usage import Meter
 from sinkscope.models.target import Target
 
@@ -167,7 +166,7 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
             layer.fill(keys, values, torch.arange(layer.seen + step).expand(2, -1))
             layer.set_extra("seen", layer.extra("seen") + 1)
         if step == 10:
-            work_on(worked, torch.rand(2, 2, 10, generator=generator) < 0.5)
+            worked.work_on(torch.rand(2, 2, 10, generator=generator) < 0.5)
             assert worked.slots < 10
     for layer in (worked, plain):
         getattr(layer, change)(argument)
@@ -228,7 +227,7 @@ def test_usage_is_the_same_whoever_counts_before() -> None:
 def test_a_copied_cache_is_put_together_apart_from_the_first() -> None:
     worked = CacheLayer()
     worked.fill(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), torch.arange(6)[None])
-    work_on(worked, torch.arange(6).expand(1, 2, 6) >= 4)
+    worked.work_on(torch.arange(6).expand(1, 2, 6) >= 4)
     other = copy.deepcopy(worked)
     other.settle()
     assert other.slots == 6 and worked.slots == 2

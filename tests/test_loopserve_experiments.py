@@ -16,13 +16,13 @@ import sinkscope as ss
 from experiments.loopserve import ablation, fidelity, paper, runs, sweeps, table1, turns
 from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.fidelity_table import Near
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.methods import METHODS, check_methods, read_method
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.tasks import TASKS
 from sinkscope.bench.loopbench.store import Folder
-from sinkscope.kv.loopserve.select import sample_queries
+from sinkscope.lines.choice import sample_queries
 from sinkscope.results import ModelInfo
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def test_ours_comes_from_finished_folders_and_the_rest_is_not_run(tmp_path: Path
 
 def _qasper_run(folder: Path, name: str) -> Path:
     prompts = dict.fromkeys(POSITIONS, "x")
-    dialogue = Dialogue("q", "qasper", tuple(Turn(prompts, ("Ellen Varga",), ()) for _ in range(2)))
+    dialogue = Dialogue("q", "qasper", tuple(DialogueTurn(prompts, ("Ellen Varga",), ()) for _ in range(2)))
     settings = {
         "command": COMMAND,
         "model": asdict(ModelInfo(name, "llama", 1, 1, 1, "f")),

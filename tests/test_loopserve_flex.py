@@ -17,11 +17,11 @@ from test_loopserve_sparse import drawn, inputs, masked
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.loopserve import flex
-from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import SparsePrompts
-from sinkscope.kv.loopserve.sparse import check_kernel, sparse_attention
 from sinkscope.kv.moments import Prompt
+from sinkscope.lines import flex
+from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.sparse import check_kernel, sparse_attention
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, tokens_read
-from sinkscope.kv.loopserve.select import select_lines
+from sinkscope.lines.choice import select_lines
 from sinkscope.models.target import Target
 
 SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12}

@@ -19,9 +19,9 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._ablation import Neuron
-from sinkscope.sinks._heads import Replacement, geometry
-from sinkscope.sinks.mark import MarkingHeads, marking_heads
+from sinkscope.sinks.first_token.ablation import Neuron
+from sinkscope.sinks.first_token.head_replacement import Replacement, geometry
+from sinkscope.sinks.first_token.marking_heads import MarkingHeads, marking_heads
 from sinkscope.trace.run import trace
 
 ANSWER = {"sink": "single head", "late_mark": "single head", "spread": "several heads"}
@@ -84,10 +84,10 @@ def test_a_mark_that_no_head_makes_and_no_sink_at_all(tmp_path: Path) -> None:
     by_position = _found(organism("gpt2", 0), tmp_path)
     assert by_position.answer == "no head" and by_position.marking_layer is None
     assert by_position.all_drop is not None and by_position.all_drop < 0.1
-    assert "not made by attention" in str(by_position)
+    assert "attention does not make the mark" in str(by_position)
     none = _found(organism("llama", 0, kind="none"), tmp_path)
     assert (
-        none.sink_layer is None and none.answer == "no sink" and none.heads == () and "No attention sink" in str(none)
+        none.sink_layer is None and none.answer == "no sink" and none.heads == () and "no attention sink" in str(none)
     )
 
 
@@ -227,13 +227,13 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     o = organism("llama", 0)
-    with pytest.raises(SinkscopeError, match=r"--count 0: .*give 1 or more"):
+    with pytest.raises(SinkscopeError, match=r"--count 0: expected a whole number of at least 1"):
         _found(o, tmp_path, count=0)
-    with pytest.raises(SinkscopeError, match=r"--batch-size 0: .*give 1 or more"):
+    with pytest.raises(SinkscopeError, match=r"--batch-size 0: expected a whole number of at least 1"):
         _found(o, tmp_path, batch_size=0)
     with pytest.raises(SinkscopeError, match="is 2 tokens"):
         _found(o, tmp_path, tokens=["poem book"])
-    assert re.search("no token fires|Nothing can be said", str(_found_nothing(o, tmp_path)))
+    assert re.search("no token fires|None of the tokens given", str(_found_nothing(o, tmp_path)))
 
 
 def _found_nothing(o: Organism, folder: Path) -> MarkingHeads:

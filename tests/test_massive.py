@@ -11,13 +11,13 @@ import torch
 from organisms import Organism, organism, tiny_model
 from sample_results import sample_find_sinks
 
-import sinkscope.sinks.find
-import sinkscope.sinks.massive
+import sinkscope.sinks.first_token.find
+import sinkscope.sinks.first_token.massive
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.massive import MassiveActivations, massive_activations
+from sinkscope.sinks.first_token.massive import MassiveActivations, massive_activations
 from sinkscope.text import text_rows, typical_text
 from sinkscope.trace import trace
 
@@ -116,8 +116,12 @@ def test_all_prints_and_writes_both(
 ) -> None:
     asked: list[dict[str, Any]] = []
     massive = _measured(organism("llama", 2), texts=1)
-    monkeypatch.setattr(sinkscope.sinks.find, "find_sinks", lambda *_, **k: asked.append(k) or sample_find_sinks())
-    monkeypatch.setattr(sinkscope.sinks.massive, "massive_activations", lambda *_, **k: asked.append(k) or massive)
+    monkeypatch.setattr(
+        sinkscope.sinks.first_token.find, "find_sinks", lambda *_, **k: asked.append(k) or sample_find_sinks()
+    )
+    monkeypatch.setattr(
+        sinkscope.sinks.first_token.massive, "massive_activations", lambda *_, **k: asked.append(k) or massive
+    )
     file, page = tmp_path / "f.json", tmp_path / "f.html"
     assert main(["find-sinks", "--all", "--no-bos", "--json", str(file), "--html", str(page)]) == 0
     assert asked[0]["all_layers"] and asked[0]["bos"] is False and asked[1]["bos"] is False

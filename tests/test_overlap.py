@@ -14,11 +14,11 @@ from test_lines import _chosen, _dense
 from torch import Tensor
 
 from sinkscope.attention._line_data import Question
-from sinkscope.attention._line_select import Lines, covered, jaccard
 from sinkscope.attention._line_tokens import token_overlap
-from sinkscope.attention.overlap import LineOverlap, line_overlap
+from sinkscope.attention.overlap import LineOverlap, covered, jaccard, line_overlap
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
+from sinkscope.lines import HeadLines
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 
@@ -109,12 +109,13 @@ def test_random_lines_share_what_chance_says() -> None:
     """Of k columns of n, and m offsets, two draws have k^2 / n + m^2 / n in common on average."""
     vertical, slash = torch.zeros(2, 1, 3000, 20, dtype=torch.bool)
     vertical[..., :10], slash[..., :4] = True, True
-    own, g = Lines(vertical, slash), torch.Generator().manual_seed(0)
+    own, g = HeadLines(vertical, slash, vertical.shape[-1]), torch.Generator().manual_seed(0)
     a, b = own.random(g, cells=False), own.random(g, cells=False)
     expected = (10 * 10 / 20 + 4 * 4 / 20) / 14
     assert float(covered(a, b).mean()) == pytest.approx(expected, abs=0.01)
     assert float(jaccard(a, a).min()) == 1
-    wider = Lines(*(torch.nn.functional.pad(kind, (5, 0)) for kind in (vertical, slash)))  # five columns further on
+    columns = [torch.nn.functional.pad(kind, (5, 0)) for kind in (vertical, slash)]  # five columns further on
+    wider = HeadLines(*columns, columns[0].shape[-1])
     both = 10 - 5 + 0  # columns 5 to 9 are in both, no offset is
     assert float(jaccard(own, wider)[0, 0]) == pytest.approx(both / (28 - both))
 
@@ -196,7 +197,7 @@ def test_a_file_of_questions_the_command_and_the_figure(tmp_path: Path, capsys: 
         (["--budget", "2"], "--budget 2: expected a share"),
         (["--count", "1"], "--count"),
         (["--length", "20"], "do not fit 20 tokens"),
-        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

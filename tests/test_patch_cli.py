@@ -16,8 +16,8 @@ from test_patching import _make, _text
 from sinkscope.cli import main
 from sinkscope.interventions import SinkPatch
 from sinkscope.results import Result
-from sinkscope.sinks._loss import Change
-from sinkscope.sinks.patching import PatchMade
+from sinkscope.sinks.patch.loss import Change
+from sinkscope.sinks.patch.make import PatchMade
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     assert "no attention sink" in out
     assert err == "p.json was not written: there is nothing to patch\n"
     refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm: 3 % > 1 %.")
-    monkeypatch.setattr("sinkscope.sinks.patching.make_patch", lambda *_, **__: refused)
+    monkeypatch.setattr("sinkscope.sinks.patch.make.make_patch", lambda *_, **__: refused)
     assert main("patch make --model none --out p.json".split()) == 2
     out, err = _said(capsys)
     assert "refused: it would harm" in out  # the evidence is seen

@@ -10,13 +10,13 @@ import pytest
 import torch
 from organisms import Organism, organism
 
-import sinkscope.sinks.patching as patching
+import sinkscope.sinks.patch.make as patching
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks._loss import losses, perplexity_change
-from sinkscope.sinks.patching import PatchMade, make_patch
+from sinkscope.sinks.patch.loss import losses, perplexity_change
+from sinkscope.sinks.patch.make import PatchMade, make_patch
 from sinkscope.trace.run import trace
 
 

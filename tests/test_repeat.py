@@ -18,11 +18,11 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks import repeat as module
-from sinkscope.sinks._layer import columns, norm_without
-from sinkscope.sinks._measure import view_layer
-from sinkscope.sinks.repeat import RepeatNorms, repeat_norms
-from sinkscope.sinks.repeat_attention import TAIL, RepeatAttention, _edges, repeat_attention
+from sinkscope.sinks.first_token.around_sink import view_layer
+from sinkscope.sinks.first_token.layer import columns, norm_without
+from sinkscope.sinks.repetition import repeat as module
+from sinkscope.sinks.repetition.repeat import RepeatNorms, repeat_norms
+from sinkscope.sinks.repetition.repeat_attention import TAIL, RepeatAttention, _edges, repeat_attention
 from sinkscope.trace.run import trace
 
 
@@ -280,7 +280,7 @@ def test_repetition_shares_the_sink_out(llama: Organism, tmp_path: Path) -> None
 
 
 def test_default_layers_are_the_papers() -> None:
-    from sinkscope.sinks.repeat_attention import _shown
+    from sinkscope.sinks.repetition.repeat_attention import _shown
 
     assert _shown(1, 32) == [2, 3, 17, 31]  # Fig. 1
     assert _shown(2, 4) == [3] and _shown(None, 2) == [0, 1]
@@ -435,7 +435,7 @@ def test_table1_claims_nothing_that_was_not_measured(capsys: pytest.CaptureFixtu
 def test_table1_measures_the_weights_it_is_given(
     two: Organism, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sinkscope.sinks.find.RATE_TEXTS", 4)
+    monkeypatch.setattr("sinkscope.sinks.first_token.find.RATE_TEXTS", 4)
     marked = [_word(two, 0), _word(two, 1)]
     folder = two.save(tmp_path / "weights")
     words = [part for word in marked for part in ("--token", word)]

@@ -20,11 +20,11 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks import separate
-from sinkscope.sinks._after import after_attention
-from sinkscope.sinks._classify import Space, auroc, margin
-from sinkscope.sinks._split import CLEAR, PER_TOKEN, draw_samples
-from sinkscope.sinks.separate import Separability, separability
+from sinkscope.sinks.first_token import separate
+from sinkscope.sinks.first_token.after_attention import after_attention
+from sinkscope.sinks.first_token.classify import Space, auroc, margin
+from sinkscope.sinks.first_token.holdout import CLEAR, PER_TOKEN, draw_samples
+from sinkscope.sinks.first_token.separate import Separability, separability
 from sinkscope.trace.run import trace
 
 

@@ -12,8 +12,8 @@ from organisms.tiny import tiny_model
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv.loopserve.select import minference_lines
 from sinkscope.kv.shapes import AShape, MInference, TriShape
+from sinkscope.lines.choice import minference_lines
 
 LENGTHS = (40, 26)
 

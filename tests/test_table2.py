@@ -10,7 +10,7 @@ import pytest
 from experiments.repeated_token import table2
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import ModelInfo, Provenance
-from sinkscope.sinks.evaluate import PatchEvaluation, Score
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score
 
 
 def _cells(text: str) -> list[list[str]]:

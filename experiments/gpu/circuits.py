@@ -26,9 +26,9 @@ from experiments.make_shape import group_of
 from experiments.record import record
 from sinkscope.models.load import load
 from sinkscope.output import write_atomic
-from sinkscope.sinks.atlas import SinkAtlas, sink_atlas
-from sinkscope.sinks.attack import ClusterAttack, cluster_attack
-from sinkscope.sinks.cluster import TokenClusters, token_clusters
+from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
+from sinkscope.sinks.attack.clusters import TokenClusters, token_clusters
+from sinkscope.sinks.repetition.atlas import SinkAtlas, sink_atlas
 
 T = TypeVar("T")
 

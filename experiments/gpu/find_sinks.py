@@ -23,7 +23,7 @@ import torch
 from experiments.record import record
 from sinkscope.models.load import load
 from sinkscope.output import write_atomic
-from sinkscope.sinks.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 
 def measure(device: torch.device, run: Any) -> tuple[FindSinks, dict[str, float | int]]:

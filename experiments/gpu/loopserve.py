@@ -42,11 +42,12 @@ from experiments.loopserve.latency import OUTPUTS, arms, rows_of, shape_of, text
 from experiments.record import record
 from sinkscope._console import note
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve import Progressive, Sparsity, select_lines, sparse_attention
-from sinkscope.kv.loopserve.lines import HeadLines
-from sinkscope.kv.loopserve.sparse import Kernel
+from sinkscope.kv.loopserve import Progressive
 from sinkscope.kv.moments import Prompt
 from sinkscope.kv.session import Session
+from sinkscope.lines import Sparsity, select_lines, sparse_attention
+from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.sparse import Kernel
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic

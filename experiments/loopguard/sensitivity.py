@@ -29,7 +29,7 @@ from typing import Any
 
 from experiments.record import record
 from sinkscope._console import Progress, note
-from sinkscope.bench.loopbench.honest import honest_texts
+from sinkscope.bench.loopbench.prompts import honest_texts
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.html import check_png

@@ -25,9 +25,9 @@ from experiments.record import record
 from sinkscope._console import note
 from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.questions import accuracy, locate
-from sinkscope.bench.dialogues.rows import read_rows
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
+from sinkscope.records import read_rows
 
 LABELS = Path(__file__).with_name("question_labels.jsonl")
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import BUNDLED
-from sinkscope.sinks.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 PAPER = {  # short name here -> name, repeats, sink layer, neurons, as printed in Table 1
     "llama-1-7b": ("LLaMa-1-7b-HF", 450, 2, (7003,)),

@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.models.names import published_for
 from sinkscope.output import write_atomic
-from sinkscope.sinks.evaluate import PatchEvaluation, Score, evaluate_patch
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch
 
 MODELS = {  # short name here -> as printed in Table 2
     "llama-1-7b": "LLaMa-1-7B-HF",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sinkscope.attention._loop import checked_ids
 from sinkscope.errors import SinkscopeError
-from sinkscope.sinks._setup import Setup
+from sinkscope.sinks.first_token.locate import Setup
 from sinkscope.text import text_rows
 from sinkscope.text.prompts import read_prompts
 
@@ -47,6 +47,21 @@ class Question:
         """The prompt with the question at "begin", "middle" or "end"."""
         at = {"begin": 0, "middle": len(self.context) // 2, "end": len(self.context)}[where]
         return [*self.start, *self.context[:at], *self.question, *self.context[at:]]
+
+
+def checked_etas(etas: Sequence[float], option: str = "--eta") -> tuple[float, ...]:
+    """The shares in rising order; `option` is what the message calls them.
+
+    Raises:
+        SinkscopeError: none was given, or one outside (0, 1].
+    """
+    found = tuple(sorted({float(eta) for eta in etas}))
+    if not found:
+        raise SinkscopeError(f"no {option} was given: expected at least one share, such as 0.1")
+    for eta in found:
+        if not 0 < eta <= 1:
+            raise SinkscopeError(f"{option} {eta:g}: expected a share above 0 and up to 1, such as 0.1")
+    return found
 
 
 def inputs(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.attention._line_select import top_lines
-from sinkscope.attention._line_sums import Scores, line_sums
 from sinkscope.attention._line_tap import scores_of
+from sinkscope.lines.choice import top_lines
+from sinkscope.lines.sums import Scores, line_sums
 from sinkscope.models.target import Target
 
 TOKENS = 96

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sinkscope.attention._line_sums import Scores
 from sinkscope.errors import UnsupportedError
+from sinkscope.lines.sums import Scores
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import attend, attending, refuse_in_session, refuse_opaque
 

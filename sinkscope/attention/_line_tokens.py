@@ -10,11 +10,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.attention._line_data import Question
-from sinkscope.attention._line_sums import Scores, line_sums
 from sinkscope.attention._line_tap import scores_of
+from sinkscope.interventions.decode import greedy
+from sinkscope.lines.sums import Scores, line_sums
 from sinkscope.models.target import Target
-from sinkscope.sinks._greedy import greedy
-from sinkscope.sinks._walk import Progress
+from sinkscope.sinks.first_token.walk import Progress
 
 BUDGETS = (0.05, 0.1, 0.15)
 POSITIONS = ("begin", "middle", "end")

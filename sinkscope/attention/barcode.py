@@ -22,7 +22,7 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.output import check_writable
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress, Setup
+from sinkscope.sinks.first_token.locate import Progress, Setup
 
 RAW_HEADS = 4  # that are kept position by position
 SHOWN = 4  # heads drawn where none are named, each of another layer

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.attention._line_data import Input, Text, inputs
+from sinkscope.attention._line_data import Input, Text, checked_etas, inputs
 from sinkscope.attention._line_picture import Picture, pictured
-from sinkscope.attention._line_select import Lines, checked_etas, top_lines
-from sinkscope.attention._line_sums import Scores, crossings, line_sums
 from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention._loop import chosen_layers, opened
 from sinkscope.errors import SinkscopeError
+from sinkscope.lines.choice import HeadLines, top_lines
+from sinkscope.lines.sums import Scores, crossings, line_sums
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress
+from sinkscope.sinks.first_token.locate import Progress
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 MOST = 0.9  # share of the attention that the paper says a tenth of the lines carries
@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class HeadLines:
+class HeadWeights:
     """One query head; means over the texts, and one number per eta where there are several.
 
     Attributes:
@@ -75,9 +75,9 @@ class LineWeights(Result):
         etas: shares of all lines that were chosen.
         inputs: the texts.
         mass: mean over the heads, per eta; so the next three.
-        line_sums: see `HeadLines`.
-        random_mass: see `HeadLines`.
-        cells: see `HeadLines`.
+        line_sums: see `HeadWeights`.
+        random_mass: see `HeadWeights`.
+        cells: see `HeadWeights`.
         heads: every head that was measured, by layer.
         picture: the attention map of one of them with its lines.
     """
@@ -91,7 +91,7 @@ class LineWeights(Result):
     line_sums: tuple[float, ...]
     random_mass: tuple[float, ...]
     cells: tuple[float, ...]
-    heads: tuple[HeadLines, ...]
+    heads: tuple[HeadWeights, ...]
     picture: Picture
 
     def _at(self) -> int:
@@ -255,7 +255,7 @@ def _weighed(scores: Scores, etas: Sequence[float], generator: torch.Generator) 
     total = vertical.sum(1)
     own = top_lines(vertical, slash, etas)
     drawn = own.random(generator, cells=True)
-    both = Lines(torch.cat([own.vertical, drawn.vertical]), torch.cat([own.slash, drawn.slash]))
+    both = HeadLines(torch.cat([own.vertical, drawn.vertical]), torch.cat([own.slash, drawn.slash]), own.queries)
     summed = (vertical * both.vertical).sum(2) + (slash * both.slash).sum(2)
     mass = (summed - crossings(scores, both.vertical, both.slash)) / total
     n = len(etas)
@@ -267,13 +267,13 @@ def _weighed(scores: Scores, etas: Sequence[float], generator: torch.Generator) 
         mass[:n].cpu(),
         (summed[:n] / total).cpu(),
         mass[n:].cpu(),
-        own.cells().cpu(),
+        own.density().cpu(),
         (own.vertical.sum(2) / own.counts()).cpu(),
         (tops[0], tops[1]),
     )
 
 
-def _head(layer: int, head: int, found: list[_Found]) -> HeadLines:
+def _head(layer: int, head: int, found: list[_Found]) -> HeadWeights:
     def mean(name: str) -> tuple[float, ...]:
         return _mean([getattr(one, name)[:, head].tolist() for one in found])
 
@@ -281,7 +281,7 @@ def _head(layer: int, head: int, found: list[_Found]) -> HeadLines:
         shares, places = found[0].tops[kind][:, head].tolist()
         return tuple(Line(int(at), share) for share, at in zip(shares, places, strict=True))
 
-    return HeadLines(
+    return HeadWeights(
         layer,
         head,
         mean("mass"),
@@ -298,10 +298,10 @@ def _mean(series: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(sum(values) / len(values) for values in zip(*series, strict=True))
 
 
-def _both_kinds(heads: Sequence[HeadLines]) -> tuple[int, int]:
+def _both_kinds(heads: Sequence[HeadWeights]) -> tuple[int, int]:
     """The head in which the lighter kind of line weighs most; the first position, where sinks are, is no line here."""
 
-    def weight(h: HeadLines) -> float:
+    def weight(h: HeadWeights) -> float:
         kinds = [[line.share for line in h.top_vertical if line.at > 0][:4], [line.share for line in h.top_slash[:4]]]
         return min(map(sum, kinds))
 

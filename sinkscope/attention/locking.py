@@ -19,7 +19,7 @@ from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.loops.signals import WINDOW, collapse_point, diversity
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress, Setup
+from sinkscope.sinks.first_token.locate import Progress, Setup
 
 SUFFIX = 256  # positions, or three periods if these are more: the window that LoopGuard watches
 LOCKED = 0.2  # gain from which a head counts as locked

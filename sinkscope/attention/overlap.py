@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.attention._line_data import Input, Text, inputs, questions
-from sinkscope.attention._line_select import Lines, checked_etas, covered, jaccard, top_lines
-from sinkscope.attention._line_sums import Scores, line_sums
+from sinkscope.attention._line_data import Input, Text, checked_etas, inputs, questions
 from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention._line_tokens import BUDGETS, TokenOverlap, token_overlap
 from sinkscope.attention._loop import chosen_layers, opened
 from sinkscope.errors import SinkscopeError
+from sinkscope.lines.choice import HeadLines, top_lines
+from sinkscope.lines.sums import Scores, line_sums
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress
+from sinkscope.sinks.first_token.locate import Progress
 
 ETAS = (0.1, 0.2, 0.3)
 LOW = 0.5  # the paper: "for most heads, the overlap remains below 0.5"
@@ -230,8 +230,8 @@ def line_overlap(
 class _Chosen:
     """One layer and text: what was chosen, and what the segments share."""
 
-    own: Lines
-    random: Lines
+    own: HeadLines
+    random: HeadLines
     segments: dict[str, Float[Tensor, "choice head"]]
 
 
@@ -252,8 +252,25 @@ def _chosen(scores: Scores, etas: Sequence[float], generator: torch.Generator) -
     return _Chosen(_cpu(own), _cpu(drawn), {name: value.cpu() for name, value in shared.items()})
 
 
-def _cpu(lines: Lines) -> Lines:
-    return Lines(lines.vertical.cpu(), lines.slash.cpu())
+def _cpu(lines: HeadLines) -> HeadLines:
+    return HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
+
+
+def jaccard(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
+    """Number of lines in both over number of lines in either."""
+    both = _shared(a, b)
+    return both / (a.counts() + b.counts() - both).clamp(min=1)
+
+
+def covered(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
+    """Number of lines in both over number of lines of `b`."""
+    return _shared(a, b) / b.counts().clamp(min=1)
+
+
+def _shared(a: HeadLines, b: HeadLines) -> Tensor:
+    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one of them can have are not shared
+    vertical, slash = a.vertical[..., :keys] & b.vertical[..., :keys], a.slash[..., :keys] & b.slash[..., :keys]
+    return vertical.sum(2) + slash.sum(2)
 
 
 def _heads(layer: int, chosen: list[_Chosen]) -> list[HeadOverlap]:

@@ -24,7 +24,7 @@ from sinkscope.attention._shift import tails
 from sinkscope.attention._tail import Drift, RotaryHead, curves_of, heads_of, positions_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.results import Result
-from sinkscope.sinks._setup import Progress, Setup
+from sinkscope.sinks.first_token.locate import Progress, Setup
 
 TAIL = 32  # positions of the window, rounded up to whole periods
 PERIODS = 8  # that a disturbance is followed for

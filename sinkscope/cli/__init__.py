@@ -5,83 +5,28 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import pkgutil
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 
 import typer
 
 from sinkscope._console import note
-from sinkscope.cli import (
-    atlas,
-    attack,
-    barcode,
-    clusters,
-    converge,
-    dialogues,
-    dialogues_fidelity,
-    dialogues_positions,
-    dialogues_run,
-    dialogues_table,
-    divergence,
-    find_sinks,
-    generate,
-    heads,
-    lines,
-    locking,
-    loopbench,
-    loopbench_build,
-    loopbench_run,
-    loopbench_show,
-    loopbench_table,
-    loops,
-    models,
-    overlap,
-    patch,
-    repeat,
-    report,
-    rotary,
-    separate,
-)
 from sinkscope.cli.app import app
+from sinkscope.cli.build import add_commands
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 
-__all__ = [
-    "app",
-    "atlas",
-    "attack",
-    "barcode",
-    "clusters",
-    "converge",
-    "dialogues",
-    "dialogues_fidelity",
-    "dialogues_positions",
-    "dialogues_run",
-    "dialogues_table",
-    "divergence",
-    "find_sinks",
-    "generate",
-    "heads",
-    "lines",
-    "locking",
-    "loopbench",
-    "loopbench_build",
-    "loopbench_run",
-    "loopbench_show",
-    "loopbench_table",
-    "loops",
-    "main",
-    "models",
-    "overlap",
-    "patch",
-    "repeat",
-    "report",
-    "rotary",
-    "separate",
-]  # each command's file hangs it on the app
+__all__ = ["app", "main"]
 
 _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
+
+
+for _module in pkgutil.iter_modules(__path__):  # commands that are not in the registry hang themselves on the app
+    import_module(f"{__name__}.{_module.name}")
+add_commands(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from sinkscope import __version__
+from sinkscope.cli.build import Groups
 
 app = typer.Typer(
     name="sinkscope",
+    cls=Groups,
     help="Find the attention sink of a language model, prove it by ablation, and repair what it breaks.",
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -51,7 +51,7 @@ def atlas_command(
     """For every token of the vocabulary: does repeating it make a sink, and after how many repetitions."""
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.atlas import sink_atlas
+    from sinkscope.sinks.repetition.atlas import sink_atlas
 
     with Progress() as progress:
         result = sink_atlas(

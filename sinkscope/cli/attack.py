@@ -60,8 +60,8 @@ def attack_command(
                 raise SinkscopeError(f"{name} belongs to the attack, --detect has no use for it: leave one of them out")
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.attack import LENGTHS, cluster_attack
-    from sinkscope.sinks.detect import detect_attack
+    from sinkscope.sinks.attack.attack import LENGTHS, cluster_attack
+    from sinkscope.sinks.attack.detect import detect_attack
 
     with Progress() as progress:
         opened = open_model(model, backend, revision=revision, device=device, dtype=dtype)

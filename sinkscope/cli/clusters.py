@@ -51,7 +51,7 @@ def clusters_command(
     """Which single head of layer 0 marks which token as first: the clusters of the cluster attack."""
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.cluster import token_clusters
+    from sinkscope.sinks.attack.clusters import token_clusters
 
     with Progress() as progress:
         result = token_clusters(

@@ -50,7 +50,7 @@ def converge_command(
     """How close repetition brings a token to being the first one: distance over n, and theorem 4.1's bound."""
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.converge import PREFIX, convergence
+    from sinkscope.sinks.repetition.converge import PREFIX, convergence
 
     with Progress() as progress:
         result = convergence(

@@ -55,14 +55,9 @@ def build_command(
     seed: Seed = 0,
 ) -> None:
     """Make dialogues from files of LongBench, beside the paper's numbers, or SCBench, or for the recall model."""
-    if out == "-":
-        raise SinkscopeError("--out -: give the dialogues a file of their own, such as qasper.jsonl")
-
-    import json
-
-    from sinkscope.bench.dialogues.form import write_dialogues
+    from sinkscope.bench.dialogues.form import dialogue_line, write_dialogues
     from sinkscope.bench.dialogues.recall import TASK, recall_dialogues
-    from sinkscope.bench.loopbench.build import check_out
+    from sinkscope.bench.sets import check_out, write_set
 
     check_out(out, force=force)
     if task == TASK:
@@ -75,13 +70,11 @@ def build_command(
         note(f"wrote {write_dialogues(made, out).name}")
         return
 
-    from sinkscope.bench.dialogues.build import Built, build
-    from sinkscope.bench.dialogues.scbench import BuiltShared, build_shared
+    from sinkscope.bench.dialogues.build import build
+    from sinkscope.bench.dialogues.scbench import build_shared
     from sinkscope.bench.dialogues.tasks import task_of
     from sinkscope.bench.loopbench.longbench import read_longbench
-    from sinkscope.bench.loopbench.prompts import manifest_path
     from sinkscope.bench.loopbench.tokens import open_tokenizer
-    from sinkscope.output import write_atomic
 
     shared = task.startswith("scbench")
     if not shared:
@@ -94,13 +87,11 @@ def build_command(
         whose = "SCBench" if shared else "LongBench"
         raise SinkscopeError(f"--task {task} is made from {whose}'s {task}.jsonl: give --source PATH or hub")
     counting = open_tokenizer(model, tokenizer, revision)[0] if model is not None or tokenizer is not None else None
-    built: Built | BuiltShared
     if shared:
         built = build_shared(task, source, turns=turns, count=count, tokenizer=counting)
     else:
         records = read_longbench(task, source)
         built = build(task, records, form=form.value, turns=turns, count=count, seed=seed, tokenizer=counting)
-    file = write_dialogues(built.dialogues, out)
-    manifest = write_atomic(manifest_path(out), json.dumps(built.manifest, indent=1, ensure_ascii=False) + "\n")
+    file, manifest = write_set([dialogue_line(dialogue) for dialogue in built.made], built.manifest, out, force=force)
     print(built.text())
     note(f"wrote {file.name} and {manifest.name}")

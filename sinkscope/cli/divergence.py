@@ -63,7 +63,7 @@ def divergence_command(
     """Repeat a word: does the model go on, where does it leave off, and is what follows training text?"""
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.divergence import divergence
+    from sinkscope.sinks.repetition.divergence import divergence
 
     with Progress() as progress:
         result = divergence(

@@ -51,7 +51,7 @@ def find_sinks_command(
     """Which layer and which neurons make the attention sink, proven by ablation against a control."""
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.find import find_sinks
+    from sinkscope.sinks.first_token.find import find_sinks
 
     opened, also = open_model(model, backend, revision=revision, device=device, dtype=dtype), {}
     with Progress() as progress:
@@ -70,7 +70,7 @@ def find_sinks_command(
             progress=progress,
         )
         if everything:
-            from sinkscope.sinks.massive import massive_activations
+            from sinkscope.sinks.first_token.massive import massive_activations
 
             also["massive"] = massive_activations(
                 opened, bos=bos, text=text, seed=seed, device=device, dtype=dtype, revision=revision, progress=progress

@@ -43,13 +43,14 @@ def generate_command(
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr."""
     prompt = read_prompt(prompt_file)
     if patch is not None:
-        from sinkscope.interventions.patch_file import read_patch
+        from sinkscope.interventions.sink_patch import read_patch
 
         read_patch(patch)
 
-    from sinkscope.generate import generate, read_policy
+    from sinkscope.generate import generate
+    from sinkscope.kv.registry import policy_named
 
-    chosen = None if policy is None else read_policy(policy)
+    chosen = None if policy is None else policy_named(policy)
     made = generate(
         open_model(model, backend, revision=revision, device=device, dtype=dtype),
         prompt,

@@ -47,11 +47,9 @@ def build_command(
     seed: Seed = 0,
 ) -> None:
     """Make prompts from LongBench's files, with the mean length reached beside the paper's."""
-    if out == "-":
-        raise SinkscopeError("--out -: give the prompts a file of their own, such as dc.jsonl")
-
-    from sinkscope.bench.loopbench.build import TASKS, build, check_out, write
-    from sinkscope.bench.loopbench.longbench import ARCHIVE, HUB, REPO, read_longbench
+    from sinkscope.bench.loopbench.build import TASKS, build
+    from sinkscope.bench.loopbench.longbench import ARCHIVE, REPO, read_longbench
+    from sinkscope.bench.sets import HUB, check_out, write_set
 
     if source != HUB and (repo or file):
         raise SinkscopeError(f"--repo and --file belong to --source {HUB}; --source is {source!r}")
@@ -72,6 +70,6 @@ def build_command(
             target_tokens=target_tokens,
             progress=progress,
         )
-    prompts, manifest = write(built, out, force=force)
+    prompts, manifest = write_set([prompt.to_json() for prompt in built.made], built.manifest, out, force=force)
     print(built.text())
     note(f"wrote {prompts.name} and {manifest.name}")

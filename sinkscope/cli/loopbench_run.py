@@ -41,8 +41,7 @@ def run_command(
     check_methods(names)
     share = parse_budget(budget)
 
-    from sinkscope.bench.loopbench.honest import honest_texts
-    from sinkscope.bench.loopbench.prompts import load_prompts
+    from sinkscope.bench.loopbench.prompts import honest_texts, load_prompts
 
     prompts = [p for name in bench or ["small"] for p in (honest_texts() if name == "honest" else load_prompts(name))]
     if max_new_tokens is not None and window > max_new_tokens and any(p.bench != "2wiki" for p in prompts):

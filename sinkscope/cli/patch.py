@@ -63,7 +63,7 @@ def make_command(
     if out in ("-", json, html, png):
         raise SinkscopeError(f"--out {out}: give the patch a file of its own, such as patch.json")
 
-    from sinkscope.sinks.patching import make_patch
+    from sinkscope.sinks.patch.make import make_patch
 
     with Progress() as progress:
         result = make_patch(
@@ -120,8 +120,8 @@ def eval_command(
     """Perplexity and benchmarks: no patch, the patch, and one of as many random neurons."""
     check_outputs(json, html, png)
 
-    from sinkscope.interventions.patch_file import read_patch
-    from sinkscope.sinks.evaluate import evaluate_patch
+    from sinkscope.interventions.sink_patch import read_patch
+    from sinkscope.sinks.patch.evaluate import evaluate_patch
 
     made_for = (read_patch(patch)["model"] or {}).get("name")  # before a model is opened
     with Progress() as progress:

@@ -59,8 +59,8 @@ def repeat_command(
         raise SinkscopeError(f"--layer {layer[0]} says which layers --attention draws: give --attention, too")
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.repeat import repeat_norms
-    from sinkscope.sinks.repeat_attention import repeat_attention
+    from sinkscope.sinks.repetition.repeat import repeat_norms
+    from sinkscope.sinks.repetition.repeat_attention import repeat_attention
 
     with Progress() as progress:
         opened = open_model(model, backend, revision=revision, device=device, dtype=dtype)

@@ -48,7 +48,7 @@ def separate_command(
     """Whether a plane, or one neuron, tells first from later tokens after an attention layer."""
     check_outputs(json, html, png)
 
-    from sinkscope.sinks.separate import separability
+    from sinkscope.sinks.first_token.separate import separability
 
     with Progress() as progress:
         result = separability(

@@ -8,7 +8,7 @@ the cache object that the calls share, so interleaved generations do not mix.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
+from sinkscope.room import Growing
 
 
 class Memory(dict[str, Tensor]):
@@ -39,28 +40,56 @@ class Sequence:
     """A batch of token sequences that grows over several calls.
 
     Attributes:
-        real: False at padding, for every token read so far.
+        columns: true position of every token read so far; -1 at padding.
+        length: real tokens of each row among them.
         bos: whether the row begins with the model's BOS token; True where ids were not given (embeddings).
         partial: the first tokens were read before the run was entered.
         settled: every row has had its first two real tokens in earlier calls.
         memory: what each edit keeps, by its own key.
     """
 
-    real: Bool[Tensor, "batch seen"]
+    columns: Int[Tensor, "batch seen"]
+    length: Int[Tensor, " batch"]
     bos: Bool[Tensor, " batch"]
     partial: bool = False
     settled: bool = False
     memory: dict[Hashable, Memory] = field(default_factory=dict)
+    _growing: Growing = field(default_factory=lambda: Growing(-1))
 
     @classmethod
-    def new(cls, batch: int, past: int, device: torch.device) -> Sequence:
-        """A sequence of which `past` tokens are already in the cache, unseen by us."""
-        ones = torch.ones(batch, past + 1, dtype=torch.bool, device=device)
-        return cls(ones[:, :past], ones[:, 0].clone(), partial=past > 0)
+    def of(
+        cls, real: Bool[Tensor, "batch seen"], bos: Bool[Tensor, " batch"], partial: bool = False, settled: bool = False
+    ) -> Sequence:
+        """A sequence whose real tokens are known."""
+        count = real.cumsum(1)
+        return cls(torch.where(real, count - 1, -1), real.sum(1), bos, partial, settled)
+
+    @property
+    def real(self) -> Bool[Tensor, "batch seen"]:
+        """False at padding, for every token read so far."""
+        return self.columns >= 0
+
+    def copy(self) -> Sequence:
+        """The sequence as it is now."""
+        memory = {key: Memory(kept) for key, kept in self.memory.items()}
+        return replace(self, memory=memory, _growing=self._growing.copy())
+
+    def crop(self, past: int) -> None:
+        """Forget what comes after the first `past` tokens."""
+        if self.columns.shape[1] > past:
+            self.columns = self.columns[:, :past]
+            self.length = (self.columns >= 0).sum(1)
+
+    def read(self, real: Bool[Tensor, "batch pos"]) -> None:
+        """Go on with more tokens; costs what is new, however long the history is."""
+        count = self.length[:, None] + real.cumsum(1)
+        self.columns = self._growing.append(self.columns, torch.where(real, count - 1, -1))
+        self.length = count[:, -1]
 
     def expand(self, times: int) -> None:
         """Each row becomes `times` rows, as generation does for beams and several return sequences."""
-        self.real, self.bos = (t.repeat_interleave(times, 0) for t in (self.real, self.bos))
+        for name in ("columns", "length", "bos"):
+            setattr(self, name, getattr(self, name).repeat_interleave(times, 0))
         for memory in self.memory.values():
             memory.update({name: kept.repeat_interleave(times, 0) for name, kept in memory.items()})
 
@@ -74,6 +103,7 @@ class Call:
         past: tokens (with padding) that were in the cache before.
         index: true position of each new token among the real tokens of its row; -1 at padding.
         columns: the same for every token so far, the new ones last.
+        before: real tokens of each row before the call.
         sequence: what is known of these rows from earlier calls.
     """
 
@@ -81,6 +111,7 @@ class Call:
     past: int
     index: Int[Tensor, "batch pos"]
     columns: Int[Tensor, "batch seen"]
+    before: Int[Tensor, " batch"]
     sequence: Sequence
 
     def on(self, device: torch.device) -> Int[Tensor, "batch pos"]:
@@ -116,7 +147,7 @@ class Tracker:
             ids: token ids, or None with `embeds`.
             embeds: input embeddings.
             mask: attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
-                layer type, or None.
+                layer type, or None. Of tokens that were read in an earlier call, the mask of that call counts.
             cache: the cache that the call continues, if any.
             past: tokens in the cache before the call; asked from `cache` by default.
         """
@@ -132,14 +163,16 @@ class Tracker:
         if past is None:
             past = int(cache.get_seq_length()) if cache is not None else 0
         sequence = self._find(cache, batch, past, tokens.device)
-        history = sequence.real[:, :past].to(tokens.device)
-        if history.shape[1] < past:  # calls in between that this run did not act on
-            history = torch.nn.functional.pad(history, (0, past - history.shape[1]), value=True)
+        sequence.crop(past)
+        known = sequence.columns.shape[1]
+        real = _real(mask, batch, known, past, new, tokens.device)
+        if known < past:  # calls that this run did not act on: the mask says which of their tokens are real
+            sequence.read(real[:, : past - known])
+        before = sequence.length
         # Waits for the device, but only until it holds: in the second call of a generation, as a rule.
-        sequence.settled = past > 1 and (sequence.settled or bool((history.sum(1) > 1).all()))
-        sequence.real = _real(mask, history, new)
-        count = sequence.real.cumsum(1)
-        columns = torch.where(sequence.real, count - 1, -1)
+        sequence.settled = past > 1 and (sequence.settled or bool((before > 1).all()))
+        sequence.read(real[:, past - known :])
+        columns = sequence.columns
         if ids is not None:
             if self._bos.device != ids.device:
                 self._bos = self._bos.to(ids.device)
@@ -148,7 +181,7 @@ class Tracker:
             bos = sequence.bos.to(ids.device)
             sequence.bos = torch.where(at_first.any(1), (begins & at_first).any(1), bos)
         self._steps += 1
-        return Call(self._steps - 1, past, columns[:, past:], columns, sequence)
+        return Call(self._steps - 1, past, columns[:, past:], columns, before, sequence)
 
     def bind(self, call: Call, cache: Any) -> None:
         """The cache that came out of a call: how a later call finds the same sequence."""
@@ -164,29 +197,31 @@ class Tracker:
             if batch % rows == 0:
                 known.expand(batch // rows)
                 return known
-        sequence = Sequence.new(batch, past, device)
+        none = torch.zeros(batch, 0, dtype=torch.bool, device=device)
+        sequence = Sequence.of(none, torch.ones(batch, dtype=torch.bool, device=device), partial=past > 0)
         if cache is not None:
             self._sequences[cache] = sequence
         return sequence
 
 
-def _real(mask: Any, history: Bool[Tensor, "batch past"], new: int) -> Bool[Tensor, "batch total"]:
-    """Which tokens are real, the new ones included."""
+def _real(mask: Any, batch: int, known: int, past: int, new: int, device: torch.device) -> Bool[Tensor, "batch more"]:
+    """Which tokens from number `known` on are real; those before were read already, and are not looked at again."""
     if isinstance(mask, dict):  # per layer type, as generation builds it for caches of fixed size
         mask = mask.get("full_attention", next(iter(mask.values()), None))
-    total = history.shape[1] + new
+    total = past + new
+    unseen = torch.ones(batch, past - known, dtype=torch.bool, device=device)
     if mask is None:
-        return torch.nn.functional.pad(history, (0, new), value=True)
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] in (new, total):
-        return mask.bool() if mask.shape[1] == total else torch.cat([history, mask.bool()], 1)
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > total:
-        return mask[:, :total].bool()
+        return torch.nn.functional.pad(unseen, (0, new), value=True)
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= total:
+        return mask[:, known:total].bool()
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] == new:
+        return torch.cat([unseen, mask.bool()], 1)
     if isinstance(mask, Tensor) and mask.ndim == 4:
-        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
         # A real token is seen by itself; padding is seen by nobody. A window hides old tokens: those are history.
-        start = history.shape[1] if mask.shape[-1] >= total else mask.shape[-1] - new
-        seen = visible[..., start : start + new].flatten(1, 2).any(1)
-        return torch.cat([history, seen.expand(len(history), -1)], 1)
+        start = past if mask.shape[-1] >= total else mask.shape[-1] - new
+        part = mask[..., start : start + new]
+        visible = part if mask.dtype == torch.bool else part > torch.finfo(mask.dtype).min / 2
+        return torch.cat([unseen, visible.flatten(1, 2).any(1).expand(batch, -1)], 1)
     what = f"of shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"of type {type(mask).__name__}"
     raise UnsupportedError(
         f"attention mask {what}: the true positions of {total} tokens cannot be read from it; pass a mask of shape "

@@ -7,9 +7,9 @@ position, and whoever attends asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -18,11 +18,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv import room
-from sinkscope.kv.room import Room
+from sinkscope.room import Growing
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
 """True position of every token of the running forward call `[batch seen]`; None outside of a session."""
+FLAGS = ("seen", "edited", "ragged", "rebased", "reorders")
+"""What `CacheLayer.state` says of a layer beside its tensors."""
 
 
 class CacheLayer(DynamicLayer):
@@ -36,28 +37,27 @@ class CacheLayer(DynamicLayer):
         ragged: rows or heads hold different numbers of tokens, so that there may be holes.
         reorders: how often rows changed places (beam search).
         rebased: keys were rotated to positions without gaps, and new tokens have to follow them.
-        before_edit: called by `settle`, before anything but appending happens; a policy may have put parts aside.
-        aside: what it has put aside: the layer as it was, while this one works on a copy of a part; None: nothing.
+        aside: the layer as it was, while this one works on a copy of some of its slots; None: this is all of it.
         whole: known to have no holes; if not, `holes` counts them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
-        self.edited = False
-        self.ragged = False
+        self._clear()
         self.reorders = 0
-        self.rebased = False
-        self.whole = False
-        self.before_edit: Callable[[CacheLayer], None] | None = None
+
+    def _clear(self) -> None:
+        self.seen = 0
+        self.edited = self.ragged = self.rebased = self.whole = False
         self.aside: CacheLayer | None = None
         self._holes: Tensor | None = None  # [batch]
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
-        self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there at the last edit
-        self._hidden: Tensor | None = None
-        self._room: Room | None = None  # of which keys and values are views
-        self._latest: Tensor | None = None  # keys after the last append: the same object, if nothing was done since
-        self._extra: dict[str, Tensor] = {}
+        self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there when it was last read
+        self._side: dict[str, Tensor] = {}  # [batch kv_head slot], moved with the slots: "hidden", and "extra.NAME"
+        self._ungrown()
+
+    def _ungrown(self) -> None:
+        self._grow = {"keys": Growing(-2), "values": Growing(-2), "pos": Growing(-1)}
 
     @property
     def slots(self) -> int:
@@ -69,19 +69,19 @@ class CacheLayer(DynamicLayer):
         """True position of each slot among the real tokens of its row; -1: a hole or padding, which nothing sees."""
         assert self._columns is not None and self.keys is not None
         rows, heads = self.keys.shape[:2]
-        slots = self.slots
-        if self._pos is None:
-            columns = self._columns[:, self.seen - slots : self.seen]
-            return columns.to(self.keys.device)[:, None].expand(rows, heads, slots)
-        if (new := slots - self._pos.shape[-1]) > 0:
-            tail = self._columns[:, self.seen - new : self.seen].to(self._pos.device)
-            self._pos = torch.cat([self._pos, tail[:, None].expand(rows, heads, new)], -1)
+        held = 0 if self._pos is None else self._pos.shape[-1]
+        if (new := self.slots - held) or self._pos is None:
+            columns = self._columns[:, self.seen - new : self.seen].to(self.keys.device)
+            tail = columns[:, None].expand(rows, heads, new)
+            if self._pos is None:
+                return tail
+            self._pos = self._grow["pos"].append(self._pos, tail)
         return self._pos
 
     @property
     def allocated(self) -> int:
         """Places in memory: those in use, and room for tokens to come."""
-        return self.slots if self._room is None else self._room.slots
+        return self._grow["keys"].allocated or self.slots
 
     def holes(self) -> Float[Tensor, " batch"]:
         """Slots of a row that hold no token, mean over kv heads; the same tensor until the next edit."""
@@ -96,27 +96,30 @@ class CacheLayer(DynamicLayer):
     @property
     def hidden(self) -> Bool[Tensor, "batch kv_head slot"] | None:
         """Slots that are there but not attended to (select); None: none."""
-        return None if self._hidden is None else self._grown(self._hidden)
+        return self._grown("hidden") if "hidden" in self._side else None
 
     @property
     def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
         """Slots that hold a token which is not hidden."""
-        return self.pos >= 0 if self._hidden is None else (self.pos >= 0) & ~self._grown(self._hidden)
+        return self.pos >= 0 if self.hidden is None else (self.pos >= 0) & ~self.hidden
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers kept per slot (for example attention received); zero for new slots. They move with the slots."""
         assert self.keys is not None
-        if name not in self._extra:
-            self._extra[name] = torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device)
-        self._extra[name] = self._grown(self._extra[name])
-        return self._extra[name]
+        if f"extra.{name}" not in self._side:
+            self.set_extra(name, torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device))
+        return self._grown(f"extra.{name}")
 
     def set_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
         """Replace the numbers of `extra(name)`."""
-        self._extra[name] = values
+        self._side[f"extra.{name}"] = values
 
-    def _grown(self, values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values, (0, self.slots - values.shape[-1]))
+    def _grown(self, name: str) -> Tensor:
+        """Numbers of all slots; zero for those that are new."""
+        held = self._side[name]
+        if (new := self.slots - held.shape[-1]) > 0:
+            held = self._side[name] = torch.nn.functional.pad(held, (0, new))
+        return held
 
     def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
         """Free everything that is not kept. Rows and heads may keep different numbers: shorter ones get holes.
@@ -147,18 +150,19 @@ class CacheLayer(DynamicLayer):
                 out = held.reshape(rows * heads * slots, *held.shape[3:]).index_select(0, flat)
                 return out.view(rows, heads, most, *held.shape[3:])
 
-            self._extra = {name: taken(self._grown(kept)) for name, kept in self._extra.items()}
-            self._hidden = None if self._hidden is None else taken(self._grown(self._hidden))
-            self.keys, self.values, self._room = taken(self.keys), taken(self.values), None
-            pos, keep = taken(pos), taken(keep)
+            self._side = {name: taken(self._grown(name)) for name in self._side}
+            self.keys, self.values, pos, keep = (taken(held) for held in (self.keys, self.values, pos, keep))
+            self._ungrown()
         self._pos = torch.where(keep, pos, -1)
         self._holes = None
         self.edited, self.ragged, self.whole = True, most != least, most == least
 
     def select(self, show: Bool[Tensor, "batch kv_head slot"] | None) -> None:
         """Attend only to what is shown, until told otherwise; nothing is freed. New slots are shown. None: to all."""
-        self._hidden = None if show is None else ~show
-        self.edited = self._pos is not None or self._hidden is not None
+        self._side.pop("hidden", None)
+        if show is not None:
+            self._side["hidden"] = ~show
+        self.edited = self._pos is not None or show is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append; what transformers calls in every attention layer."""
@@ -173,27 +177,17 @@ class CacheLayer(DynamicLayer):
                 )
             columns = self._counted(new, key_states)
         self._columns = columns
+        if self.slots and self.keys is not None and self.values is not None:
+            self.keys = self._grow["keys"].append(self.keys, key_states)
+            self.values = self._grow["values"].append(self.values, value_states)
+        else:
+            super().update(key_states, value_states, *args, **kwargs)
+            self._grow |= {"keys": Growing(-2, self.keys), "values": Growing(-2, self.values)}
         self.seen += new
-        held = self._append(key_states, value_states, *args, **kwargs)
+        assert self.keys is not None and self.values is not None
         if new > 1:  # padding may have come in
             self._holes, self.whole = None, False
             self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
-        return held
-
-    def _append(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """To what is held: without copying it for every token, where it is long and only grows."""
-        new, held = int(keys.shape[-2]), self.keys
-        if held is None or self.values is None or not self.slots or torch.is_grad_enabled():
-            self._room = None  # a gradient, if only of the queries, needs what it was computed with as it was
-        elif self._room is None or not self._room.fits(held, self.values, new):
-            grows = new == 1 and self.slots >= room.FROM and held is self._latest  # nothing was taken out since
-            self._room = Room.of(held, self.values) if grows else None
-        if self._room is not None:
-            self.keys, self.values = self._room.append(keys, values)
-        else:
-            super().update(keys, values, *args, **kwargs)
-        self._latest = self.keys
-        assert self.keys is not None and self.values is not None
         return self.keys, self.values
 
     def fill(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "batch seen"]) -> None:
@@ -203,6 +197,69 @@ class CacheLayer(DynamicLayer):
             self.update(keys, values)
         finally:
             COLUMNS.reset(token)
+
+    def state(self) -> tuple[dict[str, int], dict[str, Shaped[Tensor, ...]]]:
+        """Everything that `load_state` needs: flags, and tensors, which are the layer's own.
+
+        Tensors are "keys" and "values", "columns" `[batch seen]` (true position of every token that went in), and
+        where they differ from the default "pos", "hidden" and "extra.NAME", `[batch kv_head slot]`.
+        """
+        assert self.keys is not None and self.values is not None and self._columns is not None
+        tensors = {"keys": self.keys, "values": self.values, "columns": self._columns}
+        tensors |= {"pos": self.pos} if self.edited else {}
+        return {name: getattr(self, name) for name in FLAGS}, tensors | {name: self._grown(name) for name in self._side}
+
+    def load_state(self, flags: Mapping[str, int], tensors: Mapping[str, Shaped[Tensor, ...]]) -> None:
+        """Hold what another layer held whose `state` this is.
+
+        Raises:
+            ValueError: tensors that do not fit each other.
+        """
+        keys, values, columns = (tensors[name] for name in ("keys", "values", "columns"))
+        per_slot = {name: held for name, held in tensors.items() if name not in ("keys", "values", "columns")}
+        shapes = {held.shape[:3] for held in (keys, values, *per_slot.values())}
+        known = "pos" in tensors or keys.shape[2] == flags["seen"]
+        if len(shapes) != 1 or columns.shape != (len(keys), flags["seen"]) or not known:
+            raise ValueError(f"shapes that do not fit: {sorted(shapes)}, {tuple(columns.shape)}")
+        self.reset()
+        self.fill(keys, values, columns)
+        vars(self).update({name: flags[name] for name in FLAGS}, _pos=per_slot.pop("pos", None), _side=per_slot)
+
+    def copy(self) -> CacheLayer:
+        """The layer as it is now. Tensors are shared: whatever happens to one of both, new ones take their place."""
+        new = CacheLayer()
+        vars(new).update(vars(self), _side=dict(self._side))
+        new._grow = {name: growing.copy() for name, growing in self._grow.items()}
+        return new
+
+    __copy__ = copy
+
+    def work_on(self, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
+        """Hold a copy of the kept slots only, until `settle`; single tokens may come in between.
+
+        Hiding slots saves no time: every step would still copy all keys to append one, and read them all to mask most.
+        With a copy, a step costs what the copy is long, and putting the whole back costs once what it is long.
+        """
+        self.settle()
+        whole = self.copy()
+        self.evict(keep)
+        self.aside = whole
+
+    def put_back(self, whole: CacheLayer) -> None:
+        """Hold again what `whole` holds, an earlier `copy`, and behind it the tokens that came in since."""
+        new, slots = self.seen - whole.seen, self.slots
+        assert self.keys is not None and self.values is not None and whole.keys is not None
+        held = self.keys[..., slots - new :, :], self.values[..., slots - new :, :]
+        side = {name: self._grown(name)[..., slots - new :] for name in self._side}
+        vars(self).update(vars(whole.copy()), seen=self.seen, _columns=self._columns, reorders=self.reorders)
+        if not new:
+            return
+        for name, part in side.items():
+            self._side.setdefault(name, part[..., :0])
+            self._side[name] = torch.cat([self._grown(name), part], 2)
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = (torch.cat(both, 2) for both in zip((self.keys, self.values), held, strict=True))
+        self._ungrown()
 
     def _counted(self, new: int, like: Tensor) -> Tensor:
         """Columns when no session tells: all tokens are real."""
@@ -221,9 +278,9 @@ class CacheLayer(DynamicLayer):
         return self.slots + int(query_length), self.seen - self.slots
 
     def settle(self) -> None:
-        """Hold everything again that a policy has put aside."""
-        if self.before_edit is not None:
-            self.before_edit(self)
+        """Hold everything again if this layer works on a part; done before anything but appending happens."""
+        if self.aside is not None:
+            self.put_back(self.aside)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget the last tokens. What was evicted before does not come back."""
@@ -246,45 +303,36 @@ class CacheLayer(DynamicLayer):
             self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
         assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys[..., :keep, :], self.values[..., :keep, :]
-        self._extra = {name: kept[..., :keep] for name, kept in self._extra.items()}
-        self._hidden = None if self._hidden is None else self._hidden[..., :keep]
+        self._side = {name: kept[..., :keep] for name, kept in self._side.items()}
         self.seen, self._columns, self._holes, self.whole = left, self._columns[:, :left], None, False
 
     def reset(self) -> None:
         """Empty, as new."""
         super().reset()
-        self.before_edit = self.aside = None
         self.keys = self.values = None  # some versions of transformers only set them to zero
         self.is_initialized = False
-        self.seen, self.edited, self.ragged, self.rebased, self.whole = 0, False, False, False, False
-        self._columns = self._pos = self._hidden = self._holes = self._room = self._latest = None
-        self._extra = {}
+        self._clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take rows in the order that beam search wants."""
-        self.settle()
-        super().reorder_cache(cast(Any, beam_idx))
-        self.reorders += 1
         self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self.reorders += 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows."""
-        self.settle()
-        super().batch_repeat_interleave(repeats)
         self._rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only these rows."""
-        self.settle()
-        super().batch_select_indices(indices)
         self._rows(lambda t: t[indices.to(t.device)])
 
-    def _rows(self, fn: Any) -> None:
-        self._columns = None if self._columns is None else fn(self._columns)
-        self._pos = None if self._pos is None else fn(self._pos)
-        self._hidden = None if self._hidden is None else fn(self._hidden)
-        self._holes = self._room = None
-        self._extra = {name: fn(kept) for name, kept in self._extra.items()}
+    def _rows(self, fn: Callable[[Tensor], Tensor]) -> None:
+        self.settle()
+        for name in ("keys", "values", "_columns", "_pos"):
+            if (held := getattr(self, name)) is not None and (self.seen or name[0] == "_"):
+                setattr(self, name, fn(held))
+        self._side, self._holes = {name: fn(kept) for name, kept in self._side.items()}, None
+        self._ungrown()
 
 
 def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Tensor, "batch seen"]) -> None:

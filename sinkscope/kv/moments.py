@@ -108,7 +108,7 @@ def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
     """Tokens per row by which new ones move up, because those before them did; None: positions are the true ones."""
     if not kv.rebased:
         return None
-    return (call.columns[:, : call.past] >= 0).sum(1) - (kv.pos[:, 0] >= 0).sum(-1).to(call.columns.device)
+    return call.before - (kv.pos[:, 0] >= 0).sum(-1).to(call.before.device)
 
 
 def layer_window(target: Target, layer: int) -> int | None:

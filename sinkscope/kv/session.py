@@ -387,7 +387,7 @@ class Session:
         known = state.prompt is not None and len(state.prompt) == len(call.index)
         ended, state.prefilling = state.prefilling or not known, False
         if ended:
-            state.prompt, state.decoded = (call.columns[:, : call.past] >= 0).sum(1), 0
+            state.prompt, state.decoded = call.before, 0
         else:
             state.decoded += 1
         moment = Moment(self.cache.layers, call, state, ended)

@@ -15,10 +15,9 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv._fields import check_fields
-from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import SparsePrompts
-from sinkscope.kv.loopserve.select import minference_lines
 from sinkscope.kv.session import Session
+from sinkscope.lines.choice import HeadLines, minference_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops._windows import Runs
 from sinkscope.loops.monitor import Monitor, MonitorSettings
-from sinkscope.loops.records import Record, as_records
+from sinkscope.loops.records import TokenRecord, as_records
 from sinkscope.loops.signals import (
     Ids,
     compression_ratio,
@@ -23,6 +22,7 @@ from sinkscope.loops.signals import (
     seq_rep,
     type_token_ratio,
 )
+from sinkscope.loops.windows import Runs
 from sinkscope.results import ModelInfo, Result, provenance
 
 POINTS = 128  # of a record's curve
@@ -144,7 +144,7 @@ def check(
     )
 
 
-def _checked(record: Record, settings: MonitorSettings, max_new: int | None) -> Checked:
+def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None) -> Checked:
     ids = record.ids
     monitor = Monitor(settings)
     every = max(1, -(-len(ids) // POINTS))

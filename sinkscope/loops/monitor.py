@@ -6,19 +6,22 @@ Section 5.2 and appendix B.2 of the paper. Time and memory per token do not depe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from operator import index
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from pydantic import Field, Strict, StrictFloat, StrictInt
+
+from sinkscope.checked import Natural, Share, Whole, checked
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops._windows import Novelty, Runs, Types
 from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Tail, compression_ratio
+from sinkscope.loops.windows import Novelty, Runs, Types
 
-VOTERS = ("ttr", "cr", "p1")
-GATES = ("stall", "tail")
+VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
+GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")
 
 
-@dataclass(frozen=True)
+@checked
 class MonitorSettings:
     """Every parameter of the monitor. Those of the first group are the paper's, the others it leaves open.
 
@@ -54,55 +57,35 @@ class MonitorSettings:
         every: steps between triggers of "always". One in 200 makes 12 in 2,500 tokens, as Table 3 has it (12.5).
     """
 
-    window: int = WINDOW
-    theta_ttr: float = THETA_TTR
-    theta_cr: float = THETA_CR
-    theta_conf: float = 0.9
-    streak: int = 6
-    votes: int = 2
-    theta_nov: float = 0.02
-    stall: int = 4
-    warmup: int = 64
-    cooldown: int = 32
-    voters: tuple[str, ...] = VOTERS
-    gates: tuple[str, ...] = GATES
-    stride: int = 16
-    novelty_n: int = 4
-    novelty_span: int = 64
-    tail_repeats: int | float = 3
-    tail_shortest: int = 64
-    tail_longest: int = 64
-    tail_hold: int = 4
-    relapse: int = WINDOW
+    window: Annotated[int, Strict(), Field(ge=2)] = WINDOW
+    theta_ttr: Share = THETA_TTR
+    theta_cr: Share = THETA_CR
+    theta_conf: Share = 0.9
+    streak: Natural = 6
+    votes: Whole = 2
+    theta_nov: Share = 0.02
+    stall: Natural = 4
+    warmup: Whole = 64
+    cooldown: Whole = 32
+    voters: tuple[Literal["ttr", "cr", "p1"], ...] = VOTERS
+    gates: tuple[Literal["stall", "tail"], ...] = GATES
+    stride: Natural = 16
+    novelty_n: Natural = 4
+    novelty_span: Natural = 64
+    tail_repeats: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 3
+    tail_shortest: Whole = 64
+    tail_longest: Natural = 64
+    tail_hold: Natural = 4
+    relapse: Whole = WINDOW
     rule: Literal["signals", "always", "never"] = "signals"
-    every: int = 200
+    every: Natural = 200
 
     def __post_init__(self) -> None:
-        """Refuse what could not work.
-
-        Raises:
-            SinkscopeError: the first field that is wrong, with what was expected.
-        """
-        for name in ("theta_ttr", "theta_cr", "theta_conf", "theta_nov"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value <= 1:
-                raise SinkscopeError(f"{name} is {value!r}: expected a number from 0 to 1; {_usual(name)}")
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SinkscopeError(f"{name} is {value!r}: expected a whole number from {least} on; {_usual(name)}")
-        if not _is_number(self.tail_repeats) or not self.tail_repeats >= 2:
-            raise SinkscopeError(f"tail_repeats is {self.tail_repeats!r}: expected at least 2 copies")
-        for name, known in (("voters", VOTERS), ("gates", GATES)):
-            value = getattr(self, name)
-            if isinstance(value, str) or len(set(value)) < len(value) or not set(value) <= set(known):
-                raise SinkscopeError(f"{name} is {value!r}: expected some of {known}, each once")
-        if self.rule not in ("signals", "always", "never"):
-            raise SinkscopeError(f'rule is {self.rule!r}: expected "signals", "always" or "never"')
+        for name, given in (("voters", self.voters), ("gates", self.gates)):
+            if len(set(given)) < len(given):
+                raise SinkscopeError(f"{name} is {given!r}: expected each name at most once")
         if self.votes > len(self.voters):
-            raise SinkscopeError(
-                f"votes is {self.votes}: expected at most {len(self.voters)}, there are no more voters"
-            )
+            raise SinkscopeError(f"votes is {self.votes}: expected at most {len(self.voters)}, the number of voters")
         if self.window < self.novelty_n:
             raise SinkscopeError(f"window is {self.window}: expected at least novelty_n, {self.novelty_n} tokens")
 
@@ -129,28 +112,11 @@ class MonitorSettings:
             SinkscopeError: there is no such field, or a value is wrong.
         """
         known = [f.name for f in fields(self)]
-        for name in changed:
-            if name not in known:
-                raise SinkscopeError(f"the monitor has no setting {name!r}: there are {', '.join(known)}")
+        if unknown := [name for name in changed if name not in known]:
+            raise SinkscopeError(f"the monitor has no setting {unknown[0]!r}: there are {', '.join(known)}")
         return replace(self, **changed)
 
 
-_LEAST = {
-    "window": 2,
-    "streak": 1,
-    "votes": 0,
-    "stall": 1,
-    "warmup": 0,
-    "cooldown": 0,
-    "stride": 1,
-    "novelty_n": 1,
-    "novelty_span": 1,
-    "tail_shortest": 0,
-    "tail_longest": 1,
-    "tail_hold": 1,
-    "relapse": 0,
-    "every": 1,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     **{name: {"voters": (name,), "votes": 1, "gates": ()} for name in ("p1", "ttr", "cr")},
@@ -158,14 +124,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "always": {"rule": "always"},
     "none": {"rule": "never"},
 }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _usual(name: str) -> str:
-    return f"the default is {MonitorSettings.__dataclass_fields__[name].default}"
 
 
 class Step(NamedTuple):
@@ -259,31 +217,27 @@ class Monitor:
         votes, warn = self._vote(ttr, cr, p_max)
         stall, tail_rep = self._stalled >= s.stall, self._tailed >= s.tail_hold
         since = None if self._triggered is None else step - self._triggered
+        trigger = self._triggers(step, since, warn, stall, tail_rep)
+        streak = None if p_max is None else self._streak
+        self.last = Step(
+            step, ttr, cr, streak, novelty, tail, votes, warn, stall, tail_rep, trigger, self._level, since
+        )
+        return self.last
+
+    def _triggers(self, step: int, since: int | None, warn: bool, stall: bool, tail_rep: bool) -> bool:
+        """Whether to intervene now; a trigger sets the level and begins the cooldown."""
+        s = self.settings
+        if step < s.warmup or (since is not None and since <= s.cooldown):
+            return False
         if s.rule == "signals":
             persists = not s.gates or (stall and "stall" in s.gates) or (tail_rep and "tail" in s.gates)
             trigger = warn and persists
         else:
             trigger = s.rule == "always" and step % s.every == 0
-        trigger = trigger and step >= s.warmup and (since is None or since > s.cooldown)
         if trigger:
             self._level = self._level + 1 if since is not None and since <= s.relapse else 0
             self._triggered = step
-        self.last = Step(
-            step,
-            ttr,
-            cr,
-            None if p_max is None else self._streak,
-            novelty,
-            tail,
-            votes,
-            warn,
-            stall,
-            tail_rep,
-            trigger,
-            self._level,
-            since,
-        )
-        return self.last
+        return trigger
 
     def _vote(self, ttr: float, cr: float, p_max: float | None) -> tuple[int, bool]:
         """Votes of Eq. 8, and whether they are enough."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops._windows import Types
+from sinkscope.loops.windows import Novelty, Types
 
 WINDOW = 256  # LoopGuard, section 6.1
 THETA_TTR = 0.2  # LoopGuard, appendix B.1
@@ -98,15 +98,10 @@ def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> fl
     At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless it lies in that
     window once more, earlier. The first n - 1 tokens end no n-gram and count as new.
     """
-    ids = _plain(ids)
-    last = range(max(0, len(ids) - span), len(ids))
-    return sum(_is_new(ids, i, window, n) for i in last) / len(last) if last else math.nan
-
-
-def _is_new(ids: Sequence[int], i: int, window: int, n: int) -> bool:
-    gram = list(ids[i - n + 1 : i + 1]) if i >= n - 1 else None
-    ends = range(max(n - 1, i - window + n), i)
-    return gram is None or all(list(ids[j - n + 1 : j + 1]) != gram for j in ends)
+    state, share = Novelty(window, n, span), math.nan
+    for position, token in enumerate(_plain(ids)):
+        share = state.add(token, position)
+    return share
 
 
 def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
@@ -191,13 +186,10 @@ def collapse_point(ids: Ids, window: int = WINDOW, *, theta: float = THETA_TTR) 
 
     Only whole windows count, so it is at least `window`; the repetition itself began up to `window` tokens earlier.
     """
-    point = None
     values = diversity(ids, window)
-    for step, value in zip(range(len(values), window - 1, -1), reversed(values), strict=False):
-        if value >= theta:
-            break
-        point = step
-    return point
+    diverse = (step for step in range(len(values), window - 1, -1) if values[step - 1] >= theta)
+    point = next(diverse, window - 1) + 1
+    return point if window <= point <= len(values) else None
 
 
 def survival(points: Sequence[int | None], steps: Sequence[int]) -> list[float]:

@@ -1,17 +1,119 @@
-"""Configuration and tokenizer of a checkpoint in a folder, checked before any weight is read."""
+"""Configuration, tokenizer, dtype and device of a model to load, checked before any weight is read."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.models.adapters import adapter_for
-from sinkscope.models.checkpoint import read_json
-from sinkscope.models.checks import check_kind
+import torch
 
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.adapters import ADAPTERS, adapter_for
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+_SHORT = {
+    "fp32": "float32",
+    "float": "float32",
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "f16": "float16",
+    "fp64": "float64",
+    "double": "float64",
+}
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file of a checkpoint."""
+    if not file.is_file():
+        raise SinkscopeError(
+            f"{file.parent} has no {file.name}; give the folder of a Hugging Face checkpoint, as save_pretrained "
+            "writes it",
+            page="no-config",
+        )
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SinkscopeError(f"{file} is not JSON ({error}); download it again", page="no-config") from None
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A torch dtype from its name ("float32", "torch.bfloat16", "fp16", ...); None and "auto" give None.
+
+    Raises:
+        SinkscopeError: it is not a floating type that models compute in.
+    """
+    if dtype is None or dtype == "auto":
+        return None
+    name = str(dtype).lower().removeprefix("torch.")
+    name = _SHORT.get(name, name)
+    if name not in _FLOATS:
+        raise SinkscopeError(
+            f"dtype {str(dtype)!r} is not one that models run in; expected float32, bfloat16, float16, float64 or auto",
+            page="unknown-dtype",
+        )
+    return getattr(torch, name)
+
+
+def parse_device(device: torch.device | str | None) -> torch.device:
+    """A device of this machine; None: the first cuda device if there is one, else the CPU.
+
+    Raises:
+        SinkscopeError: this machine has no such device; the message lists those that it has.
+    """
+    here = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0))]
+    if torch.backends.mps.is_available():
+        here.append("mps")
+    if device is None:
+        return torch.device(next((name for name in here if name.startswith("cuda")), "cpu"))
+    with suppress(RuntimeError):
+        found = torch.device(device)
+        name = f"cuda:{found.index or 0}" if found.type == "cuda" else found.type
+        if name in here and (found.type == "cuda" or not found.index):
+            return found
+    raise SinkscopeError(f"device {str(device)!r} is not there; this machine has {', '.join(here)}", page="no-device")
+
+
+def check_kind(name: str, raw: Any) -> None:
+    """Check that `raw`, the content of config.json, belongs to a causal language model that has an adapter.
+
+    Raises:
+        SinkscopeError: it is no configuration of a model.
+        UnsupportedError: it is another kind of model, or there is no adapter for it.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    model_type = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(model_type, str):
+        raise SinkscopeError(
+            f"the config.json of {name} has no model_type, so it is no transformers model; give one that has",
+            page="no-config",
+        )
+    classes: list[str] = raw.get("architectures") or []
+    causal, known = any(c.endswith(_CAUSAL) for c in classes), model_type in ADAPTERS
+    if known and (causal or not classes):
+        return
+    images = auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+    kinds = {
+        "an encoder-decoder model": raw.get("is_encoder_decoder"),
+        "not a causal language model": known,
+        "a vision model": model_type in images or "vision_config" in raw,
+        "an encoder-only model": model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not causal,
+    }
+    what = next((what for what, holds in kinds.items() if holds), None)
+    if what is None:
+        adapter_for(model_type)
+    named = f"architectures {', '.join(classes)}" if classes else f"model type {model_type}"
+    raise UnsupportedError(
+        f"{name} is {what} ({named}); expected a decoder-only causal language model, such as llama-2-7b or gpt2",
+        page="not-causal-lm",
+    )
 
 
 def read_config(
@@ -89,3 +191,52 @@ def read_tokenizer(name: str, folder: Path, *, gguf: str | None = None, trust_re
             "give tokenizer=...",
             page="no-tokenizer",
         ) from error
+
+
+def check_vocabulary(tokenizer: Any, hf: Any) -> None:
+    """Every token of the tokenizer has a row in the embedding (special tokens other than BOS and EOS excepted).
+
+    Some models ship a tokenizer with special tokens for images that a text model never gets to see (Gemma 3 1B).
+
+    Raises:
+        SinkscopeError: the tokenizer belongs to another model.
+    """
+    if tokenizer is None:
+        return
+    rows = hf.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= rows:
+        return
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special -= {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    if beyond := sorted(i for i in tokenizer.get_vocab().values() if i >= rows and i not in special):
+        raise SinkscopeError(
+            f"the tokenizer has {len(tokenizer):,} tokens and the embedding {rows:,} rows ({len(beyond):,} tokens have "
+            "none): they belong to different models; use the tokenizer that came with the weights",
+            page="vocabulary-mismatch",
+        )
+
+
+@torch.no_grad()
+def check_finite(hf: torch.nn.Module, source: str = "", rename: Any = str) -> None:
+    """Check that no parameter holds NaN or infinity. Parameters on meta and quantised ones are passed over.
+
+    Args:
+        hf: holds the parameters.
+        source: the checkpoint that they were read from, for the error.
+        rename: gives the name of a parameter in that checkpoint; "" leaves the parameter out.
+
+    Raises:
+        SinkscopeError: names the first that does.
+    """
+    for name, tensor in hf.named_parameters():
+        # One number per tensor: NaN and infinity survive a sum. Cheaper than a boolean tensor of the same shape.
+        if not (shown := rename(name)) or tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2:
+            continue
+        if torch.isfinite(tensor.sum(dtype=torch.float32)) or not (bad := int((~torch.isfinite(tensor)).sum())):
+            continue
+        finer = "" if tensor.dtype == torch.float32 else ", or try dtype=float32"
+        raise SinkscopeError(
+            f"tensor {shown}{source and f' of {source}'} holds {bad:,} values that are NaN or infinite (of "
+            f"{tensor.numel():,}, {str(tensor.dtype).removeprefix('torch.')}); download the checkpoint again{finer}",
+            page="nan-weights",
+        )

@@ -6,18 +6,29 @@ import contextlib
 import copy
 import io
 import os
+import pickle
 import sys
-from typing import Any
+from collections.abc import Generator
+from importlib import import_module
+from typing import Any, Literal, get_args
 
 import torch
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.models.checks import check_finite, check_vocabulary, parse_device, parse_dtype
-from sinkscope.models.config import read_config, read_tokenizer
-from sinkscope.models.explain import explained, quiet
-from sinkscope.models.source import Local, Source, local_files, locate
+from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
+from sinkscope.models.checkpoint import Local, ModelSource, local_files, locate, no_permission
+from sinkscope.models.config import (
+    check_finite,
+    check_vocabulary,
+    parse_device,
+    parse_dtype,
+    read_config,
+    read_tokenizer,
+)
+from sinkscope.models.probe import prove
 from sinkscope.models.target import unwrap
-from sinkscope.models.wrap import BACKENDS, Backend, wrap
+
+Backend = Literal["bridge", "hf", "nnsight"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 def load(
@@ -65,21 +76,17 @@ def load(
     if backend is not None and backend not in BACKENDS:
         raise SinkscopeError(f"backend {backend!r} is unknown; expected one of {', '.join(BACKENDS)}")
     if not (x is None or isinstance(x, str | os.PathLike)):
-        settings = {
-            "revision": revision,
-            "layers": layers,
-            "dtype": dtype,
-            "device": device,
-            "device_map": device_map,
-            "quantization_config": quantization_config,
-        }
-        return _live(x, backend, tokenizer, settings)
+        options = {"revision": revision, "layers": layers, "dtype": dtype, "device": device, "device_map": device_map}
+        return _live(x, backend, tokenizer, options | {"quantization_config": quantization_config})
     if layers is not None and layers < 1:
         raise SinkscopeError(
             f"layers={layers!r}: zero layers make no model; expected a number of at least 1, or None",
             page="zero-layers",
         )
-    place = _placement(device, device_map)
+    if device_map is not None and device is not None:
+        raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
+    if device_map is None and (place := parse_device(device)).type != "cpu":
+        device_map = {"": place}
     wanted_dtype = parse_dtype(dtype)
     source = locate(x, revision)
     with quiet(), explained(source):
@@ -87,7 +94,8 @@ def load(
             files: dict[str, Any] = {"gguf": local.gguf, "trust_remote_code": trust_remote_code}
             config = read_config(source.name, local.folder, layers=layers, **files)
             tok = tokenizer if tokenizer is not None else read_tokenizer(source.name, local.folder, **files)
-            hf = _weights(source, local, config, wanted_dtype, place, quantization_config, trust_remote_code)
+            options = {"device_map": device_map, "quantization_config": quantization_config}
+            hf = _weights(source, local, config, wanted_dtype, options, trust_remote_code)
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = local.commit
@@ -97,8 +105,6 @@ def load(
         check_finite(hf)
         model = wrap(hf, tok, backend or "bridge")
         if probe:
-            from sinkscope.models.probe import prove
-
             prove(model)
     return model
 
@@ -127,24 +133,12 @@ def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[st
     return wrap(copied, tok, backend)
 
 
-def _placement(device: Any, device_map: Any) -> Any:
-    """What transformers is given as `device_map`; None: the CPU."""
-    if device_map is not None:
-        if device is not None:
-            raise SinkscopeError(f"device {str(device)!r} and device_map exclude each other; give one of them")
-        return device_map
-    found = parse_device(device)
-    return None if found.type == "cpu" else {"": found}
-
-
 def _weights(
-    source: Source, local: Local, config: Any, dtype: Any, place: Any, quantization_config: Any, trust_remote_code: bool
+    source: ModelSource, local: Local, config: Any, dtype: Any, options: dict[str, Any], trust_remote_code: bool
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"gguf_file": local.gguf, "device_map": place, "quantization_config": quantization_config}
-    if local.pickled:
-        options["weights_only"] = True
+    options = options | {"gguf_file": local.gguf, "weights_only": local.pickled or None}
     # The bar of GGUF files knows no switch.
     silent = local.gguf is not None and not sys.stderr.isatty()
     with contextlib.redirect_stderr(io.StringIO()) if silent else contextlib.nullcontext():
@@ -158,17 +152,15 @@ def _weights(
             **{name: value for name, value in options.items() if value is not None},
         )
     model, info = loaded
+    wrong = ""
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, wanted = mismatched[0]
+        wrong = f"tensor {name} of {source.name} has shape {tuple(found)}, its configuration asks for {tuple(wanted)}"
+    elif missing := sorted(info["missing_keys"]):
+        wrong = f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}"
+    if wrong:
         raise SinkscopeError(
-            f"tensor {name} of {source.name} has shape {tuple(found)}, its configuration asks for {tuple(wanted)}; the "
-            "weights belong to another config.json: download both from one revision",
-            page="missing-tensors",
-        )
-    if missing := sorted(info["missing_keys"]):
-        raise SinkscopeError(
-            f"{source.name} lacks {len(missing)} tensors that its configuration asks for, such as {missing[0]}; the "
-            "weights belong to another config.json: download both from one revision",
+            f"{wrong}; the weights belong to another config.json: download both from one revision",
             page="missing-tensors",
         )
     if local.pickled:  # only now: a checkpoint that is refused says one line, and that is why
@@ -178,3 +170,138 @@ def _weights(
             file=sys.stderr,
         )
     return model.eval()
+
+
+def wrap(hf: Any, tokenizer: Any, backend: Backend) -> Any:
+    """`hf` as the kind of object asked for. Bridge and nnsight change `hf` in place: give it to nobody else.
+
+    The tokenizer is copied first, because both set padding and special tokens on theirs. TransformerLens and nnsight
+    are imported here.
+
+    Raises:
+        UnsupportedError: TransformerLens or nnsight is not installed, or cannot wrap this architecture.
+        SinkscopeError: there is no tokenizer.
+    """
+    if backend == "hf":
+        return hf
+    if tokenizer is None:
+        raise SinkscopeError(
+            f"backend={backend!r} needs a tokenizer and the model came without one; give tokenizer=..., or use "
+            'backend="hf"',
+            page="no-tokenizer",
+        )
+    bridge = backend == "bridge"
+    library, package = ("TransformerLens", "transformer-lens") if bridge else ("nnsight", "nnsight")
+    try:
+        module: Any = import_module("transformer_lens.model_bridge" if bridge else "nnsight")
+        cls = module.TransformerBridge if bridge else module.TransformersModel
+    except ImportError as error:
+        raise UnsupportedError(
+            f"backend={backend!r} needs {package}, which cannot be imported ({error}): pip install {package}, or use "
+            'backend="hf"',
+            page="backend-cannot",
+        ) from None
+    tokenizer = copy.deepcopy(tokenizer)
+    try:
+        if bridge:
+            return _bridge(cls, hf, tokenizer)
+        return cls(hf, tokenizer=tokenizer, task="text-generation")
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnsupportedError(
+            f'{library} cannot wrap this {hf.config.model_type} model ({first}); backend="hf" can',
+            page="backend-cannot",
+        ) from error
+
+
+def _bridge(cls: Any, hf: Any, tokenizer: Any) -> Any:
+    config = hf.config
+    if config.model_type == "falcon" and config.new_decoder_architecture:
+        raise ValueError("its fused query, key and value are interleaved by group")
+    if getattr(config, "vision_config", None) is not None:
+        try:
+            import_module("torchvision")
+        except Exception:  # a broken one counts as missing for TransformerLens, too
+            # Booting would run `pip install torchvision`, which may replace torch in the user's environment.
+            raise ValueError("it needs torchvision for models with images: pip install torchvision") from None
+    if not config.architectures:
+        config.architectures = [type(hf).__name__]
+    # The bridge makes a second tokenizer from the path of this one, which may be on a hub, unless it is told that
+    # this one adds BOS; whether it really does is found out by encoding a text.
+    tokenizer.init_kwargs.setdefault("name_or_path", "")
+    tokenizer.init_kwargs["add_bos_token"] = True
+    name = getattr(config, "_name_or_path", "")
+    if "/" not in name:  # it may be an alias of TransformerLens, which warns of those
+        name = type(hf).__name__
+    return cls.boot_transformers(name, hf_model=hf, tokenizer=tokenizer, dtype=hf.dtype)
+
+
+@contextlib.contextmanager
+def quiet(*, bars: bool | None = None) -> Generator[None]:
+    """Nothing on stdout, and no reports of other libraries on unused tensors.
+
+    Args:
+        bars: whether they may draw progress bars; None: on a terminal.
+    """
+    from huggingface_hub import utils as hub
+    from transformers.utils import logging
+
+    with contextlib.ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        if not (sys.stderr.isatty() if bars is None else bars):
+            undo.callback(hub.logging.set_verbosity, hub.logging.get_verbosity())
+            hub.logging.set_verbosity_error()
+            if logging.is_progress_bar_enabled():
+                undo.callback(logging.enable_progress_bar)
+                logging.disable_progress_bar()
+            if not hub.are_progress_bars_disabled():
+                undo.callback(hub.enable_progress_bars)
+                hub.disable_progress_bars()
+        undo.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+@contextlib.contextmanager
+def explained(source: ModelSource) -> Generator[None]:
+    """Whatever goes wrong below, as a SinkscopeError."""
+    try:
+        yield
+    except SinkscopeError:
+        raise
+    except Exception as error:
+        first = _first_line(error)
+        if is_out_of_memory(error):
+            raise SinkscopeError(
+                f"out of memory while loading {source.name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
+                'quantization_config or device_map="auto"',
+                page="out-of-memory",
+            ) from error
+        if isinstance(error, PermissionError):
+            raise no_permission(error.filename or source.where) from error
+        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+            raise SinkscopeError(
+                f"the pickled weights of {source.name} hold more than tensors, or are damaged, and are refused: "
+                "loading them could run code; convert them to safetensors where you trust them",
+                page="pickled-weights",
+            ) from error
+        if source.kind == "gguf":
+            raise SinkscopeError(
+                f"{source.name} could not be read: {first}; "
+                + ("pip install gguf" if isinstance(error, ImportError) else "download it again, or give a folder"),
+                page="bad-gguf",
+            ) from error
+        remedy = (
+            "install what it asks for"
+            if isinstance(error, ImportError)
+            else "if the files are whole, check that config.json, weights and tokenizer belong together"
+        )
+        raise SinkscopeError(
+            f"{source.name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """What it says first; a line that ends in a colon says nothing without the next."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -14,7 +14,7 @@ RECALL = "recall"
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSink:
     """What papers report about a model's sink; layers are 0-based.
 
     Attributes:
@@ -45,7 +45,7 @@ class ModelEntry:
     name: str
     hub_id: str
     family: str
-    published: Published | None = None
+    published: PublishedSink | None = None
 
 
 _YONA = "Yona et al. 2025, Table 1"
@@ -53,42 +53,44 @@ _YU = "Yu et al. 2024 (arXiv 2411.07191)"
 _SUN = "Sun et al. 2024 (arXiv 2402.17762)"
 _OWEN = "Owen et al. 2025 (arXiv 2503.22329)"
 _ACCOUNTS = "accounts in other papers"
-_LLAMA_3 = Published(f"{_YONA}; {_YU}", (1,), ((1, 198), (1, 2427)), (788, 1384, 4062))
-_MISTRAL = Published(f"{_YONA}; {_YU}", (1,), ((1, 7310), (1, 8572)), (2070, 3398))
+_LLAMA_3 = PublishedSink(f"{_YONA}; {_YU}", (1,), ((1, 198), (1, 2427)), (788, 1384, 4062))
+_MISTRAL = PublishedSink(f"{_YONA}; {_YU}", (1,), ((1, 7310), (1, 8572)), (2070, 3398))
 
-_PUBLISHED: dict[str, Published] = {
-    "llama-1-7b": Published(f"{_YONA}; {_YU}", (2,), ((2, 7003),), (3968,), repeats=450),
-    "llama-1-13b": Published(_YU, (2,), ((2, 2278), (2, 6939)), (2231,), secondary=True),
-    "llama-1-30b": Published(_YU, (3, 10), ((3, 12817), (3, 17439), (10, 14386)), (5633,), secondary=True),
-    "llama-2-7b": Published(
+_PUBLISHED: dict[str, PublishedSink] = {
+    "llama-1-7b": PublishedSink(f"{_YONA}; {_YU}", (2,), ((2, 7003),), (3968,), repeats=450),
+    "llama-1-13b": PublishedSink(_YU, (2,), ((2, 2278), (2, 6939)), (2231,), secondary=True),
+    "llama-1-30b": PublishedSink(_YU, (3, 10), ((3, 12817), (3, 17439), (10, 14386)), (5633,), secondary=True),
+    "llama-2-7b": PublishedSink(
         f"{_YONA}; {_YU}; {_SUN}; {_OWEN}", (1,), ((1, 7890), (1, 10411)), (2533, 1415), (1, 29), repeats=1000
     ),
-    "llama-2-13b": Published(
+    "llama-2-13b": PublishedSink(
         _ACCOUNTS, (3,), ((3, 7678),), (4743, 2100), secondary=True, note="sources disagree, another gives neuron 8811"
     ),
     "llama-3-8b": _LLAMA_3,
-    "llama-3-8b-instruct": Published(
+    "llama-3-8b-instruct": PublishedSink(
         _LLAMA_3.source, _LLAMA_3.layers, _LLAMA_3.neurons, _LLAMA_3.residual_dims, repeats=4000
     ),
-    "llama-3.2-1b": Published(_OWEN, residual_dims=(400,), massive_layers=(1, 14)),
-    "llama-3.2-3b": Published(_OWEN, residual_dims=(588,), massive_layers=(1, 24)),
+    "llama-3.2-1b": PublishedSink(_OWEN, residual_dims=(400,), massive_layers=(1, 14)),
+    "llama-3.2-3b": PublishedSink(_OWEN, residual_dims=(588,), massive_layers=(1, 24)),
     "mistral-7b-v0.1": _MISTRAL,
-    "mistral-7b-instruct-v0.1": Published(
+    "mistral-7b-instruct-v0.1": PublishedSink(
         _MISTRAL.source, _MISTRAL.layers, _MISTRAL.neurons, _MISTRAL.residual_dims, repeats=1200
     ),
-    "mistral-7b-v0.3": Published(_OWEN, residual_dims=(2070,), massive_layers=(1, 29)),
-    "mixtral-8x7b": Published(_ACCOUNTS, (1,), residual_dims=(2070, 3398), secondary=True),
-    "olmo-7b-0724": Published(_YU, (1, 2, 7, 24), ((1, 7467), (2, 8275), (7, 453), (24, 2300)), (269,), secondary=True),
-    "phi-2": Published(_OWEN, residual_dims=(743,), massive_layers=(2, 23)),
-    "phi-3-mini-4k": Published(_YU, (2, 4), ((2, 808), (4, 2723)), (525, 1693, 1113), secondary=True),
-    "phi-4": Published(_OWEN, residual_dims=(1367, 893), massive_layers=(1, 24)),
-    "falcon-7b": Published(_OWEN, residual_dims=(2002,), massive_layers=(3, 30)),
-    "gemma-2-2b": Published(
+    "mistral-7b-v0.3": PublishedSink(_OWEN, residual_dims=(2070,), massive_layers=(1, 29)),
+    "mixtral-8x7b": PublishedSink(_ACCOUNTS, (1,), residual_dims=(2070, 3398), secondary=True),
+    "olmo-7b-0724": PublishedSink(
+        _YU, (1, 2, 7, 24), ((1, 7467), (2, 8275), (7, 453), (24, 2300)), (269,), secondary=True
+    ),
+    "phi-2": PublishedSink(_OWEN, residual_dims=(743,), massive_layers=(2, 23)),
+    "phi-3-mini-4k": PublishedSink(_YU, (2, 4), ((2, 808), (4, 2723)), (525, 1693, 1113), secondary=True),
+    "phi-4": PublishedSink(_OWEN, residual_dims=(1367, 893), massive_layers=(1, 24)),
+    "falcon-7b": PublishedSink(_OWEN, residual_dims=(2002,), massive_layers=(3, 30)),
+    "gemma-2-2b": PublishedSink(
         _OWEN, residual_dims=(334, 535), massive_layers=(3, 18), note="none without a beginning-of-sequence token"
     ),
-    "gemma-2-9b": Published(_OWEN, residual_dims=(504,), massive_layers=(0, 34)),
-    "gpt2": Published(_OWEN, residual_dims=(447,), massive_layers=(2, 10)),
-    "opt-6.7b": Published(_OWEN, residual_dims=(2394,), massive_layers=(0, 15)),
+    "gemma-2-9b": PublishedSink(_OWEN, residual_dims=(504,), massive_layers=(0, 34)),
+    "gpt2": PublishedSink(_OWEN, residual_dims=(447,), massive_layers=(2, 10)),
+    "opt-6.7b": PublishedSink(_OWEN, residual_dims=(2394,), massive_layers=(0, 15)),
 }
 
 # short name, hub id; grouped by `model_type`.
@@ -213,14 +215,13 @@ def models() -> list[ModelEntry]:
     return list(_ENTRIES.values())
 
 
-def _find(name: str) -> ModelEntry | None:
-    """By short name, hub id or last part of a hub id or path; upper and lower case are the same."""
+def find(name: str) -> ModelEntry | None:
+    """A model by its short name, its hub id, or the last part of a hub id or path; case does not matter."""
     wanted = name.strip().rstrip("/").lower()
-    for entry in _ENTRIES.values():
-        if wanted in (entry.name, entry.hub_id.lower()):
-            return entry
     last = wanted.replace("\\", "/").rpartition("/")[2]
-    return next((e for e in _ENTRIES.values() if last in (e.name, e.hub_id.lower().rpartition("/")[2])), None)
+    exact = (e for e in _ENTRIES.values() if wanted in (e.name, e.hub_id.lower()))
+    loose = (e for e in _ENTRIES.values() if last in (e.name, e.hub_id.lower().rpartition("/")[2]))
+    return next(exact, None) or next(loose, None)
 
 
 def resolve(name: str) -> str:
@@ -229,7 +230,7 @@ def resolve(name: str) -> str:
     Raises:
         SinkscopeError: unknown; the message has the nearest short names.
     """
-    if "/" not in name and (entry := _find(name)) is not None:
+    if "/" not in name and (entry := find(name)) is not None:
         return entry.hub_id
     near = difflib.get_close_matches(name.lower(), _ENTRIES, n=3, cutoff=0.6)
     meant = f"did you mean {' or '.join(near)}? " if near else ""
@@ -240,7 +241,7 @@ def resolve(name: str) -> str:
     )
 
 
-def published_for(name_or_id: str) -> Published | None:
+def published_for(name_or_id: str) -> PublishedSink | None:
     """What papers report about the sink of a model, by short name, hub id or base name of a folder; None if nothing."""
-    entry = _find(name_or_id)
+    entry = find(name_or_id)
     return entry.published if entry is not None else None

@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter, adapter_for
 from sinkscope.models.checkpoint import SafetensorsSource
-from sinkscope.models.config import read_config
+from sinkscope.models.config import check_finite, read_config
+from sinkscope.models.load import quiet
 from sinkscope.models.target import Target
 
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read: `Target.forward` ends before them
@@ -45,16 +45,6 @@ class StreamTarget(Target):
         with self.store.pinned(layer):
             yield
 
-    def w_out(self, layer: int, neurons: list[int], expert: int | None = None) -> Float[Tensor, "neuron d_model"]:
-        """Columns of the down projection, read from disk if the layer is not in memory."""
-        with self.loaded(layer):
-            return super().w_out(layer, neurons, expert)
-
-    def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
-        """L2 norm of every column of the down projection, read from disk if the layer is not in memory."""
-        with self.loaded(layer):
-            return super().w_out_norms(layer, expert)
-
 
 class _Store:
     """Moves the weights of layers in when they are called and out when others need the room."""
@@ -68,10 +58,7 @@ class _Store:
         self._held: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pins: Counter[int] = Counter()
         for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._loads(index))
-
-    def _loads(self, index: int) -> Callable[[nn.Module, Any], None]:
-        return lambda _module, _args: self.load(index)
+            layer.register_forward_pre_hook(lambda _module, _args, index=index: self.load(index))
 
     def load(self, index: int) -> None:
         """Layer `index` holds its weights from here on, until `resident` others were called."""
@@ -174,7 +161,10 @@ class _Loader:
         """
         state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
         try:
-            with _silent(), torch.random.fork_rng(devices=[]):  # what is missing outside `part` is drawn at random
+            with (
+                quiet(bars=False),
+                torch.random.fork_rng(devices=[]),
+            ):
                 module, info = self._base_class.from_pretrained(
                     None, config=config, state_dict=state, dtype=self._dtype, output_loading_info=True
                 )
@@ -191,35 +181,9 @@ class _Loader:
                 f"{self._source.name} lacks tensors of {what}, the first is {absent[0]}; get the whole checkpoint",
                 page="missing-tensors",
             )
-        for name, weight in module.named_parameters():
-            # One number per tensor: NaN and infinity survive a sum. What lies outside `part` holds nothing read.
-            if not name.startswith(part) or torch.isfinite(weight.sum(dtype=torch.float32)):
-                continue
-            if not torch.isfinite(weight).all():
-                full = f"{self.causal.base_model_prefix}.{truly}{name.removeprefix(part)}"
-                finer = "" if self._dtype == torch.float32 else ", or try dtype=float32"
-                raise SinkscopeError(
-                    f"tensor {full} of {self._source.name} holds values that are NaN or infinite; download the "
-                    f"checkpoint again{finer}",
-                    page="nan-weights",
-                )
+        prefix = f"{self.causal.base_model_prefix}.{truly}"  # what lies outside `part` was drawn at random
+        check_finite(module, self._source.name, lambda n: prefix + n.removeprefix(part) if n.startswith(part) else "")
         return module.eval().requires_grad_(False).to(self._device)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Transformers reports each partial load as broken, with a progress bar; both are wanted here."""
-    from transformers.utils import logging
-
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
 
 
 def open_stream(

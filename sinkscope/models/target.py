@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -172,31 +172,26 @@ class Target:
     @torch.no_grad()
     def w_out(self, layer: int, neurons: list[int], expert: int | None = None) -> Float[Tensor, "neuron d_model"]:
         """Columns of the down projection: what each neuron writes when its `hook_post` is 1."""
-        if expert is not None:
-            return experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
-        down = self.sub(layer, self.adapter.down)
-        weight = plain_weight(down)
-        if weight is not None:
-            return weight[neurons] if self.adapter.transposed_down else weight[:, neurons].T
-        # Quantised or adapted weights: ask the module itself what a unit input writes.
-        eye = torch.zeros(len(neurons) + 1, self.d_mlp, device=self.device, dtype=self.dtype)
-        eye[torch.arange(len(neurons)), torch.tensor(neurons)] = 1
-        out = down(eye)
-        return out[:-1] - out[-1:]
+        with self.loaded(layer):
+            if expert is not None:
+                return experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
+            down = self.sub(layer, self.adapter.down)
+            if (weight := plain_weight(down)) is not None:
+                return weight[neurons] if self.adapter.transposed_down else weight[:, neurons].T
+            # Quantised or adapted weights: ask the module itself what a unit input writes.
+            eye = torch.zeros(len(neurons) + 1, self.d_mlp, device=self.device, dtype=self.dtype)
+            eye[torch.arange(len(neurons)), torch.tensor(neurons)] = 1
+            out = down(eye)
+            return out[:-1] - out[-1:]
 
     @torch.no_grad()
     def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
         """L2 norm of every column of the down projection."""
-        every = self.d_mlp
-        if expert is None and (weight := plain_weight(self.sub(layer, self.adapter.down))) is not None:
-            return torch.linalg.vector_norm(weight, dim=1 if self.adapter.transposed_down else 0, dtype=torch.float32)
-        parts = [
-            torch.linalg.vector_norm(
-                self.w_out(layer, list(range(i, min(i + 1024, every))), expert), dim=1, dtype=torch.float32
-            )
-            for i in range(0, every, 1024)
-        ]
-        return torch.cat(parts)
+        with self.loaded(layer):
+            if expert is None and (weight := plain_weight(self.sub(layer, self.adapter.down))) is not None:
+                return torch.linalg.vector_norm(weight, dim=int(self.adapter.transposed_down), dtype=torch.float32)
+            columns = (self.w_out(layer, some.tolist(), expert) for some in torch.arange(self.d_mlp).split(1024))
+            return torch.cat([torch.linalg.vector_norm(c, dim=1, dtype=torch.float32) for c in columns])
 
     @torch.no_grad()
     def forward(
@@ -222,15 +217,11 @@ class Target:
     @contextmanager
     def hooks(self, *pairs: tuple[nn.Module, str, Any]) -> Iterator[None]:
         """Hooks for the length of a `with`: (module, "pre" | "post", fn), with torch's signatures with kwargs."""
-        handles = []
-        try:
+        with ExitStack() as stack:
             for module, when, fn in pairs:
                 add = module.register_forward_pre_hook if when == "pre" else module.register_forward_hook
-                handles.append(add(fn, with_kwargs=True))
+                stack.callback(add(fn, with_kwargs=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def plain_weight(module: Any) -> Tensor | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import check, read_rows
 
 _SAMSUM = "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"  # LongBench's
 _ENDS = "Now the record ends."  # LongEval's: behind it stands the question
-_FORMS = '"context" and "input" (LongBench), "prompt" and "topics" (LongEval), or "prompt" alone'
+_EXPECTED = 'JSON lines with "context" and "input" (LongBench), "prompt" and "topics" (LongEval), or "prompt" alone'
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TextPrompt:
     """A prompt, taken apart where its file says how.
 
     Attributes:
@@ -35,7 +36,26 @@ class Prompt:
         return self.context + self.question
 
 
-def read_prompts(path: str | os.PathLike[str]) -> tuple[Prompt, ...]:
+@dataclass(frozen=True)
+class _Row:
+    context: str | None = None
+    input: str | None = None
+    prompt: str | None = None
+    topics: Any = None
+    dataset: Any = None
+    id: Annotated[Any, Field(validation_alias="_id")] = None
+    test_id: Any = None
+
+    def __post_init__(self) -> None:
+        if self.prompt is None and (self.context is None or self.input is None):
+            raise SinkscopeError("the fields of a prompt are missing")
+        if not f"{self.context or ''}{self.input or ''}{self.prompt or ''}".strip():
+            raise SinkscopeError("the prompt is empty")
+        if self.topics is not None and _ENDS not in (self.prompt or _ENDS):
+            raise SinkscopeError(f"the prompt has no {_ENDS!r}, as LongEval's topic retrieval has")
+
+
+def read_prompts(path: str | os.PathLike[str]) -> tuple[TextPrompt, ...]:
     """The prompts of a file of JSON lines.
 
     Takes LongBench's records (`samsum.jsonl`: its own prompt around context and input; of its other tasks context and
@@ -45,44 +65,15 @@ def read_prompts(path: str | os.PathLike[str]) -> tuple[Prompt, ...]:
     Raises:
         SinkscopeError: the file cannot be read or has no records, or a line is none of these (with its number).
     """
-    name = Path(path).name
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SinkscopeError(f"cannot read {name}: {reason}; give a file of JSON lines") from None
-    found = [_prompt(line, f"{name} line {i}", str(i)) for i, line in enumerate(lines, 1) if line.strip()]
-    if not found:
-        raise SinkscopeError(f"{name} is empty: expected JSON lines with {_FORMS}")
-    return tuple(found)
+    rows = read_rows(path, _EXPECTED)
+    return tuple(_prompt(check(row, _Row, where, _EXPECTED), where.rpartition(" ")[2]) for where, row in rows)
 
 
-def _prompt(line: bytes, where: str, number: str) -> Prompt:
-    try:
-        content: Any = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError):  # also bytes that are no UTF-8
-        raise SinkscopeError(f"{where} is not JSON: expected an object with {_FORMS}") from None
-    fields: dict[str, Any] = content if isinstance(content, dict) else {}
-    if "context" in fields and "input" in fields:
-        context, question = _text(fields, "context", where), _text(fields, "input", where)
-        before = _SAMSUM if str(fields.get("dataset", "")).startswith("samsum") else ""
-        found = Prompt(str(fields.get("_id", number)), f"{before}{context}\n\n", question)
-    elif "prompt" in fields:
-        context, end, question = _text(fields, "prompt", where).rpartition(_ENDS)
-        if "topics" in fields and not end:
-            raise SinkscopeError(f"{where}: the prompt has no {_ENDS!r}: expected a file of LongEval's topic retrieval")
-        if "topics" not in fields:
-            context, end, question = context + end + question, "", ""
-        found = Prompt(str(fields.get("test_id", number)), context + end, question)
-    else:
-        raise SinkscopeError(f"{where}: expected an object with {_FORMS}")
-    if not found.text.strip():
-        raise SinkscopeError(f"{where}: the prompt is empty")
-    return found
-
-
-def _text(fields: dict[str, Any], name: str, where: str) -> str:
-    if not isinstance(fields[name], str):
-        raise SinkscopeError(f"{where}: {name} is {type(fields[name]).__name__}, expected text")
-    # Half a surrogate pair, which JSON can spell, is no text: a tokenizer could not take it.
-    return fields[name].encode("utf-8", "replace").decode("utf-8")
+def _prompt(row: _Row, number: str) -> TextPrompt:
+    if row.context is not None and row.input is not None:
+        before = _SAMSUM if str(row.dataset).startswith("samsum") else ""
+        return TextPrompt(str(row.id if row.id is not None else number), f"{before}{row.context}\n\n", row.input)
+    context, end, question = (row.prompt or "").rpartition(_ENDS)
+    if row.topics is None:
+        context, end, question = row.prompt or "", "", ""
+    return TextPrompt(str(row.test_id if row.test_id is not None else number), context + end, question)

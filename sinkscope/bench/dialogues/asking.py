@@ -17,9 +17,9 @@ from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
+from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo
-from sinkscope.sinks._open import fingerprint_of
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
 from sinkscope import __version__
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position, Turn
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, Position
 from sinkscope.bench.dialogues.tasks import PAPER_TURNS, PAPER_WORDS_PER_TURN, Task, task_of
-from sinkscope.bench.loopbench.longbench import Record, Source
+from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource
+from sinkscope.bench.sets import BuiltSet
 from sinkscope.errors import SinkscopeError
 
 Form = Literal["faithful", "repaired"]
@@ -24,52 +24,19 @@ HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
 _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
 _TITLE_WORDS = 12
-
-
-@dataclass(frozen=True)
-class Built:
-    """A set of dialogues, and how it came about.
-
-    Attributes:
-        dialogues: in order.
-        manifest: settings, source with its sha256, numbers reached and the paper's; knows no paths.
-    """
-
-    dialogues: tuple[Dialogue, ...]
-    manifest: dict[str, Any]
-
-    def text(self) -> str:
-        """A few lines for the reader."""
-        m, paper = self.manifest, self.manifest["paper"]
-        tokens = m["tokens"]
-        rows = [
-            (m["title"], f"{m['dialogues']} dialogues (paper {paper['dialogues']}), {m['form']}"),
-            ("turns", f"{m['turns']:.2f} (paper {paper['turns']}; over all its sets {paper['all_turns']})"),
-            ("words", f"{m['words']['turn']:,.1f} a turn (paper, over all its sets: {paper['all_words_per_turn']:,})"),
-            (
-                "tokens",
-                f"{tokens['turn']:,.1f} a turn, {tokens['dialogue']:,.1f} a dialogue (paper {paper['tokens']:,})"
-                if tokens
-                else f"not counted: give a tokenizer (paper {paper['tokens']:,})",
-            ),
-            ("unanswerable", f"{m['unanswerable']} of {m['questions']} questions"),
-            ("source", f"{m['source']['name']}, {m['source']['records']} records"),
-        ]
-        if m["skipped"]:
-            rows.append(("skipped", f"{m['skipped']} records with too few examples"))
-        return "\n".join(f"{name:<13} {value}" for name, value in rows)
+NOT_COUNTED = "not counted: give a tokenizer"
 
 
 def build(
     task: str,
-    source: Source,
+    source: LongBenchSource,
     *,
     form: Form | str = "repaired",
     turns: int | None = None,
     count: int | None = None,
     seed: int = 0,
     tokenizer: Any = None,
-) -> Built:
+) -> BuiltSet[Dialogue]:
     """Dialogues of one task.
 
     Args:
@@ -105,7 +72,8 @@ def build(
         while len(made) < n:
             made += recipe(known, source.records, n_turns, len(made), form == "repaired", rng)
         made = made[:n]
-    return Built(tuple(made), _manifest(known, source, made, form, seed, tokenizer, skipped))
+    manifest = _manifest(known, source, made, form, seed, tokenizer, skipped)
+    return BuiltSet(tuple(made), manifest, _rows(manifest))
 
 
 def _variants(question: str, context: str, *, before: str = "") -> dict[Position, str]:
@@ -127,14 +95,14 @@ def split_at_middle(text: str) -> tuple[str, str]:
 
 
 def _question_answering(
-    task: Task, records: Sequence[Record], turns: int, number: int, repaired: bool, rng: random.Random
+    task: Task, records: Sequence[LongBenchRecord], turns: int, number: int, repaired: bool, rng: random.Random
 ) -> list[Dialogue]:
     """Algorithm 1. Repaired: the current turn is always among those that its context is made of."""
     chosen = rng.sample(range(len(records)), turns)
     rest = [i for i in range(len(records)) if i not in set(chosen)]
     irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
     said: set[str] = set()
-    made: list[Turn] = []
+    made: list[DialogueTurn] = []
     for turn, index in enumerate(chosen):
         if repaired:
             depends = [*rng.sample(range(turn), rng.randint(0, turn)), turn]
@@ -146,12 +114,12 @@ def _question_answering(
         said.update(contexts)
         record = records[index]
         prompts = _variants(f"Question: {record.question}", "\n\n".join(contexts), before=SYSTEM)
-        made.append(Turn(prompts, _answers(record), tuple(sorted(depends)), record.context in said))
+        made.append(DialogueTurn(prompts, _answers(record), tuple(sorted(depends)), record.context in said))
     return [Dialogue(f"{task.name}-{number}", task.name, tuple(made))]
 
 
 def _summaries(
-    task: Task, records: Sequence[Record], turns: int, number: int, repaired: bool, rng: random.Random
+    task: Task, records: Sequence[LongBenchRecord], turns: int, number: int, repaired: bool, rng: random.Random
 ) -> list[Dialogue]:
     """Algorithm 2. As printed each turn is an item of the set by itself, and a document may have parts in later turns.
 
@@ -168,7 +136,7 @@ def _summaries(
     if repaired:
         for doc, at in enumerate(assigned):
             at[-1] = doc
-    made: list[Turn] = []
+    made: list[DialogueTurn] = []
     for turn, index in enumerate(chosen):
         parts = [
             part
@@ -181,12 +149,12 @@ def _summaries(
         prompts = _variants(asked, "\n".join([*parts, records[irrelevant[turn]].context]))
         whole = assigned[turn][-1] <= turn or irrelevant[turn] == index
         depends = tuple(sorted({when for when in assigned[turn] if when <= turn}))
-        made.append(Turn(prompts, _answers(record), depends, whole))
+        made.append(DialogueTurn(prompts, _answers(record), depends, whole))
     if repaired:
         return [Dialogue(f"{task.name}-{number}", task.name, tuple(made))]
     # In an item of one turn there are no earlier ones to depend on.
     return [
-        Dialogue(f"{task.name}-{number + i}", task.name, (Turn(t.prompts, t.answers, (0,), t.answerable),))
+        Dialogue(f"{task.name}-{number + i}", task.name, (DialogueTurn(t.prompts, t.answers, (0,), t.answerable),))
         for i, t in enumerate(made)
     ]
 
@@ -202,7 +170,7 @@ def _title(document: str) -> str:
 
 
 def _few_shot(
-    task: Task, records: Sequence[Record], turns: int, count: int, repaired: bool, rng: random.Random
+    task: Task, records: Sequence[LongBenchRecord], turns: int, count: int, repaired: bool, rng: random.Random
 ) -> tuple[list[Dialogue], int]:
     """Algorithm 3. Repaired: each turn but the last asks about a held-out example, not the same question again."""
     classes = _classes(records) if task.metric == "accuracy" else ()
@@ -214,7 +182,7 @@ def _few_shot(
             skipped += 1
             continue
         held = [examples.pop(rng.randrange(len(examples))) for _ in range(turns - 1)] if repaired else []
-        spoken: list[Turn] = []
+        spoken: list[DialogueTurn] = []
         for turn in range(turns):
             own = examples[turn * len(examples) // turns : (turn + 1) * len(examples) // turns]
             question, answers = _held_out(held[turn]) if turn < len(held) else (record.question, _answers(record))
@@ -225,7 +193,7 @@ def _few_shot(
             prompts: dict[Position, str] = {
                 p: "\n".join(part for part in (before, *parts[p]) if part) for p in POSITIONS
             }
-            spoken.append(Turn(prompts, answers, tuple(range(turn + 1))))
+            spoken.append(DialogueTurn(prompts, answers, tuple(range(turn + 1))))
         made.append(Dialogue(f"{task.name}-{len(made)}", task.name, tuple(spoken), classes))
         if len(made) == count:
             break
@@ -236,9 +204,9 @@ def _few_shot(
     return made, skipped
 
 
-def _classes(records: Sequence[Record]) -> tuple[str, ...]:
+def _classes(records: Sequence[LongBenchRecord]) -> tuple[str, ...]:
     """LongBench's `all_classes` and whatever else is an answer, here also of examples."""
-    found = {name for record in records for name in (*record.classes, *record.answers)}
+    found = {name for record in records for name in (*(record.classes or ()), *record.answers)}
     shown = {context for record in records for context in examples_of(record.context)}
     return tuple(sorted(found | {answer for example in shown for answer in _held_out(example)[1]}))
 
@@ -256,25 +224,19 @@ def _held_out(example: str) -> tuple[str, tuple[str, ...]]:
     return example[: found.end(1)], (found[2].strip(),)
 
 
-def _answers(record: Record) -> tuple[str, ...]:
+def _answers(record: LongBenchRecord) -> tuple[str, ...]:
     return record.answers or ("",)
 
 
 def _manifest(
     task: Task,
-    source: Source,
+    source: LongBenchSource,
     made: Sequence[Dialogue],
     form: str,
     seed: int,
     tokenizer: Any,
     skipped: int,
 ) -> dict[str, Any]:
-    turns = [turn for dialogue in made for turn in dialogue.turns]
-    words = [len(turn.prompts["end"].split()) for turn in turns]
-    tokens: dict[str, float] | None = None
-    if tokenizer is not None:
-        counted = [len(tokenizer(turn.prompts["end"])["input_ids"]) for turn in turns]
-        tokens = {"turn": fmean(counted), "dialogue": sum(counted) / len(made)}
     return {
         "schema": 1,
         "kind": "dialogues",
@@ -283,13 +245,9 @@ def _manifest(
         "metric": task.metric,
         "form": form,
         "seed": seed,
-        "dialogues": len(made),
-        "turns": len(turns) / len(made),
-        "questions": len(turns),
-        "unanswerable": sum(turn.answerable is False for turn in turns),
+        **sizes(made, tokenizer),
+        "unanswerable": sum(turn.answerable is False for dialogue in made for turn in dialogue.turns),
         "skipped": skipped,
-        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
-        "tokens": tokens,
         "paper": {
             "dialogues": task.dialogues,
             "turns": task.turns,
@@ -305,3 +263,32 @@ def _manifest(
         },
         "versions": {"sinkscope": __version__},
     }
+
+
+def sizes(made: Sequence[Dialogue], tokenizer: Any) -> dict[str, Any]:
+    """How many dialogues, turns and questions there are, and the mean words and tokens of a turn and of a dialogue."""
+    texts = [turn.prompts["end"] for dialogue in made for turn in dialogue.turns]
+    words = [len(text.split()) for text in texts]
+    tokens = None if tokenizer is None else [len(tokenizer(text)["input_ids"]) for text in texts]
+    return {
+        "dialogues": len(made),
+        "turns": len(texts) / len(made),
+        "questions": len(texts),
+        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
+        "tokens": None if tokens is None else {"turn": fmean(tokens), "dialogue": sum(tokens) / len(made)},
+    }
+
+
+def _rows(m: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The manifest for the reader."""
+    paper, tokens = m["paper"], m["tokens"]
+    counted = f"{tokens['turn']:,.1f} a turn, {tokens['dialogue']:,.1f} a dialogue" if tokens else NOT_COUNTED
+    rows = (
+        (m["title"], f"{m['dialogues']} dialogues (paper {paper['dialogues']}), {m['form']}"),
+        ("turns", f"{m['turns']:.2f} (paper {paper['turns']}; over all its sets {paper['all_turns']})"),
+        ("words", f"{m['words']['turn']:,.1f} a turn (paper, over all its sets: {paper['all_words_per_turn']:,})"),
+        ("tokens", f"{counted} (paper {paper['tokens']:,})"),
+        ("unanswerable", f"{m['unanswerable']} of {m['questions']} questions"),
+        ("source", f"{m['source']['name']}, {m['source']['records']} records"),
+    )
+    return (*rows, ("skipped", f"{m['skipped']} records with too few examples")) if m["skipped"] else rows

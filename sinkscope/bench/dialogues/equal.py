@@ -23,12 +23,11 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.lines import HeadLines, attention_of
 from sinkscope.kv.loopserve.prefill import SparsePrompts
-from sinkscope.kv.loopserve.select import slash_lines
 from sinkscope.kv.moments import Prompt
 from sinkscope.kv.session import Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
+from sinkscope.lines.choice import HeadLines, last_votes
 
 _FIRST = 4
 _PAPER = TriShape()
@@ -128,22 +127,18 @@ def share_lines(
         local: of 6,096 slash lines those that are the nearest offsets in any case; at least the main diagonal.
         scaling: factor on the scores; None: one over the root of `d_head`.
     """
-    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-    rows = torch.arange(max(0, queries - last), queries, device=query.device)
-    at = rows + (keys - queries)
-    probs = attention_of(query[:, rows], key, at, scaling)
-    columns, offsets = probs.sum(1), slash_lines(probs, at)[0]
+    columns, offsets = last_votes(query, key, last, scaling)
 
     def lines(count: Int[Tensor, " head"]) -> HeadLines:
         vertical = count * _LINES.vertical // _LINES.slash
         return HeadLines(
             _top(columns, vertical.clamp(min=1), vertical * first // _LINES.vertical),
             _top(offsets, count, (count * local // _LINES.slash).clamp(min=1)),
-            queries,
+            query.shape[1],
         )
 
-    low = torch.ones(heads, dtype=torch.long, device=query.device)
-    high = torch.full_like(low, keys + 1)  # all slash lines and one
+    low = torch.ones(len(query), dtype=torch.long, device=query.device)
+    high = torch.full_like(low, key.shape[1] + 1)  # all slash lines and one
     limit = share * float(lines(low).lengths().sum())
     while bool((high - low > 1).any()):
         middle = (low + high) // 2

@@ -37,7 +37,7 @@ from sinkscope.bench.dialogues.asking import (
     read_of,
 )
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Turn
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.methods import Budget, Method
 from sinkscope.bench.loopbench.store import Folder
 from sinkscope.errors import SinkscopeError
@@ -80,7 +80,7 @@ def text_dialogues(
     for number in range(count):
         piece = ids[number * length : (number + 1) * length]
         prompt, answer = tokenizer.decode(piece[:prompt_tokens]), tokenizer.decode(piece[prompt_tokens:])
-        turn = Turn({place: prompt for place in POSITIONS}, (answer,), (0,))
+        turn = DialogueTurn({place: prompt for place in POSITIONS}, (answer,), (0,))
         found.append(Dialogue(f"{TEXT}-{number}", TEXT, (turn,)))
     return tuple(found)
 

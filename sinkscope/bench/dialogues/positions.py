@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.questions import Accuracy, Place, accuracy, locate
-from sinkscope.bench.dialogues.rows import read, read_rows, rows_of
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import read_rows, read_text, rows_of
 from sinkscope.results import ModelInfo, Result, provenance
 
 PAPER = {"front": 1562, "middle": 1457, "end": 3657}
@@ -206,7 +206,7 @@ def _conversations(file: Path) -> Iterator[_Talk]:
     if file.suffix == ".parquet":
         rows = list(read_rows(file, EXPECTED))
     else:
-        text = read(file, EXPECTED)
+        text = read_text(file, EXPECTED)
         if file.suffix == ".txt" or (text.lstrip()[0] not in "{[" and file.suffix not in _JSON):
             lines = enumerate(text.split("\n"), 1)
             yield from (_Talk(f"{file.name} line {i}", (line.strip(),), False) for i, line in lines if line.strip())

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position, Turn
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, Position
 from sinkscope.bench.dialogues.words import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, UNKNOWN, VALUES
 from sinkscope.errors import SinkscopeError
 
@@ -74,16 +74,15 @@ def recall_dialogue(
         depends.append(places)
     _distract(rng, keys, facts, told, room, distractors)
 
-    spoken: list[Turn] = []
+    spoken: list[DialogueTurn] = []
     for turn, length in enumerate(lengths):
         last_unsaid = not stated and turn == turns - 1
         asked = min(unsaid) if last_unsaid else chains[turn][0]
         answer = [UNKNOWN, END] if last_unsaid else [word for key in chains[turn] for word in facts[key][2:]]
         pieces = _pieces(rng, [facts[key] for key in told[turn]], length - _FRAME)
         prompts: dict[Position, str] = {position: _say(turn, pieces, asked, position) for position in POSITIONS}
-        spoken.append(
-            Turn(prompts, (" ".join(answer),), tuple(sorted(depends[turn])) if not last_unsaid else (), not last_unsaid)
-        )
+        needed = () if last_unsaid else tuple(sorted(depends[turn]))
+        spoken.append(DialogueTurn(prompts, (" ".join(answer),), needed, not last_unsaid))
     return Dialogue(f"recall-{seed}", TASK, tuple(spoken))
 
 

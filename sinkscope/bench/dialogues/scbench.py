@@ -10,20 +10,18 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from sinkscope import __version__
-from sinkscope.bench.dialogues.build import split_at_middle
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position, Turn
-from sinkscope.bench.dialogues.rows import read_rows
+from sinkscope.bench.dialogues.build import NOT_COUNTED, sizes, split_at_middle
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, Position
 from sinkscope.bench.dialogues.tasks import Metric
+from sinkscope.bench.sets import HUB, BuiltSet, find_file
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import check, read_rows
 
-HUB, REPO = "hub", "microsoft/SCBench"
+REPO = "microsoft/SCBench"
 _KV, _MF, _CHOICE = "scbench_kv", "scbench_mf", "scbench_choice_eng"
 
 
@@ -106,32 +104,6 @@ def shared_metric(task: str) -> Metric:
     return "contains"
 
 
-@dataclass(frozen=True)
-class BuiltShared:
-    """Dialogues of one set, and how they came about.
-
-    Attributes:
-        dialogues: in the order of the file.
-        manifest: source with its sha256, and numbers reached; knows no paths.
-    """
-
-    dialogues: tuple[Dialogue, ...]
-    manifest: dict[str, Any]
-
-    def text(self) -> str:
-        """A few lines for the reader."""
-        m, tokens = self.manifest, self.manifest["tokens"]
-        rows = [
-            (m["task"], f"{m['dialogues']} dialogues"),
-            ("turns", f"{m['turns']:.2f}"),
-            ("words", f"{m['words']['dialogue']:,.1f} a dialogue"),
-            ("tokens", f"{tokens['dialogue']:,.1f} a dialogue" if tokens else "not counted: give a tokenizer"),
-            ("scored by", m["metric"] if m["scored"] else f"{m['metric']}, which is not here: cannot be run"),
-            ("source", m["source"]["name"]),
-        ]
-        return "\n".join(f"{name:<13} {value}" for name, value in rows)
-
-
 def build_shared(
     task: str,
     source: str | os.PathLike[str],
@@ -141,7 +113,7 @@ def build_shared(
     tokenizer: Any = None,
     repo: str = REPO,
     revision: str | None = None,
-) -> BuiltShared:
+) -> BuiltSet[Dialogue]:
     """Dialogues of one set of SCBench.
 
     The first turn holds the context and the first question, in three orders, the next ones questions alone. "end" is
@@ -165,123 +137,112 @@ def build_shared(
     for name, value in (("turns", turns), ("count", count)):
         if value is not None and value < 1:
             raise SinkscopeError(f"{name}={value}: expected at least 1")
-    path, shown, commit = _find(task, source, repo, revision)
-    rows = list(read_rows(path, f"SCBench's {task}.jsonl"))
+    expected = f"SCBench's {task}.jsonl, or {HUB}"
+    names = [f"{task}{kind}" for kind in (".jsonl", ".json", ".parquet")]
+    found = find_file(source, names, expected, repo=repo, file=f"data/{task}.jsonl", revision=revision)
+    rows = [(where, check(row, _Row, where, expected)) for where, row in read_rows(found.path, expected)]
     if count is not None and count > len(rows):
-        raise SinkscopeError(f"count={count}: {shown} has {len(rows)} rows: give fewer")
-    made = [_dialogue(task, number, row, where) for number, (where, row) in enumerate(rows)]
+        raise SinkscopeError(f"count={count}: {found.name} has {len(rows)} rows: give fewer")
+    made = [_dialogue(task, number, row, where, expected) for number, (where, row) in enumerate(rows)]
     chosen = tuple(Dialogue(d.id, d.task, d.turns[:turns]) for d in made[:count])
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    manifest = _manifest(task, chosen, tokenizer)
-    manifest["source"] = {"name": shown, "records": len(rows), "sha256": digest, "commit": commit}
-    return BuiltShared(chosen, manifest)
+    digest = hashlib.sha256(found.path.read_bytes()).hexdigest()
+    shared = SCBENCH[task]
+    m: dict[str, Any] = {
+        "schema": 1,
+        "kind": "dialogues",
+        "task": task,
+        "metric": shared.metric,
+        "scored": shared.scored,
+        **sizes(chosen, tokenizer),
+        "versions": {"sinkscope": __version__},
+        "source": {"name": found.name, "records": len(rows), "sha256": digest, "commit": found.commit},
+    }
+    told = (
+        (task, f"{m['dialogues']} dialogues"),
+        ("turns", f"{m['turns']:.2f}"),
+        ("words", f"{m['words']['dialogue']:,.1f} a dialogue"),
+        ("tokens", f"{m['tokens']['dialogue']:,.1f} a dialogue" if m["tokens"] else NOT_COUNTED),
+        ("scored by", shared.metric + ("" if shared.scored else ", which is not here: cannot be run")),
+        ("source", found.name),
+    )
+    return BuiltSet(chosen, m, told)
 
 
-def _find(task: str, source: str | os.PathLike[str], repo: str, revision: str | None) -> tuple[Path, str, str | None]:
-    """The file, what to call it, and the hub's commit."""
-    if os.fspath(source) == HUB:
-        from sinkscope.models.checkpoint import hub_file
+@dataclass(frozen=True)
+class _Asked:
+    """A turn of a row."""
 
-        name = f"data/{task}.jsonl"
-        try:
-            local = hub_file(repo, name, revision, kind="dataset")
-        except FileNotFoundError:
-            raise SinkscopeError(f"the dataset {repo} has no {name}: give --source with a local copy") from None
-        return local, f"{repo}/{name}", local.parents[1].name  # the cache names a snapshot after its commit
-    path = Path(source).expanduser()
-    if path.is_dir():
-        places = [path / f"{below}{task}{kind}" for below in ("", "data/") for kind in (".jsonl", ".json", ".parquet")]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            raise SinkscopeError(f"the folder {path.resolve().name} has no {task}.jsonl: give SCBench's file, or {HUB}")
-        path = found
-    return path, path.name, None
+    input: str
+    answer: Any
+    options: tuple[str, ...] | None = None
+
+    @property
+    def right(self) -> list[Any]:
+        return self.answer if isinstance(self.answer, list) else [self.answer]
+
+    def __post_init__(self) -> None:
+        if not self.input.strip():
+            raise SinkscopeError(f"input is {self.input!r}, expected a text")
+        if not self.right or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in self.right):
+            raise SinkscopeError(f"answer is {self.answer!r:.40}, expected a text, a number or a list of them")
 
 
-def _dialogue(task: str, number: int, row: Any, where: str) -> Dialogue:
-    again = f"give SCBench's {task}.jsonl, or download it again"
-    if not isinstance(row, dict):
-        raise SinkscopeError(f"{where} is {type(row).__name__}, expected an object: {again}")
-    turns = row.get("multi_turns")
-    if not isinstance(turns, list) or not turns:
-        raise SinkscopeError(f"{where}: multi_turns is {turns!r:.40}, expected a list of at least one turn: {again}")
-    context = row["context"] if "context" in row else row.get("input")
+@dataclass(frozen=True)
+class _Row:
+    multi_turns: tuple[_Asked, ...]
+    context: Any = None
+    input: Any = None
+
+    def __post_init__(self) -> None:
+        if not self.multi_turns:
+            raise SinkscopeError("multi_turns is [], expected a list of at least one turn")
+
+
+def _dialogue(task: str, number: int, row: _Row, where: str, expected: str) -> Dialogue:
+    context = row.input if row.context is None else row.context
     if task == _MF and isinstance(context, list) and context:
         context = str(context)  # as SCBench prints numbers
     if not isinstance(context, str) or not context.strip():
-        raise SinkscopeError(f"{where}: context is {context!r:.40}, expected a text: {again}")
-    said = [_turn(task, turn, f"{where}, turn {i}", again) for i, turn in enumerate(turns, 1)]
-    made: list[Turn] = []
-    for i, (question, cue, answers) in enumerate(said):
-        prompts: dict[Position, str] = dict.fromkeys(POSITIONS, _end(task, question, cue))
+        raise SinkscopeError(f"{where}: context is {context!r:.40}, expected a text: give {expected}")
+    made: list[DialogueTurn] = []
+    for i, asked in enumerate(row.multi_turns):
+        question, cue, answers = _said(task, asked, f"{where}, multi_turns[{i}]", expected)
+        whole = f"{question}{SCBENCH[task].gap}{cue}" if cue else question
+        prompts: dict[Position, str] = dict.fromkeys(POSITIONS, whole)
         if i == 0:
             first, second = _halves(task, context)
             parts = {
                 "begin": (question, context, cue),
                 "middle": (first, question, second, cue),
-                "end": (context, _end(task, question, cue)),
+                "end": (context, whole),
             }
             prompts = {p: "\n\n".join(part for part in (SCBENCH[task].head, *parts[p]) if part) for p in POSITIONS}
         # SCBench does not say what an answer was made from, but that it is in the context.
-        made.append(Turn(prompts, answers, (0,), None))
+        made.append(DialogueTurn(prompts, answers, (0,), None))
     return Dialogue(f"{task}-{number}", task, tuple(made))
 
 
-def _turn(task: str, turn: Any, where: str, again: str) -> tuple[str, str, tuple[str, ...]]:
+def _said(task: str, asked: _Asked, where: str, expected: str) -> tuple[str, str, tuple[str, ...]]:
     """Question, cue and answers."""
-    if not isinstance(turn, dict):
-        raise SinkscopeError(f"{where} is {turn!r:.40}, expected an object: {again}")
-    asked, answer = turn.get("input"), turn.get("answer")
-    if not isinstance(asked, str) or not asked.strip():
-        raise SinkscopeError(f"{where}: input is {asked!r:.40}, expected a text: {again}")
-    right = answer if isinstance(answer, list) else [answer]
-    if not right or not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in right):
-        raise SinkscopeError(f"{where}: answer is {answer!r:.40}, expected a text, a number or a list of them: {again}")
     # The variables of scbench_vt are all asked for; elsewhere the answers of a list are one or the other.
-    answers = (" ".join(map(str, right)),) if task == "scbench_vt" else tuple(map(str, right))
+    answers = (" ".join(map(str, asked.right)),) if task == "scbench_vt" else tuple(map(str, asked.right))
     shared = SCBENCH[task]
     if task == _MF:
-        target = re.search(r"The .+ is", asked)
+        target = re.search(r"The .+ is", asked.input)
         if target is None:
-            raise SinkscopeError(f"{where}: input is {asked!r:.40}, expected 'The ... is': {again}")
-        return shared.asks.format(input=target.group().lower()[:-3]), asked, answers
-    question = shared.asks.replace("{input}", asked)
+            raise SinkscopeError(f"{where}: input is {asked.input!r:.40}, expected 'The ... is': give {expected}")
+        return shared.asks.format(input=target.group().lower()[:-3]), asked.input, answers
+    question = shared.asks.replace("{input}", asked.input)
     if task == _CHOICE:
-        options = turn.get("options")
-        if not isinstance(options, list) or len(options) != 4 or answers[0] not in options:
-            raise SinkscopeError(f"{where}: options is {options!r:.40}, expected four with the answer: {again}")
+        options = asked.options
+        if options is None or len(options) != 4 or answers[0] not in options:
+            raise SinkscopeError(f"{where}: options is {options!r:.40}, expected four with the answer: give {expected}")
         question += "".join(f"\n{letter}. {option}" for letter, option in zip("ABCD", options, strict=True))
         answers = (answers[0], "ABCD"[options.index(answers[0])])
     return question, shared.cue, answers
-
-
-def _end(task: str, question: str, cue: str) -> str:
-    return f"{question}{SCBENCH[task].gap}{cue}" if cue else question
 
 
 def _halves(task: str, context: str) -> tuple[str, str]:
     """Two halves; pairs of key and value stay whole."""
     at = context.find('", "', len(context) // 2) if task == _KV else -1
     return (context[: at + 2], context[at + 3 :]) if at >= 0 else split_at_middle(context)
-
-
-def _manifest(task: str, made: Sequence[Dialogue], tokenizer: Any) -> dict[str, Any]:
-    texts = [turn.prompts["end"] for dialogue in made for turn in dialogue.turns]
-    words = [len(text.split()) for text in texts]
-    tokens: dict[str, float] | None = None
-    if tokenizer is not None:
-        counted = [len(tokenizer(text)["input_ids"]) for text in texts]
-        tokens = {"turn": fmean(counted), "dialogue": sum(counted) / len(made)}
-    return {
-        "schema": 1,
-        "kind": "dialogues",
-        "task": task,
-        "metric": SCBENCH[task].metric,
-        "scored": SCBENCH[task].scored,
-        "dialogues": len(made),
-        "turns": len(texts) / len(made),
-        "questions": len(texts),
-        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
-        "tokens": tokens,
-        "versions": {"sinkscope": __version__},
-    }

@@ -7,22 +7,18 @@ tokens and 200 of NarrativeQA with 5,376. They give neither the rule of truncati
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sinkscope import __version__
 from sinkscope.bench.loopbench.forms import dc_prompt, dirty, ri_prompt, seed_history
-from sinkscope.bench.loopbench.longbench import Record, Source
-from sinkscope.bench.loopbench.prompts import TITLES, Bench, Prompt, manifest_path
+from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource
+from sinkscope.bench.loopbench.prompts import TITLES, Bench, BenchPrompt
 from sinkscope.bench.loopbench.wiki2 import wiki2_prompt
+from sinkscope.bench.sets import BuiltSet
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import check_writable, write_atomic
 
 TASKS: dict[Bench, str] = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
 PAPER_COUNTS: dict[Bench, int] = {"dc": 300, "ri": 200}
@@ -35,38 +31,10 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Built:
-    """A set of prompts, and how it came about.
-
-    Attributes:
-        prompts: in order.
-        manifest: settings, source with its sha256, tokenizer, lengths reached and the paper's; knows no paths.
-    """
-
-    prompts: tuple[Prompt, ...]
-    manifest: dict[str, Any]
-
-    def text(self) -> str:
-        """A few lines for the reader."""
-        m, lengths = self.manifest, self.manifest["tokens"]
-        paper = f", paper {m['paper']['mean_tokens']:,}" if m["paper"] else ""
-        rows = [
-            (m["title"], f"{len(self.prompts)} prompts" + (f" (paper {m['paper']['prompts']})" if m["paper"] else "")),
-            ("tokens", f"mean {lengths['mean']:,.0f}{paper}; {lengths['min']:,} to {lengths['max']:,}"),
-            ("tokenizer", m["tokenizer"]),
-            ("truncated", f"{m['truncated']} of {len(self.prompts)}, at {m['longest']:,} tokens"),
-            ("source", f"{m['source']['name']}, {m['source']['records']} records, passes {m['passes']}"),
-        ]
-        if not m["truncated"]:
-            rows[3] = ("truncated", "none")
-        return "\n".join(f"{name.ljust(17)}{value}" for name, value in rows)
-
-
-@dataclass(frozen=True)
 class _Draft:
     """A prompt before it is cut: the form around what of the record goes into it."""
 
-    record: Record
+    record: LongBenchRecord
     seed: int
     body: str
     form: Callable[[str], str]
@@ -74,7 +42,7 @@ class _Draft:
 
 def build(
     bench: Bench,
-    source: Source,
+    source: LongBenchSource,
     tokenizer: Any,
     *,
     tokenizer_name: str,
@@ -82,7 +50,7 @@ def build(
     seed: int = 0,
     target_tokens: int | None = None,
     progress: Progress | None = None,
-) -> Built:
+) -> BuiltSet[BenchPrompt]:
     """Make the prompts of a benchmark; the same arguments give the same prompts.
 
     Args:
@@ -120,7 +88,7 @@ def build(
     if target is not None:
         _check_target(target, drafts, length)
         longest = min(longest, target if bench == "2wiki" else _cap(lengths, target))
-    prompts: list[Prompt] = []
+    prompts: list[BenchPrompt] = []
     for i, (draft, whole) in enumerate(zip(drafts, lengths, strict=True)):
         told("build", i, len(drafts))
         text, tokens = draft.form(draft.body), whole
@@ -128,42 +96,13 @@ def build(
             text, tokens = _cut(draft, whole, longest, length, middle=bench == "2wiki")
         answers = draft.record.answers if bench == "2wiki" else ()
         prompts.append(
-            Prompt(f"{bench}-{i:04d}", bench, text, tokens, draft.record.id, draft.seed, whole > longest, answers)
+            BenchPrompt(f"{bench}-{i:04d}", bench, text, tokens, draft.record.id, draft.seed, whole > longest, answers)
         )
     manifest = _manifest(bench, source, prompts, tokenizer_name, seed, target, longest)
-    return Built(tuple(prompts), manifest)
+    return BuiltSet(tuple(prompts), manifest, _rows(manifest))
 
 
-def write(built: Built, out: str | os.PathLike[str], *, force: bool = False) -> tuple[Path, Path]:
-    """Write the prompts as JSON lines and their manifest beside them, each whole or not at all.
-
-    Returns:
-        Paths of the prompts and of the manifest.
-
-    Raises:
-        SinkscopeError: one of them is there already and `force` is not given, or cannot be written.
-    """
-    check_out(out, force=force)
-    content = "".join(prompt.to_json() + "\n" for prompt in built.prompts).encode()
-    manifest = {**built.manifest, "prompts_sha256": hashlib.sha256(content).hexdigest()}
-    prompts = write_atomic(out, content)
-    return prompts, write_atomic(manifest_path(out), json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-
-
-def check_out(out: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Refuse before the work what `write` would refuse after it.
-
-    Raises:
-        SinkscopeError: as `write`.
-    """
-    check_writable(out)
-    check_writable(manifest_path(out))
-    for path in (Path(out), manifest_path(out)):
-        if path.is_file() and not force:
-            raise SinkscopeError(f"{path.name} is there already: give another --out, or --force to replace it")
-
-
-def _drafts(bench: Bench, records: Sequence[Record], count: int, seed: int) -> list[_Draft]:
+def _drafts(bench: Bench, records: Sequence[LongBenchRecord], count: int, seed: int) -> list[_Draft]:
     drafts: list[_Draft] = []
     used: set[str] = set()
     while len(drafts) < count:
@@ -180,7 +119,7 @@ def _drafts(bench: Bench, records: Sequence[Record], count: int, seed: int) -> l
     return drafts
 
 
-def _draft(bench: Bench, record: Record, text: str, seed: int, rng: random.Random) -> _Draft:
+def _draft(bench: Bench, record: LongBenchRecord, text: str, seed: int, rng: random.Random) -> _Draft:
     if bench == "dc":
         return _Draft(record, seed, dirty(text, rng, REDUNDANCY), dc_prompt)
     if bench == "2wiki":
@@ -244,7 +183,13 @@ def _part(body: str, size: int, middle: bool) -> str:
 
 
 def _manifest(
-    bench: Bench, source: Source, prompts: Sequence[Prompt], tokenizer: str, seed: int, target: int | None, longest: int
+    bench: Bench,
+    source: LongBenchSource,
+    prompts: Sequence[BenchPrompt],
+    tokenizer: str,
+    seed: int,
+    target: int | None,
+    longest: int,
 ) -> dict[str, Any]:
     tokens = sorted(prompt.tokens for prompt in prompts)
     paper = {"prompts": PAPER_COUNTS[bench], "mean_tokens": PAPER_TOKENS[bench]} if bench in PAPER_COUNTS else None
@@ -272,3 +217,17 @@ def _manifest(
         },
         "versions": {"sinkscope": __version__},
     }
+
+
+def _rows(m: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """The manifest for the reader."""
+    lengths, paper = m["tokens"], m["paper"]
+    theirs = (f" (paper {paper['prompts']})", f", paper {paper['mean_tokens']:,}") if paper else ("", "")
+    cut = f"{m['truncated']} of {m['prompts']}, at {m['longest']:,} tokens" if m["truncated"] else "none"
+    return (
+        (m["title"], f"{m['prompts']} prompts{theirs[0]}"),
+        ("tokens", f"mean {lengths['mean']:,.0f}{theirs[1]}; {lengths['min']:,} to {lengths['max']:,}"),
+        ("tokenizer", m["tokenizer"]),
+        ("truncated", cut),
+        ("source", f"{m['source']['name']}, {m['source']['records']} records, passes {m['passes']}"),
+    )

@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Annotated
 
+from pydantic import Field
+
+from sinkscope.bench.sets import HUB, find_file
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import check, json_line, refuse_twins
 
-HUB = "hub"
 REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "input": (str,),
-    "context": (str,),
-    "answers": (list,),
-    "length": (int, float),
-    "dataset": (str,),
-    "all_classes": (list, type(None)),
-    "_id": (str,),
-}
 
 
 @dataclass(frozen=True)
-class Record:
-    """What is used of a record: its `_id`, text, question, right answers and, for classification, `all_classes`."""
+class LongBenchRecord:
+    """A record, under names of our own.
 
-    id: str
+    Attributes:
+        id: `_id`.
+        context: the text.
+        question: `input`; empty where the task needs none.
+        answers: the right ones.
+        dataset: the task.
+        length: in words, by LongBench's count.
+        classes: `all_classes`, for classification.
+    """
+
+    id: Annotated[str, Field(validation_alias="_id")]
     context: str
-    question: str
+    question: Annotated[str, Field(validation_alias="input")]
     answers: tuple[str, ...]
-    classes: tuple[str, ...] = ()
+    dataset: str
+    length: float
+    classes: Annotated[tuple[str, ...] | None, Field(validation_alias="all_classes")]
 
 
 @dataclass(frozen=True)
-class Source:
+class LongBenchSource:
     """The records of one task, and where they came from.
 
     Attributes:
@@ -51,14 +54,14 @@ class Source:
     """
 
     name: str
-    records: tuple[Record, ...]
+    records: tuple[LongBenchRecord, ...]
     sha256: str
     commit: str | None = None
 
 
 def read_longbench(
     task: str, source: str | os.PathLike[str], *, repo: str = REPO, file: str = ARCHIVE, revision: str | None = None
-) -> Source:
+) -> LongBenchSource:
     """The records of one task.
 
     Args:
@@ -71,108 +74,46 @@ def read_longbench(
     Raises:
         SinkscopeError: nothing there, a file of something else, or a damaged one (with the line).
     """
-    if os.fspath(source) == HUB:
-        from sinkscope.models.checkpoint import hub_file
-
-        try:
-            local = hub_file(repo, file, revision, kind="dataset")
-        except FileNotFoundError:
-            raise SinkscopeError(
-                f"the dataset {repo} has no {file}: give --file, or --source with a local copy"
-            ) from None
-        # The cache names a snapshot after its commit.
-        commit = local.parents[len(Path(file).parts) - 1].name
-        return _read(task, local, f"{repo}/{file}", commit)
-    path = Path(source).expanduser()
-    if path.is_dir():
-        places = [path / below / f"{task}.jsonl" for below in ("", "data")] + [path / ARCHIVE]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None:
-            raise SinkscopeError(
-                f"the folder {path.resolve().name} has no {task}.jsonl, data/{task}.jsonl or {ARCHIVE}: give the "
-                "folder or the archive of LongBench"
-            )
-        path = found
-    if not path.is_file():
-        raise SinkscopeError(
-            f"there is no file or folder {os.fspath(source)!r}: give LongBench's {task}.jsonl or {ARCHIVE}, the folder "
-            f"of either, or {HUB}"
-        )
-    return _read(task, path, path.name, None)
-
-
-def _read(task: str, path: Path, name: str, commit: str | None) -> Source:
-    digest = hashlib.sha256()
-    records: list[Record] = []
-    seen: dict[str, int] = {}
+    own = f"{task}.jsonl"
+    place = f"LongBench's {own} or {ARCHIVE}, the folder of either, or {HUB}"
+    found = find_file(source, (own, ARCHIVE), place, repo=repo, file=file, revision=revision)
+    expected = f"LongBench's {own}, or download it again"
     try:
-        with _opened(task, path) as (opened, shown):
-            for number, line in enumerate(opened, 1):
-                digest.update(line)
-                if line.strip():
-                    record = _record(task, line, f"{shown} line {number}")
-                    if record.id in seen:
-                        raise SinkscopeError(
-                            f"{shown} line {number}: _id {record.id!r} is that of line {seen[record.id]} too; "
-                            "download the file again"
-                        )
-                    seen[record.id] = number
-                    records.append(record)
+        content, shown = _content(found.path, own)
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError) as error:
         reason = (getattr(error, "strerror", None) or str(error) or "it ends too early").lower()
-        raise SinkscopeError(f"{name} cannot be read ({reason}): download it again") from None
+        raise SinkscopeError(f"{found.name} cannot be read ({reason}): download it again") from None
+    lines = [(f"{shown} line {i}", line) for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+    records = [(where, _record(task, line, where, expected)) for where, line in lines]
     if not records:
-        raise SinkscopeError(f"{name} has no records of {task} in it: download it again")
-    return Source(name, tuple(records), digest.hexdigest(), commit)
+        raise SinkscopeError(f"{found.name} has no records of {task} in it: download it again")
+    refuse_twins([(where, record.id) for where, record in records], "_id", expected)
+    digest = hashlib.sha256(content).hexdigest()
+    return LongBenchSource(found.name, tuple(record for _, record in records), digest, found.commit)
 
 
-@contextmanager
-def _opened(task: str, path: Path) -> Iterator[tuple[IO[bytes], str]]:
-    """The JSON lines as bytes, and what to call them in a message."""
+def _content(path: Path, own: str) -> tuple[bytes, str]:
+    """The JSON lines, and what to call them in a message."""
     if path.suffix == ".parquet":
         raise SinkscopeError(
-            f"{path.name} is a parquet file: give LongBench's {ARCHIVE} or {task}.jsonl, or convert it with "
-            f"pandas.read_parquet(...).to_json('{task}.jsonl', orient='records', lines=True)"
+            f"{path.name} is a parquet file: give LongBench's {ARCHIVE} or {own}, or convert it with "
+            f"pandas.read_parquet(...).to_json('{own}', orient='records', lines=True)"
         )
     if path.suffix != ".zip" and not zipfile.is_zipfile(path):
-        with path.open("rb") as opened:
-            yield opened, path.name
-        return
+        return path.read_bytes(), path.name
     with zipfile.ZipFile(path) as archive:
-        member = next((n for n in archive.namelist() if n.rpartition("/")[2] == f"{task}.jsonl"), None)
+        member = next((name for name in archive.namelist() if name.rpartition("/")[2] == own), None)
         if member is None:
-            raise SinkscopeError(f"{path.name} has no {task}.jsonl in it: give LongBench's {ARCHIVE}")
-        with archive.open(member) as opened:
-            yield opened, f"{member} in {path.name}"
+            raise SinkscopeError(f"{path.name} has no {own} in it: give LongBench's {ARCHIVE}")
+        return archive.read(member), f"{member} in {path.name}"
 
 
-def _record(task: str, line: bytes, where: str) -> Record:
-    again = f"give LongBench's {task}.jsonl, or download it again"
-    try:
-        content: Any = json.loads(line.decode("utf-8-sig"))
-    except ValueError:  # also bytes that are no UTF-8
-        raise SinkscopeError(f"{where} is not JSON: {again}") from None
-    if not isinstance(content, dict):
-        raise SinkscopeError(f"{where} is {type(content).__name__}, expected an object: {again}")
-    if missing := [name for name in _FIELDS if name not in content]:
-        raise SinkscopeError(f"{where} has no field {missing[0]!r}, expected {', '.join(_FIELDS)}: {again}")
-    for name, kinds in _FIELDS.items():
-        if not isinstance(content[name], kinds) or isinstance(content[name], bool):
-            expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise SinkscopeError(f"{where}: {name} is {content[name]!r:.40}, expected {expected}: {again}")
-    if content["dataset"].removesuffix("_e") != task:
-        raise SinkscopeError(f"{where} is of {content['dataset']!r}, expected {task}: {again}")
-    if not content["context"].strip():
-        raise SinkscopeError(f"{where}: the context is empty: {again}")
-    for name in ("answers", "all_classes"):
-        if not all(isinstance(text, str) for text in content[name] or ()):
-            raise SinkscopeError(f"{where}: {name} is {content[name]!r:.40}, expected a list of texts: {again}")
-    if task == "2wikimqa" and not (content["answers"] and content["input"].strip()):
-        raise SinkscopeError(f"{where} has no question or no answer: {again}")
-    answers, classes = (tuple(map(_whole, content[name] or ())) for name in ("answers", "all_classes"))
-    return Record(content["_id"], _whole(content["context"]), _whole(content["input"]), answers, classes)
-
-
-def _whole(text: str) -> str:
-    """Half a surrogate pair, which JSON can spell, is no text: a tokenizer or a file could not take it."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+def _record(task: str, line: bytes, where: str, expected: str) -> LongBenchRecord:
+    found = check(json_line(line, f"{where} is not JSON", expected), LongBenchRecord, where, expected)
+    if found.dataset.removesuffix("_e") != task:
+        raise SinkscopeError(f"{where} is of {found.dataset!r}, expected {task}: give {expected}")
+    if not found.context.strip():
+        raise SinkscopeError(f"{where}: the context is empty: give {expected}")
+    if task == "2wikimqa" and not (found.answers and found.question.strip()):
+        raise SinkscopeError(f"{where} has no question or no answer: give {expected}")
+    return found

@@ -1,4 +1,4 @@
-"""Prompts of LoopBench-DC, LoopBench-RI and 2WikiMultihopQA: what one is, and the files they are kept in."""
+"""Prompts of LoopBench-DC, LoopBench-RI and 2WikiMultihopQA, texts that repeat honestly, and the files of both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from pydantic import ConfigDict
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import read_records
 
 Bench = Literal["dc", "ri", "2wiki"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
@@ -23,7 +26,7 @@ SHIPPED: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Prompt:
+class BenchPrompt:
     """One prompt of a benchmark.
 
     Attributes:
@@ -35,7 +38,12 @@ class Prompt:
         seed: of its random choices; a record used again has the next one.
         truncated: whether the text of the record was cut for length.
         answers: right answers ("2wiki" only).
+
+    Raises:
+        SinkscopeError: the prompt is empty, or one of "2wiki" has no answer.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     id: str
     bench: Bench
@@ -46,6 +54,12 @@ class Prompt:
     truncated: bool
     answers: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise SinkscopeError("the prompt is empty, expected a text")
+        if self.bench == "2wiki" and not self.answers:
+            raise SinkscopeError("answers is missing or empty, expected at least one, or nothing can be scored")
+
     def to_json(self) -> str:
         """One line of a file of prompts."""
         fields = asdict(self)
@@ -54,18 +68,32 @@ class Prompt:
         return json.dumps(fields, ensure_ascii=False)
 
 
-_TYPES: dict[str, type] = {
-    "id": str,
-    "bench": str,
-    "prompt": str,
-    "tokens": int,
-    "source_id": str,
-    "seed": int,
-    "truncated": bool,
-}
+@dataclass(frozen=True)
+class Honest:
+    """A text that is read, not written: the monitor is held against it token by token.
+
+    Attributes:
+        id: its name, such as "table-csv".
+        kind: "table", "data", "code", "refrain", "list" or "log".
+        prompt: the text.
+        bench: what distinguishes it from a prompt.
+    """
+
+    id: str
+    kind: str
+    prompt: str
+    bench: str = "honest"
 
 
-def load_prompts(name_or_path: str | os.PathLike[str] = "small") -> list[Prompt]:
+def honest_texts() -> list[Honest]:
+    """Texts in which form repeats and content does not: tables, data, code, refrains, lists and logs.
+
+    A guard that fires on one of them is wrong. In order of their names, each of a few hundred words.
+    """
+    return read_records(DATA / "honest.jsonl", Honest, "the file that ships", key="id")
+
+
+def load_prompts(name_or_path: str | os.PathLike[str] = "small") -> list[BenchPrompt]:
     """Read a set of prompts.
 
     Args:
@@ -76,72 +104,6 @@ def load_prompts(name_or_path: str | os.PathLike[str] = "small") -> list[Prompt]
         SinkscopeError: no such file, or a damaged one; the message has the line.
     """
     names = SHIPPED.get(os.fspath(name_or_path))
-    if names is not None:
-        return [prompt for name in names for prompt in _read(DATA / name)]
-    path = Path(name_or_path)
-    if not path.is_file():
-        raise SinkscopeError(
-            f"there is no file of prompts {os.fspath(name_or_path)!r}: give one that `sinkscope loopbench build` "
-            f"wrote, or {', '.join(SHIPPED)}"
-        )
-    return _read(path)
-
-
-def manifest_path(prompts: str | os.PathLike[str]) -> Path:
-    """Where the manifest of a file of prompts lies: dc.jsonl has dc.manifest.json."""
-    path = Path(prompts)
-    return path.with_name(f"{path.stem if path.suffix == '.jsonl' else path.name}.manifest.json")
-
-
-def _read(path: Path) -> list[Prompt]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = (getattr(error, "strerror", None) or "not UTF-8").lower()
-        raise SinkscopeError(f"{path.name} cannot be read ({reason}): build it again") from None
-    found: list[Prompt] = []
-    numbers: dict[str, int] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        prompt = _parse(line, f"{path.name} line {number}")
-        if prompt.id in numbers:
-            raise SinkscopeError(
-                f"{path.name} line {number}: the id {prompt.id!r} is that of line {numbers[prompt.id]} too: "
-                "each prompt needs its own"
-            )
-        numbers[prompt.id] = number
-        found.append(prompt)
-    if not found:
-        raise SinkscopeError(f"{path.name} has no prompts in it: build it again with `sinkscope loopbench build`")
-    return found
-
-
-def _parse(line: str, where: str) -> Prompt:
-    remedy = "build the file again with `sinkscope loopbench build`"
-    try:
-        content: Any = json.loads(line)
-    except ValueError:
-        raise SinkscopeError(f"{where} is not JSON (it begins {line[:40]!r}): {remedy}") from None
-    if not isinstance(content, dict):
-        raise SinkscopeError(
-            f"{where} is {type(content).__name__}, expected an object with id, bench, prompt: {remedy}"
-        )
-    if unknown := sorted(content.keys() - {*_TYPES, "answers"}):
-        raise SinkscopeError(f"{where}: unknown field {unknown[0]!r}, expected {', '.join(_TYPES)}: {remedy}")
-    for name, kind in _TYPES.items():
-        if name not in content:
-            raise SinkscopeError(f"{where}: the field {name!r} is missing: {remedy}")
-        if type(content[name]) is not kind:
-            raise SinkscopeError(f"{where}: {name} is {content[name]!r:.40}, expected {kind.__name__}: {remedy}")
-    if content["bench"] not in BENCHES:
-        raise SinkscopeError(f"{where}: bench is {content['bench']!r}, expected one of {', '.join(BENCHES)}: {remedy}")
-    if not content["prompt"].strip():
-        raise SinkscopeError(f"{where}: the prompt is empty: {remedy}")
-    answers = content.get("answers", [])
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise SinkscopeError(f"{where}: answers is {answers!r:.40}, expected a list of texts: {remedy}")
-    if content["bench"] == "2wiki" and not answers:
-        raise SinkscopeError(f"{where}: the field 'answers' is missing, so nothing can be scored: {remedy}")
-    fields: dict[str, Any] = {**content, "answers": tuple(answers)}
-    return Prompt(**fields)
+    paths = [DATA / name for name in names] if names else [Path(name_or_path)]
+    expected = f"a file that `sinkscope loopbench build` wrote, or {', '.join(SHIPPED)}"
+    return [prompt for path in paths for prompt in read_records(path, BenchPrompt, expected, key="id")]

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from sinkscope._plain import plain
-from sinkscope.bench.loopbench.honest import Honest
 from sinkscope.bench.loopbench.methods import Batch, Method, Row, check_methods
-from sinkscope.bench.loopbench.prompts import Prompt
+from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
 from sinkscope.bench.loopbench.samplers import PerRow, StopRows
 from sinkscope.bench.loopbench.store import Ended, Record, Store
 from sinkscope.errors import SinkscopeError
@@ -25,9 +24,9 @@ from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
+from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo
-from sinkscope.sinks._open import fingerprint_of
 
 Progress = Callable[[str, int, int], None]
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
@@ -53,7 +52,7 @@ class _Plan:
 
 def run_loopbench(
     model: object,
-    prompts: Sequence[Prompt | Honest],
+    prompts: Sequence[BenchPrompt | Honest],
     methods: Sequence[str],
     *,
     out: str | os.PathLike[str],
@@ -118,7 +117,7 @@ def run_loopbench(
         )
     plan = _plan(target, new, budget, window, every, seed)
     ids = [[int(i) for i in target.tokenizer(prompt.prompt, verbose=False)["input_ids"]] for prompt in prompts]
-    written = [(prompt, row) for prompt, row in zip(prompts, ids, strict=True) if isinstance(prompt, Prompt)]
+    written = [(prompt, row) for prompt, row in zip(prompts, ids, strict=True) if isinstance(prompt, BenchPrompt)]
     for prompt, row in written:
         _check_length(prompt.id, len(row), new, target)
         for edit in edits:
@@ -139,7 +138,7 @@ def _fill(
     store: Store,
     plan: _Plan,
     methods: list[Method],
-    prompts: list[Prompt],
+    prompts: list[BenchPrompt],
     ids: list[list[int]],
     size: int,
     progress: Progress | None,
@@ -163,7 +162,7 @@ def _fill(
 
 
 def _batch(
-    plan: _Plan, method: Method, prompts: list[Prompt], ids: list[list[int]], tell: Callable[[int, int], None]
+    plan: _Plan, method: Method, prompts: list[BenchPrompt], ids: list[list[int]], tell: Callable[[int, int], None]
 ) -> list[Record]:
     """One method on some prompts."""
     target, started = plan.target, time.perf_counter()

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.checkpoint import hub_file
+from sinkscope.models.checkpoint import TOKENIZER_FILES, hub_file, locate, optional_file
 from sinkscope.models.config import read_tokenizer
-from sinkscope.models.source import TOKENIZER_FILES, locate, optional_file
 
 
 def open_tokenizer(

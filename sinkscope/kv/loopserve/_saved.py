@@ -25,8 +25,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.turn import Held, Turn, check_ids
+from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
 from sinkscope.models.target import Target
 from sinkscope.output import check_writable, write_atomic
@@ -226,14 +226,7 @@ def _packed(state: State, keys: list[Hashable]) -> dict[str, Tensor]:
     for i, key in enumerate(keys):
         data |= {f"memory.{i}.{name}": kept for name, kept in sequence.memory[key].items()}
     for i, layer in enumerate(held.layers):
-        assert layer.keys is not None and layer.values is not None
-        data |= {f"layer.{i}.keys": layer.keys, f"layer.{i}.values": layer.values}
-        data[f"layer.{i}.columns"] = vars(layer)["_columns"]
-        if layer.edited:
-            data[f"layer.{i}.pos"] = layer.pos
-        if layer.hidden is not None:
-            data[f"layer.{i}.hidden"] = layer.hidden
-        data |= {f"layer.{i}.extra.{name}": layer.extra(name) for name in vars(layer)["_extra"]}
+        data |= {f"layer.{i}.{name}": tensor for name, tensor in layer.state()[1].items()}
     for i, turn in enumerate(state.turns):
         for number, lines in enumerate(turn.lines):
             if lines is not None:
@@ -266,7 +259,7 @@ def _unpacked(content: _Content, tensors: dict[str, Tensor], target: Target, edi
         layers.append(_layer(flags, i, {n: t.to(device) for n, t in tensors.items() if n.startswith(f"layer.{i}.")}))
     same = _named(edit) == content.edit
     real, bos = tensors["real"].to(target.device), tensors["bos"].to(target.device)
-    sequence = Sequence(real, bos, content.partial or not same, content.settled)  # to another edit they are new
+    sequence = Sequence.of(real, bos, content.partial or not same, content.settled)  # to another edit they are new
     if same:
         for i, key in enumerate(content.memory):
             known = Memory()
@@ -279,16 +272,8 @@ def _unpacked(content: _Content, tensors: dict[str, Tensor], target: Target, edi
 
 
 def _layer(flags: _Layer, number: int, tensors: dict[str, Tensor]) -> CacheLayer:
-    start = f"layer.{number}."
-    keys, values, columns = (tensors[start + name] for name in ("keys", "values", "columns"))
-    pos, hidden = tensors.get(start + "pos"), tensors.get(start + "hidden")
-    extra = {n.removeprefix(start + "extra."): t for n, t in tensors.items() if n.startswith(start + "extra.")}
-    shapes = {t.shape[:3] for t in (keys, values, pos, hidden, *extra.values()) if t is not None}
-    if len(shapes) != 1 or columns.shape != (1, flags.seen) or (pos is None and keys.shape[2] != flags.seen):
-        raise ValueError
     layer = CacheLayer()
-    layer.fill(keys, values, columns)
-    vars(layer).update({f.name: getattr(flags, f.name) for f in fields(_Layer)}, _pos=pos, _hidden=hidden, _extra=extra)
+    layer.load_state(vars(flags), {name.removeprefix(f"layer.{number}."): held for name, held in tensors.items()})
     return layer
 
 

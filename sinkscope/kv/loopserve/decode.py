@@ -19,9 +19,9 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Run
 from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.working import work_on
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.rebase import Rotary
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session
 
 
@@ -57,6 +57,7 @@ def tokens_read(run: Run) -> list[list[float]]:
     return [(reads.total / reads.steps).tolist() for reads in found if reads.total is not None]
 
 
+@register_policy("progressive")
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Policy):
     """Read the part of the cache that the latest queries attend to, and choose it again from the whole every `every`.
@@ -136,7 +137,7 @@ class Progressive(Policy):
             )
         since = state.decoded - self.after
         # A guard may have cut the cache, for which it had to be whole.
-        lost = memory.get("copied", False) and all(kv.before_edit is None for kv in layers)
+        lost = memory.get("copied", False) and all(kv.aside is None for kv in layers)
         if (since >= 0 and since % self.interval == 0) or lost:
             self._choose(moment, session, memory)
             self._count(memory, layers, state.decoded)
@@ -151,11 +152,11 @@ class Progressive(Policy):
             if kv.slots <= least:
                 continue
             at = At(number, kv, moment, session, memory)
-            keep = self.select(self.scores(at), at, budget)
+            keep = self.select(self.checked_scores(at), at, budget)
             if self.mode == "evict":
                 kv.evict(keep)
             elif self.gather:
-                work_on(kv, keep)
+                kv.work_on(keep)
                 memory["copied"] = True
             else:
                 kv.select(keep)

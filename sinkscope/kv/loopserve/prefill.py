@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Event, Run
-from sinkscope.kv.loopserve import flex
-from sinkscope.kv.loopserve.lines import HeadLines
-from sinkscope.kv.loopserve.sparse import Kernel, Sparsity, sparse_attention
 from sinkscope.kv.moments import Prompt
 from sinkscope.kv.session import Session
+from sinkscope.lines import flex
+from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.sparse import Kernel, Sparsity, sparse_attention
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
 

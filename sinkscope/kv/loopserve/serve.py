@@ -10,11 +10,10 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv._fields import check_fields
 from sinkscope.kv.loopserve.decode import Progressive
-from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import SparsePrompts
-from sinkscope.kv.loopserve.select import Variant, check_selection, select_lines
-from sinkscope.kv.loopserve.sparse import Kernel, dense_limit
 from sinkscope.kv.session import Session
+from sinkscope.lines.choice import HeadLines, Variant, check_selection, select_lines
+from sinkscope.lines.sparse import Kernel, dense_limit
 
 
 class LoopServeDecoding(Progressive):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +11,11 @@ from transformers import LogitsProcessor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.positions import Call, Memory, Sequence
+from sinkscope.interventions.positions import Call, Sequence
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.lines import HeadLines
 from sinkscope.kv.loopserve.prefill import follow_lines
 from sinkscope.kv.session import Moment, Session
+from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
 
 
@@ -71,20 +70,9 @@ class Held:
 
         cache: Any = DynamicCache()
         if self.layers:
-            cache.layers = [_copied(layer) for layer in self.layers]
+            cache.layers = [layer.copy() for layer in self.layers]
             cache.layer_class_to_replicate = None
         return cache
-
-
-def _copied(layer: CacheLayer) -> CacheLayer:
-    new = copy.copy(layer)
-    vars(new)["_extra"] = dict(vars(layer)["_extra"])
-    return new
-
-
-def _same(sequence: Sequence) -> Sequence:
-    memory = {key: Memory(kept) for key, kept in sequence.memory.items()}
-    return Sequence(sequence.real, sequence.bos, sequence.partial, sequence.settled, memory)
 
 
 @dataclass(eq=False)
@@ -113,7 +101,7 @@ class Noting(Intervention):
         session.own_cache()
         if self.before.sequence is not None:
             columns = torch.zeros(1, self.before.seen, dtype=torch.int64)
-            call = Call(0, self.before.seen, columns[:, :0], columns, _same(self.before.sequence))
+            call = Call(0, self.before.seen, columns[:, :0], columns, columns.sum(1), self.before.sequence.copy())
             run.tracker.bind(call, self.cache)
         follow_lines(run, self._follow)
         session.after_call(self._note)
@@ -127,7 +115,7 @@ class Noting(Intervention):
             return
         self.answered = moment.call.sequence
         if self.prompted is None:  # the first call reads the prompt
-            self.prompted = _same(moment.call.sequence)
+            self.prompted = moment.call.sequence.copy()
         else:
             self.reads.append(sum(map(_shown, moment.layers)) / len(moment.layers))
 
@@ -137,7 +125,7 @@ class Noting(Intervention):
         for layer in layers:
             layer.crop(0 if keep else prompt - layer.seen)  # also puts everything back that was aside
         # The cache may be in what `generate` returns, for others to go on with.
-        return Held(tuple(map(_copied, layers)), self.answered if keep else self.prompted)
+        return Held(tuple(layer.copy() for layer in layers), self.answered if keep else self.prompted)
 
 
 def _shown(kv: CacheLayer) -> float:

@@ -1,0 +1,1 @@
+"""What LoopBench ships, made by a script of its own."""

@@ -1,0 +1,401 @@
+"""Texts that repeat honestly: tables, data, code, refrains, lists, logs. A guard that fires on them is wrong.
+
+    python -m experiments.loopbench.make_honest [--out sinkscope/bench/loopbench/data/honest.jsonl]
+
+They are made by code, the same every time, and ship as JSON lines (`sinkscope.bench.loopbench.prompts.honest_texts`).
+Forms repeat and entries differ, as in what people and programs write; a refrain comes back word for word, with a verse
+in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+from sinkscope.bench.loopbench.prompts import DATA, Honest
+from sinkscope.output import write_atomic
+
+_TOWNS = (
+    "Ardel Brinmoor Castlow Dunhaven Elmsford Fenwick Garrow Holmby Ivester Kelding Lorne Marsden Norwell Ostley "
+    "Penrow Quarndon Rishworth Selby Tarrant Ulverby Wexcombe Yarrow Zennor Aldburgh Beccles Corwen Dolgarth Eyam"
+).split()
+_CRAFTS = "weaver smith baker carter mason thatcher cooper tanner miller glazier sawyer potter".split()
+_GOODS = (
+    "apple barley candle drum flute grain hammer ink jar kettle lamp mirror needle oar plough quilt rope saddle".split()
+)
+_FIRST = (
+    "Ada Bruno Clara Dov Edda Felix Greta Hugo Ilse Jonas Kaja Leon Mira Nils Olga Paul Runa Sven Tilda Ugo".split()
+)
+_LAST = (
+    "Abel Borg Crane Dahl Ekman Frey Gast Holm Isaksen Juhl Krog Lind Moss Nye Ore Pohl Quist Rask Stein Thorn".split()
+)
+_PARTS = "parser router cache index queue mailer ledger tracker sampler planner watcher archive monitor gateway".split()
+_COLOURS = (
+    "amber azure black brown copper coral crimson grey green indigo ivory olive orange purple rose silver".split()
+)
+_TREES = (
+    "alder ash aspen beech birch cedar elm fir hazel holly larch lime maple oak pine poplar rowan willow yew".split()
+)
+_BIRDS = "crane finch heron lark linnet magpie owl plover robin rook snipe starling swallow swift thrush wren".split()
+
+
+def honest_texts() -> list[Honest]:
+    """The texts, in order of their names, each of a few hundred words."""
+    return [
+        Honest(name, name.partition("-")[0], maker(random.Random(f"honest {name}")))
+        for name, maker in sorted(_MAKERS.items())
+    ]
+
+
+def lines() -> str:
+    """The texts as they ship."""
+    return "".join(json.dumps(asdict(text), ensure_ascii=False) + "\n" for text in honest_texts())
+
+
+def _people(rng: random.Random, count: int) -> list[str]:
+    return [f"{_FIRST[i % 20]} {_LAST[i // 20]}" for i in rng.sample(range(400), count)]
+
+
+def _pairs(rng: random.Random, first: Sequence[str], second: Sequence[str], count: int) -> list[tuple[str, str]]:
+    """Pairs of which no two are equal."""
+    return [
+        (first[i % len(first)], second[i // len(first)]) for i in rng.sample(range(len(first) * len(second)), count)
+    ]
+
+
+def _day(i: int) -> str:
+    return f"2024-{i // 28 % 12 + 1:02d}-{i % 28 + 1:02d}"
+
+
+def _markdown(rng: random.Random) -> str:
+    rows = [
+        f"| {p} | {town} | {craft} | {rng.randint(18, 80)} |"
+        for p, (town, craft) in zip(_people(rng, 45), _pairs(rng, _TOWNS, _CRAFTS, 45), strict=True)
+    ]
+    return "\n".join(["| name | town | craft | age |", "| --- | --- | --- | --- |", *rows])
+
+
+def _csv(rng: random.Random) -> str:
+    rows = [
+        f"{1000 + 7 * i},{town},{craft},{rng.randint(1100, 1990)},{rng.random():.3f}"
+        for i, (town, craft) in enumerate(_pairs(rng, _TOWNS, _CRAFTS, 60))
+    ]
+    return "\n".join(["id,town,craft,founded,share", *rows])
+
+
+def _league(rng: random.Random) -> str:
+    lines = [f"{'':4}{'club':18}{'won':>5}{'drawn':>7}{'lost':>6}{'points':>8}"]
+    for i, town in enumerate(rng.sample(_TOWNS, 28), 1):
+        won, drawn = rng.randint(2, 26), rng.randint(0, 12)
+        club = f"{town} {rng.choice(('Rovers', 'United', 'Town'))}"
+        lines.append(f"{i:<4}{club:18}{won:>5}{drawn:>7}{38 - won - drawn:>6}{3 * won + drawn:>8}")
+    return "\n".join(lines)
+
+
+def _latex(rng: random.Random) -> str:
+    rows = [
+        rf"{tree} & {rng.randint(3, 60)} & {rng.randint(2, 40)}.{rng.randint(0, 9)} & {colour} \\"
+        for tree, colour in _pairs(rng, _TREES, _COLOURS, 45)
+    ]
+    return "\n".join([r"\begin{tabular}{lrrl}", r"tree & age & height & bark \\ \hline", *rows, r"\end{tabular}"])
+
+
+def _products(_: random.Random) -> str:
+    return "\n".join(f"{a} x {b} = {a * b}" for a in range(3, 12) for b in range(2, 13))
+
+
+def _records(rng: random.Random) -> str:
+    return json.dumps(
+        [
+            {"id": 500 + i, "name": name, "town": rng.choice(_TOWNS), "age": rng.randint(18, 80)}
+            for i, name in enumerate(_people(rng, 30))
+        ],
+        indent=2,
+    )
+
+
+def _entities(rng: random.Random) -> str:
+    """What LoopBench-DC asks for, done well: no entity twice."""
+    kinds = ("Person", "Organization", "Location", "Event", "Other")
+    names = [*_people(rng, 12), *_TOWNS[:8], *(f"{town} {_CRAFTS[i]}s' guild" for i, town in enumerate(_TOWNS[8:20]))]
+    items = (
+        {"name": name, "wikipedia url": f"/wiki/{name.replace(' ', '_')}", "type": rng.choice(kinds)} for name in names
+    )
+    return ",\n".join(map(json.dumps, items))
+
+
+def _settings(rng: random.Random) -> str:
+    return json.dumps(
+        {
+            part: {
+                "port": rng.randint(1024, 9999),
+                "workers": rng.randint(1, 16),
+                "timeout": rng.randint(1, 90),
+                "hosts": [f"{bird}.{part}.local" for bird in rng.sample(_BIRDS, 3)],
+            }
+            for part in rng.sample(_PARTS, len(_PARTS))
+        },
+        indent=2,
+    )
+
+
+def _events(rng: random.Random) -> str:
+    pairs = _pairs(rng, _PARTS, _BIRDS, 36)
+    return "\n".join(
+        json.dumps({"t": 17.25 * i + rng.randint(0, 9), "part": part, "host": bird, "ms": rng.randint(2, 900)})
+        for i, (part, bird) in enumerate(pairs)
+    )
+
+
+def _yaml(rng: random.Random) -> str:
+    return "\n".join(
+        f"- name: {bird}-{colour}\n  rack: {i + 10}\n  owner: {rng.choice(_FIRST)}\n  role: {rng.choice(_PARTS)}"
+        for i, (bird, colour) in enumerate(_pairs(rng, _BIRDS, _COLOURS, 32))
+    )
+
+
+def _xml(rng: random.Random) -> str:
+    rows = [
+        f'  <item sku="{rng.randint(10**5, 10**6)}">\n    <name>{colour} {good}</name>\n'
+        f"    <price>{rng.randint(1, 90)}.{rng.randint(0, 99):02d}</price>\n  </item>"
+        for colour, good in _pairs(rng, _COLOURS, _GOODS, 32)
+    ]
+    return "\n".join(["<catalogue>", *rows, "</catalogue>"])
+
+
+def _sql(rng: random.Random) -> str:
+    return "\n".join(
+        f"INSERT INTO members (id, name, town, born) VALUES ({i}, '{name}', '{rng.choice(_TOWNS)}', '{_day(i * 11)}');"
+        for i, name in enumerate(_people(rng, 34), 1)
+    )
+
+
+def _ini(rng: random.Random) -> str:
+    return "\n\n".join(
+        f"[{part}.{bird}]\nenabled = {rng.choice(('yes', 'no'))}\nport = {rng.randint(1024, 9999)}\n"
+        f"path = /srv/{part}/{bird}"
+        for part, bird in _pairs(rng, _PARTS, _BIRDS, 28)
+    )
+
+
+def _getters(rng: random.Random) -> str:
+    lines = ["class Stock:"]
+    for i, good in enumerate(_GOODS):
+        lines.append(
+            f"    def {good}_count(self) -> int:\n"
+            f'        """How many {good}s there are on the {rng.choice(_COLOURS)} shelf."""\n'
+            f'        return self._counts["{good}"] - {i}\n'
+        )
+    return "\n".join(lines)
+
+
+def _tests(rng: random.Random) -> str:
+    return "\n\n\n".join(
+        f"def test_{craft}_of_{town.lower()}() -> None:\n    found = look_up({town!r})\n"
+        f"    assert found.craft == {craft!r}\n    assert found.founded == {rng.randint(1100, 1990)}"
+        for town, craft in _pairs(rng, _TOWNS, _CRAFTS, 24)
+    )
+
+
+def _switch(rng: random.Random) -> str:
+    cases = [
+        f'    case {100 + i}: return "{colour} {bird}"; /* since {rng.randint(1900, 2020)} */'
+        for i, (colour, bird) in enumerate(_pairs(rng, _COLOURS, _BIRDS, 45))
+    ]
+    return "\n".join(["const char *name_of(int code) {", "  switch (code) {", *cases, "  }", '  return "?";', "}"])
+
+
+def _css(rng: random.Random) -> str:
+    return "\n".join(
+        f".{tree}-{good} {{\n  color: #{rng.randrange(1 << 24):06x};\n  padding: {rng.randint(1, 24)}px;\n}}"
+        for tree, good in _pairs(rng, _TREES, _GOODS, 34)
+    )
+
+
+def _imports(rng: random.Random) -> str:
+    return "\n".join(
+        f"from workshop.{part}.{bird} import {good.title()}{craft.title()}, make_{good}"
+        for (part, bird), (good, craft) in zip(
+            _pairs(rng, _PARTS, _BIRDS, 40), _pairs(rng, _GOODS, _CRAFTS, 40), strict=True
+        )
+    )
+
+
+def _song(rng: random.Random) -> str:
+    refrain = "Heave away, my hearties, the tide will not wait,\nheave away, my hearties, the boat is at the gate."
+    verses = [
+        f"I met {name} on the road to {town},\nwith a {colour} {good} and a {bird} on the {tree};\n"
+        f"and {rng.choice(_FIRST)} the {craft} came down from the mill\nto ask what the {good} was worth on the hill."
+        for name, (town, craft), (colour, good), (bird, tree) in zip(
+            _people(rng, 9),
+            _pairs(rng, _TOWNS, _CRAFTS, 9),
+            _pairs(rng, _COLOURS, _GOODS, 9),
+            _pairs(rng, _BIRDS, _TREES, 9),
+            strict=True,
+        )
+    ]
+    return "\n\n".join(f"{verse}\n\n{refrain}" for verse in verses)
+
+
+def _counting(rng: random.Random) -> str:
+    """On the n-th evening everything is told again that came before, as in songs of this kind."""
+    gifts = [
+        f"a {colour} {bird} in the {tree}"
+        for colour, bird, tree in zip(
+            rng.sample(_COLOURS, 8), rng.sample(_BIRDS, 8), rng.sample(_TREES, 8), strict=True
+        )
+    ]
+    nights = "first second third fourth fifth sixth seventh eighth".split()
+    return "\n\n".join(
+        f"On the {night} night of winter my neighbour showed to me\n" + ",\n".join(reversed(gifts[: i + 1])) + "."
+        for i, night in enumerate(nights)
+    )
+
+
+def _litany(rng: random.Random) -> str:
+    wishes = ("grant them rest", "keep them warm", "lead them home", "hear their song")
+    return "\n".join(
+        f"For {name} of {town}, the {craft}, {rng.choice(wishes)}."
+        for name, (town, craft) in zip(_people(rng, 40), _pairs(rng, _TOWNS, _CRAFTS, 40), strict=True)
+    )
+
+
+def _pantoum(rng: random.Random) -> str:
+    """The second and fourth line of a verse come back as the first and third of the next."""
+    lines = [
+        f"the {bird} went over the {tree} and was gone"
+        if i % 2
+        else f"a {bird} had slept in the {tree} of {rng.choice(_TOWNS)}"
+        for i, (bird, tree) in enumerate(_pairs(rng, _BIRDS, _TREES, 44))
+    ]
+    return "\n\n".join("\n".join((lines[i], lines[i + 2], lines[i + 1], lines[i + 3])) for i in range(0, 40, 2))
+
+
+def _steps(rng: random.Random) -> str:
+    verbs = ("Wash", "Peel", "Fold", "Turn", "Press", "Oil", "Weigh", "Count")
+    return "\n".join(
+        f"{i}. {rng.choice(verbs)} the {colour} {good} and leave it for {rng.randint(2, 50)} minutes by the "
+        f"{rng.choice(_TREES)}."
+        for i, (colour, good) in enumerate(_pairs(rng, _COLOURS, _GOODS, 34), 1)
+    )
+
+
+def _glossary(rng: random.Random) -> str:
+    return "\n".join(
+        f"{good.title()} ({colour}): what the {craft} of {town} calls the {rng.choice(_PARTS)} of a "
+        f"{rng.choice(_GOODS)}."
+        for (good, colour), (town, craft) in zip(
+            sorted(_pairs(rng, _GOODS, _COLOURS, 32)), _pairs(rng, _TOWNS, _CRAFTS, 32), strict=True
+        )
+    )
+
+
+def _references(rng: random.Random) -> str:
+    return "\n".join(
+        f"[{i}] {name}. The {craft} and the {rng.choice(_BIRDS)}. {town} Quarterly, "
+        f"{rng.randint(1, 60)}({rng.randint(1, 4)}), pp. {100 + 9 * i}-{105 + 9 * i + rng.randint(0, 9)}, "
+        f"{rng.randint(1950, 2023)}."
+        for i, (name, (town, craft)) in enumerate(
+            zip(_people(rng, 30), _pairs(rng, _TOWNS, _CRAFTS, 30), strict=True), 1
+        )
+    )
+
+
+def _timetable(rng: random.Random) -> str:
+    return "\n".join(
+        f"{5 + i // 3:02d}:{20 * (i % 3) + rng.randint(0, 19):02d}  {town} to {goal}, platform {rng.randint(1, 9)}"
+        for i, (town, goal) in enumerate(_pairs(rng, _TOWNS[:14], _TOWNS[14:], 48))
+    )
+
+
+def _questions(rng: random.Random) -> str:
+    return "\n".join(
+        f"Q: Who made the {colour} {good}?\nA: {name} of {rng.choice(_TOWNS)}, in {rng.randint(1700, 1990)}."
+        for name, (colour, good) in zip(_people(rng, 32), _pairs(rng, _COLOURS, _GOODS, 32), strict=True)
+    )
+
+
+def _family(rng: random.Random) -> str:
+    names = _people(rng, 34)
+    return "\n".join(
+        f"And {a} was the parent of {b}, who lived in {rng.choice(_TOWNS)} for {rng.randint(20, 90)} years."
+        for a, b in pairwise(names)
+    )
+
+
+def _server(rng: random.Random) -> str:
+    return "\n".join(
+        f"{_day(i // 9)}T{i % 24:02d}:{rng.randint(0, 59):02d}:{rng.randint(0, 59):02d}Z INFO {part}: served {bird} in "
+        f"{rng.randint(2, 900)} ms (request {rng.randrange(1 << 24):06x})"
+        for i, (part, bird) in enumerate(_pairs(rng, _PARTS, _BIRDS, 36))
+    )
+
+
+def _build(rng: random.Random) -> str:
+    pairs = _pairs(rng, _PARTS, _BIRDS, 48)
+    return "\n".join(
+        f"[{i:2}/{len(pairs)}] compiling {part}/{bird}.c ... ok ({rng.randint(10, 4000)} bytes)"
+        for i, (part, bird) in enumerate(pairs, 1)
+    )
+
+
+def _metrics(rng: random.Random) -> str:
+    loss, lines = 9.0, list[str]()
+    for step in range(50):
+        loss *= 0.93 + 0.06 * rng.random()
+        lines.append(
+            f"step {step * 50:5} | loss {loss:.4f} | lr {3e-4 * (1 - step / 60):.2e} | {rng.randint(900, 1400)} tok/s"
+        )
+    return "\n".join(lines)
+
+
+_MAKERS: dict[str, Callable[[random.Random], str]] = {
+    "table-markdown": _markdown,
+    "table-csv": _csv,
+    "table-league": _league,
+    "table-latex": _latex,
+    "table-products": _products,
+    "data-json": _records,
+    "data-entities": _entities,
+    "data-settings": _settings,
+    "data-events": _events,
+    "data-yaml": _yaml,
+    "data-xml": _xml,
+    "data-sql": _sql,
+    "data-ini": _ini,
+    "code-getters": _getters,
+    "code-tests": _tests,
+    "code-switch": _switch,
+    "code-css": _css,
+    "code-imports": _imports,
+    "refrain-song": _song,
+    "refrain-counting": _counting,
+    "refrain-litany": _litany,
+    "refrain-pantoum": _pantoum,
+    "list-steps": _steps,
+    "list-glossary": _glossary,
+    "list-references": _references,
+    "list-timetable": _timetable,
+    "list-questions": _questions,
+    "list-family": _family,
+    "log-server": _server,
+    "log-build": _build,
+    "log-metrics": _metrics,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopbench.make_honest", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=DATA / "honest.jsonl")
+    write_atomic(parser.parse_args(argv).out, lines())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""Choose lines of attention: the heaviest, LoopServe's algorithm 5 (Li et al. 2025, section 5.1), MInference's.
+
+Algorithm 5 leaves some points open. They are settled here as follows:
+
+- *Sample*: query rows are drawn uniformly without replacement, from a seed. If there are fewer queries than the sample,
+  all are taken. `recent` puts the last queries into the sample: without them, keys to which only the last queries
+  attend may lie on no chosen line.
+- *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
+  sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
+- *Always kept*: the main diagonal and position 0, so that every query sees something.
+- *alpha = 1* is dense by definition, because a sample says nothing certain about rows outside it.
+- `variant="exact"`: the marginal weight of a line is its weight in the sample outside all chosen lines, divided by the
+  number of cells it adds to the matrix. Every line is weighed again whenever others have been chosen.
+- `variant="faithful"`: one overlap for all lines of a kind, as printed. `w^max` is read as the largest sampled cell of
+  a line, because two lines share at most one cell; `sum` then never exceeds what is recovered. Chosen lines leave
+  their list. A gain below 0 counts as 0, a denominator below 1 as 1. If the lists end before `sum` reaches its target,
+  the head is dense. This happens often, because overlaps are subtracted from every line, whether it meets the chosen
+  lines or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sinkscope.errors import SinkscopeError
+
+Variant = Literal["exact", "faithful"]
+_ROWS = 64  # queries whose attention is built at a time
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLines:
+    """Vertical and slash lines chosen for every head of a layer in one sequence, or several such choices.
+
+    Queries are the last `queries` of the positions. A vertical line is a key position, a slash line an offset (query
+    position less key position). Both are cut to the cells that exist, that is, to causal cells of these queries.
+
+    Attributes:
+        vertical: which key positions.
+        slash: which offsets.
+        queries: number of rows of the matrix.
+    """
+
+    vertical: Bool[Tensor, "*choice head key"]
+    slash: Bool[Tensor, "*choice head key"]
+    queries: int
+
+    @property
+    def past(self) -> int:
+        """Number of positions before the first query."""
+        return self.vertical.shape[-1] - self.queries
+
+    def lengths(self) -> Int[Tensor, " key"]:
+        """Number of cells of line i; it is the same for both kinds."""
+        keys = self.vertical.shape[-1]
+        return torch.arange(keys, 0, -1, device=self.vertical.device).clamp(max=self.queries)
+
+    def counts(self) -> Int[Tensor, "*choice head"]:
+        """Number of chosen lines."""
+        return self.vertical.sum(-1) + self.slash.sum(-1)
+
+    def crossed(self, by: Bool[Tensor, "*choice head key"]) -> Int[Tensor, "*choice head key"]:
+        """For each line of one kind, the number of lines `by` of the other kind that cross it."""
+        count = pad(by.int().cumsum(-1), (1, 0))
+        # Lines j and o meet in row j + o, if that row is a query: o runs from past - j to keys - 1 - j.
+        before = count[..., : self.past + 1].flip(-1)
+        return count[..., 1:].flip(-1) - pad(before, (0, self.queries - 1))
+
+    def cells(self) -> Int[Tensor, "*choice head"]:
+        """Number of cells on the lines, each counted once."""
+        both = (self.vertical.long() + self.slash.long()) * self.lengths()
+        return (both - self.vertical * self.crossed(self.slash)).sum(-1)
+
+    def density(self) -> Float[Tensor, "*choice head"]:
+        """Share of all causal cells that lie on the lines."""
+        return self.cells() / self.lengths().sum()
+
+    def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
+        """Which keys the queries at positions `at` see."""
+        offset = at[:, None] - torch.arange(self.vertical.shape[-1], device=at.device)
+        return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
+
+    def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
+        """Draw random lines in place of these, kind by kind: as many of them, or with `cells` of the same length."""
+        return HeadLines(_drawn(self.vertical, generator, cells), _drawn(self.slash, generator, cells), self.queries)
+
+
+def _drawn(chosen: Bool[Tensor, "choice head key"], generator: torch.Generator, cells: bool) -> Tensor:
+    _, heads, keys = chosen.shape
+    order = torch.rand(heads, keys, generator=generator).argsort(1).to(chosen.device)
+    length = torch.arange(keys, 0, -1, device=chosen.device) if cells else order.new_ones(keys)
+    drawn = length[order]
+    reached = drawn.cumsum(1) - drawn / 2  # a line is taken if more than half of it still fits
+    wanted = (chosen * length).sum(2, keepdim=True)
+    return torch.zeros_like(chosen).scatter_(2, order.expand_as(chosen), reached < wanted)
+
+
+def top_lines(
+    vertical: Float[Tensor, "head key"],
+    slash: Float[Tensor, "head key"],
+    etas: Sequence[float],
+    length: int | None = None,
+) -> HeadLines:
+    """Choose the heaviest `eta * 2 * length` lines of both kinds together, at least one; never a line without weight.
+
+    Args:
+        vertical: weights of all queries.
+        slash: weights of all queries.
+        etas: one choice is made for each.
+        length: None: the number of key positions.
+    """
+    both = torch.cat([vertical, slash], 1)
+    order = torch.argsort(both, dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(both.shape[1], device=both.device).expand_as(order))
+    keys = vertical.shape[1]
+    size = keys if length is None else length
+    most = torch.tensor([max(1, math.floor(eta * 2 * size + 1e-9)) for eta in etas], device=both.device)
+    chosen = (rank < most[:, None, None]) & (both > 0)
+    return HeadLines(*(part.contiguous() for part in chosen.split(keys, 2)), keys)
+
+
+def attention_of(
+    query: Float[Tensor, "head row d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    at: Int[Tensor, " row"],
+    scaling: float | None = None,
+) -> Float[Tensor, "head row key"]:
+    """Causal attention of the queries at positions `at`, in float32; `scaling` None: one over the root of `d_head`."""
+    kv_heads, keys, width = key.shape
+    scaling = float(width**-0.5) if scaling is None else scaling
+    grouped = query.float().reshape(kv_heads, -1, width) * scaling
+    scores = (grouped @ key.float().mT).view(query.shape[0], -1, keys)
+    future = torch.arange(keys, device=at.device) > at[:, None]
+    return scores.masked_fill_(future, -torch.inf).softmax(-1)
+
+
+def recovered(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    lines: HeadLines,
+    scaling: float | None = None,
+) -> Float[Tensor, " head"]:
+    """Share of the whole attention matrix's weight that lies on the lines; every cell is counted once."""
+    found = torch.zeros(query.shape[0], dtype=torch.float64, device=query.device)
+    for start in range(0, query.shape[1], _ROWS):
+        part = query[:, start : start + _ROWS]
+        at = lines.past + torch.arange(start, start + part.shape[1], device=query.device)
+        found += (attention_of(part, key, at, scaling) * lines.rows(at)).sum((1, 2), dtype=torch.float64)
+    return (found / query.shape[1]).float()
+
+
+def slash_lines(
+    probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]
+) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
+    """Sum and largest cell of every slash line, by offset, in the rows at positions `at`."""
+    total, largest = torch.zeros_like(probs[:, 0]), torch.zeros_like(probs[:, 0])
+    for number, row in enumerate(at.tolist()):
+        back = probs[:, number, : row + 1].flip(1)
+        total[:, : row + 1] += back
+        torch.maximum(largest[:, : row + 1], back, out=largest[:, : row + 1])
+    return total, largest
+
+
+def last_votes(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    last: int,
+    scaling: float | None = None,
+) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head key"]]:
+    """Attention of the last queries, summed along vertical lines and along slash lines."""
+    queries, keys = query.shape[1], key.shape[1]
+    rows = torch.arange(max(0, queries - last), queries, device=query.device)
+    at = rows + (keys - queries)
+    probs = attention_of(query[:, rows], key, at, scaling)
+    return probs.sum(1), slash_lines(probs, at)[0]
+
+
+@torch.no_grad()
+def minference_lines(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    vertical: int = 1000,
+    slash: int = 6096,
+    *,
+    last: int = 64,
+    first: int = 30,
+    local: int = 100,
+    scaling: float | None = None,
+) -> HeadLines:
+    """MInference's vertical-slash pattern (Jiang et al. 2024): fixed numbers of lines, voted for by the last queries.
+
+    The authors' kernel computes whole blocks around the slash lines; here only the lines themselves are kept.
+
+    Args:
+        query: as for `select_lines`.
+        key: as for `select_lines`.
+        vertical: number of vertical lines to keep.
+        slash: number of slash lines to keep.
+        last: number of queries at the end that vote.
+        first: positions at the beginning that are always kept, among the `vertical`.
+        local: offsets from 0 that are always kept, among the `slash`.
+        scaling: factor on the scores; None: one over the root of `d_head`.
+
+    Raises:
+        SinkscopeError: a number below 1.
+    """
+    if min(vertical, slash, last) < 1:
+        raise SinkscopeError(f"vertical={vertical}, slash={slash}, last={last}: expected numbers from 1")
+    votes = last_votes(query, key, last, scaling)
+    chosen: list[Tensor] = []
+    for weights, count, always in zip(votes, (vertical, slash), (first, local), strict=True):
+        weights[:, : min(always, count)] = torch.inf
+        top = weights.topk(min(count, key.shape[1]), dim=1).indices
+        chosen.append(torch.zeros_like(weights, dtype=torch.bool).scatter_(1, top, True))
+    chosen[1][:, 0] = True
+    return HeadLines(chosen[0], chosen[1], query.shape[1])
+
+
+def check_selection(alpha: float, sample: int, variant: str, recent: int = 0) -> None:
+    """Refuse settings that make no sense.
+
+    Raises:
+        SinkscopeError: alpha outside (0, 1], a sample below 1 or below `recent`, an unknown variant.
+    """
+    for wrong, message in (
+        (not 0 < alpha <= 1, f"alpha={alpha!r}: expected a share of the attention weight above 0 and up to 1"),
+        (sample < 1, f"sample={sample!r}: expected a number of queries from 1, such as 48"),
+        (not 0 <= recent <= sample, f"recent={recent!r}: expected a number of queries from 0 to sample={sample}"),
+        (variant not in ("exact", "faithful"), f'variant={variant!r}: expected "exact" or "faithful"'),
+    ):
+        if wrong:
+            raise SinkscopeError(message)
+
+
+def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) -> Int[Tensor, " row"]:
+    """Numbers of the sampled queries in rising order; the last `recent` are always among them."""
+    generator = torch.Generator().manual_seed(seed)
+    before = max(0, queries - recent)
+    drawn = torch.randperm(before, generator=generator)[: sample - recent].sort().values
+    return torch.cat([drawn, torch.arange(before, queries)])
+
+
+@torch.no_grad()
+def select_lines(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    alpha: float = 0.955,
+    *,
+    sample: int = 48,
+    recent: int = 0,
+    variant: Variant = "exact",
+    scaling: float | None = None,
+    seed: int = 0,
+    dense_above: float = 1.0,
+) -> HeadLines:
+    """Algorithm 5 for all heads of a layer: few cells on vertical and slash lines that hold alpha of the attention.
+
+    Args:
+        query: queries of the new tokens, after rotary; these tokens are the last of the positions.
+        key: keys of all positions, after rotary; query heads share them in groups.
+        alpha: share of the sampled attention weight that the lines hold at least.
+        sample: number of queries in the sample.
+        recent: how many of these are the last queries; the others are drawn from those before.
+        variant: "exact" or "faithful", see the module.
+        scaling: factor on the scores; None: one over the root of `d_head`.
+        seed: seed of the sample.
+        dense_above: share of cells above which the exact variant makes a head dense: it gets all lines.
+
+    Raises:
+        SinkscopeError: alpha outside (0, 1], a sample below 1 or below `recent`, an unknown variant.
+    """
+    check_selection(alpha, sample, variant, recent)
+    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    none = torch.zeros(heads, keys, dtype=torch.bool, device=query.device)
+    start = HeadLines(none, none.clone(), queries)
+    start.vertical[:, 0] = start.slash[:, 0] = True
+    if alpha == 1:
+        start.vertical[:] = True
+        return start
+    rows = sample_queries(queries, sample, seed, recent).to(query.device)
+    at = rows + (keys - queries)
+    probs = attention_of(query[:, rows], key, at, scaling)
+    if variant == "faithful":
+        return _faithful(probs, at, alpha, start)
+    return _exact(probs, at, alpha, start, dense_above)
+
+
+def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float) -> HeadLines:
+    """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
+
+    `left` is the attention that lies on no chosen line yet.
+    """
+    heads, rows, keys = left.shape
+    past, count = lines.past, torch.arange(rows, device=at.device)
+    flat = _least_share(left, at, alpha) > dense_above
+    left[:, :, 0] = 0.0  # lines that are chosen already; further down these cells stand in for missing ones
+    left[:, count, at] = 0.0
+    lengths = lines.lengths().float()
+    weights = torch.stack([left.sum(1), slash_lines(left, at)[0]], 1)
+    chosen = torch.stack([lines.vertical, lines.slash], 1).float()  # [head kind line]; flattened: vertical ones first
+    missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
+    weights[:, :, 0] = -torch.inf
+    done = flat | missing.isnan()  # attention that is not a number: a dense head would hand it on
+    chosen[done] = 1.0
+    result, which = chosen.clone(), torch.arange(heads, device=left.device)
+    limit = dense_above * float(lengths.sum()) if dense_above < 1 else torch.inf
+    batch = 1
+    for _ in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
+        if 2 * (finished := int(done.sum())) >= len(done):  # go on with the others only
+            result[which] = chosen
+            which, left, weights, chosen, missing = (t[~done] for t in (which, left, weights, chosen, missing))
+            done = done[~done]
+            heads -= finished
+        if not heads:
+            break
+        crossed = chosen.flip(1).cumsum(2).flip(2)  # as `HeadLines.crossed`, for both kinds
+        if past:
+            before = pad(chosen.flip(1)[:, :, :past].cumsum(2).flip(2), (0, 1))
+            crossed[:, :, : past + 1] -= before
+        cells = (chosen @ lengths).sum(1) - (chosen[:, 0] * crossed[:, 0]).sum(1)
+        ratio = weights / crossed.neg_().add_(lengths).clamp_(min=1)
+        best, index = ratio.view(heads, -1).topk(min(batch, 2 * keys), dim=1)
+        gain = weights.view(heads, -1).gather(1, index)
+        # What is missing takes more cells than it would if all lines were as good as the best one.
+        hopeless = (missing > 0) & (cells + missing / best[:, 0].clamp(min=1e-30) > limit)
+        stuck = (missing > 0) & (best[:, 0] <= 0)  # only rounding errors are left
+        # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
+        take = (gain.cumsum(1) - gain < missing[:, None]) & (best > 0)
+        chosen[~done & (hopeless | stuck)] = 1.0
+        done |= (missing <= 0) | hopeless | stuck
+        index = index * (take & ~done[:, None])  # line 0, which was chosen first, stands in for lines not taken
+        chosen.view(heads, -1).scatter_(1, index, 1.0)
+        weights.view(heads, -1).scatter_(1, index, -torch.inf)
+        vertical = (index * (index < keys))[:, None].expand(-1, rows, -1)
+        slash = (index - keys)[:, None]
+        slash = torch.where(slash > 0, at[:, None] - slash, 0).clamp_(min=0)
+        for column, other in ((vertical, lambda column: (at[:, None] - column).clamp_(min=0) + keys), (slash, None)):
+            cells = left.gather(2, column)
+            left.scatter_(2, column, 0.0)
+            crossing = column if other is None else other(column)
+            weights.view(heads, -1).scatter_add_(1, crossing.flatten(1), -cells.flatten(1))
+            missing -= cells.sum((1, 2), dtype=torch.float64)
+        # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines. Batches of a
+        # fifth of the chosen lines take about 1 % more cells; on a GPU, where rounds are dear, as many lines as are
+        # chosen take about 6 % more.
+        batch = max(1, int(chosen.sum((1, 2)).masked_fill(done, 0).max()) // (5 if left.device.type == "cpu" else 1))
+    else:
+        raise RuntimeError("the choice of lines did not end although every line was taken")
+    vertical, slash = result.bool().unbind(1)
+    return HeadLines(vertical.contiguous(), slash.contiguous(), lines.queries)
+
+
+def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
+    """Lower bound on the share of a sample's cells that hold alpha of its weight, for every head.
+
+    By Cauchy and Schwarz a set that holds m of a row has at least m^2 / (sum of squares of the row) cells. The fewest
+    cells in all are needed if rows that need many hold less than everything, m = min(1, level / length).
+    """
+    length = torch.linalg.vector_norm(probs, dim=2).double().square().reciprocal()
+    low, high = torch.zeros_like(length[:, :1]), length.amax(1, keepdim=True)
+    for _ in range(20):
+        level = (low + high) / 2
+        enough = (level / length).clamp(max=1).mean(1, keepdim=True) >= alpha
+        low, high = torch.where(enough, low, level), torch.where(enough, level, high)
+    return ((low / length).clamp(max=1).square() * length).sum(1) / (at + 1).sum()
+
+
+def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:
+    """Algorithm 5 as printed, head by head."""
+    lengths = lines.lengths().tolist()
+    kept = (probs * lines.rows(at)).sum((1, 2), dtype=torch.float64)
+    wanted = alpha * probs.sum((1, 2), dtype=torch.float64)
+    kinds = (slash_lines(probs, at), (probs.sum(1), probs.amax(1)))  # slash, vertical: sums and largest cells
+    for head in range(len(probs)):
+        weight, most = ([kind[i][head].tolist() for kind in kinds] for i in (0, 1))
+        order = [_falling(kind[0][head]) for kind in kinds]
+        chosen, overlap = ([0], [0]), [largest[0] for largest in most]
+        total, target = float(kept[head]), float(wanted[head])
+        for _ in range(2 * len(lengths) - 2):  # every step takes one line
+            if not total < target:
+                break
+            offers: list[tuple[float, float, int, int]] = []
+            for kind, other in ((0, 1), (1, 0)):
+                if len(chosen[kind]) <= len(order[kind]):
+                    line = order[kind][len(chosen[kind]) - 1]
+                    gain = weight[kind][line] - overlap[other]
+                    offers.append((gain / max(1, lengths[line] - len(chosen[other])), gain, kind, line))
+            _, gain, kind, line = max(offers, key=lambda offer: offer[0])  # of equals the slash line
+            chosen[kind].append(line)
+            overlap[kind] += most[kind][line]
+            total += max(0.0, gain)
+        if total >= target:
+            lines.slash[head, chosen[0]] = True
+            lines.vertical[head, chosen[1]] = True
+        else:  # the lists ended, or the attention is not a number
+            lines.vertical[head] = True
+    return lines
+
+
+def _falling(weights: Float[Tensor, " key"]) -> list[int]:
+    """Lines by falling weight without line 0, which is always chosen."""
+    order = torch.argsort(weights, descending=True, stable=True)
+    return order[order != 0].tolist()

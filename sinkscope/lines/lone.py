@@ -1,0 +1,134 @@
+"""Lone slash lines: a query meets one key on each, so no matrix product computes them.
+
+numba compiles the two loops when they are first needed (about a second, once per process). A cell then costs about as
+much as a cell of dense attention. Without numba, PyTorch computes them line by line, which costs two dozen times as
+much.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, no_type_check
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GROUP = 8  # lines that are taken together: they are sorted, so neighbours read nearly the same keys
+
+
+@dataclass(frozen=True, eq=False)
+class Lone:
+    """The two loops over lone lines, for float32 tensors.
+
+    Attributes:
+        compiled: by numba; otherwise PyTorch computes them.
+        cost: number of columns of a matrix product that take as long as one line.
+        scores: `(query [row d_head], key [key d_head], open [key], offsets, start, out [row line])` writes the scores
+            of queries at positions from `start`, minus infinity where a line has no key that is `open`.
+        sums: `(probs [row line], value [key d_value], offsets, start, out [row d_value])` adds weighted values.
+    """
+
+    compiled: bool
+    cost: float
+    scores: Callable[[Tensor, Tensor, Tensor, Tensor, int, Tensor], None]
+    sums: Callable[[Tensor, Tensor, Tensor, int, Tensor], None]
+
+
+def lone(width: int, values: int, device: torch.device) -> Lone:
+    """Return the faster implementation that is available for keys and values of these widths."""
+    return (_compiled(width, values) if device.type == "cpu" else None) or _PLAIN
+
+
+@cache
+def _compiled(width: int, values: int) -> Lone | None:
+    try:
+        import numba
+    except ImportError as error:
+        warnings.warn(
+            f"lone slash lines are computed by PyTorch, about ten times slower, so more heads are dense: {error}; "
+            "install numba",
+            stacklevel=2,
+        )
+        return None
+    uint: Any = numba.uintp  # indices that cannot be negative need no check for it
+    # The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
+    jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+
+    @jit
+    @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
+    def scores(query: Any, key: Any, opened: Any, offsets: Any, start: Any, out: Any) -> None:
+        for first in range(0, len(offsets), _GROUP):
+            until = min(len(offsets), first + _GROUP)
+            for r in range(len(query)):
+                at, line = start + r, first
+                while line < until:
+                    if line + 4 <= until and at >= offsets[line + 3]:  # four keys at a time share reads of the query
+                        a, b = uint(at - offsets[line]), uint(at - offsets[line + 1])
+                        c, d = uint(at - offsets[line + 2]), uint(at - offsets[line + 3])
+                        p = q = s = t = np.float32(0)
+                        for i in range(width):
+                            p += query[r, i] * key[a, i]
+                            q += query[r, i] * key[b, i]
+                            s += query[r, i] * key[c, i]
+                            t += query[r, i] * key[d, i]
+                        out[r, line] = p if opened[a] else -np.inf
+                        out[r, line + 1] = q if opened[b] else -np.inf
+                        out[r, line + 2] = s if opened[c] else -np.inf
+                        out[r, line + 3] = t if opened[d] else -np.inf
+                        line += 4
+                    else:
+                        a, p = max(0, at - offsets[line]), np.float32(0)
+                        for i in range(width):
+                            p += query[r, i] * key[a, i]
+                        out[r, line] = p if at >= offsets[line] and opened[a] else -np.inf
+                        line += 1
+
+    @jit
+    @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
+    def sums(probs: Any, value: Any, offsets: Any, start: Any, out: Any) -> None:
+        for first in range(0, len(offsets), _GROUP):
+            until = min(len(offsets), first + _GROUP)
+            for r in range(len(probs)):
+                at, line = start + r, first
+                while line < until and at >= offsets[line]:
+                    a, p = uint(at - offsets[line]), probs[r, line]
+                    if line + 4 <= until and at >= offsets[line + 3]:
+                        b, c, d = (
+                            uint(at - offsets[line + 1]),
+                            uint(at - offsets[line + 2]),
+                            uint(at - offsets[line + 3]),
+                        )
+                        q, s, t = probs[r, line + 1], probs[r, line + 2], probs[r, line + 3]
+                        for i in range(values):
+                            out[r, i] += p * value[a, i] + q * value[b, i] + s * value[c, i] + t * value[d, i]
+                        line += 4
+                    else:
+                        for i in range(values):
+                            out[r, i] += p * value[a, i]
+                        line += 1
+
+    def on_arrays(loop: Any) -> Any:
+        return lambda *given: loop(*(one.numpy() if isinstance(one, Tensor) else one for one in given))
+
+    return Lone(True, 1.5, on_arrays(scores), on_arrays(sums))
+
+
+def _scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+    for line, offset in enumerate(offsets.tolist()):
+        begin = max(0, offset - start)  # rows before it have no such key
+        at = slice(start + begin - offset, start + len(query) - offset)
+        out[:begin, line] = -torch.inf
+        out[begin:, line] = (query[begin:] * key[at]).sum(1).masked_fill_(~opened[at], -torch.inf)
+
+
+def _sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+    for line, offset in enumerate(offsets.tolist()):
+        begin = max(0, offset - start)
+        out[begin:].addcmul_(probs[begin:, line, None], value[start + begin - offset : start + len(probs) - offset])
+
+
+_PLAIN = Lone(False, 24.0, _scores, _sums)

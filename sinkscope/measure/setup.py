@@ -1,0 +1,244 @@
+"""What every measurement begins with: an opened model, text to hold it against, and a record of how it ran."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.interventions.base import Intervention
+from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.models.load import load
+from sinkscope.models.open import PartTarget, fingerprint_of, open_target
+from sinkscope.models.target import Target
+from sinkscope.progress import Progress, silent
+from sinkscope.registry import Hidden, Option
+from sinkscope.results import ModelInfo, Provenance, provenance
+from sinkscope.text import resolve_bos, text_rows, typical_text
+from sinkscope.trace import attention_rows
+
+PIECE = 64  # tokens in one piece of typical text
+Loading = Literal["stream", "enough", "whole"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Attention of one layer for the last queries of one text.
+
+    Attributes:
+        text: which text, from 0.
+        layer: which layer.
+        probs: `[batch head query key]`, float32; rows sum to one unless the model has learned sink logits.
+    """
+
+    text: int
+    layer: int
+    probs: Float[Tensor, "batch head query key"]
+
+
+@dataclass
+class Setup:
+    """An opened model and the text to hold it against; what the function of a measurement receives.
+
+    Attributes:
+        target: the model.
+        bos: id of the BOS token that sequences begin with; None: they begin with none.
+        text: the typical text.
+        ids: pieces of it, `[row pos]`, each beginning with BOS where there is one.
+        seed: of every random choice.
+        progress: called as `progress(what, done, total)`.
+        edit: the patch, policy, guard and other interventions that the caller asked for; None: none.
+        settings: what `record` added to the result's settings.
+        started: `time.perf_counter()` when the measurement began.
+    """
+
+    target: Target
+    bos: int | None
+    text: str
+    ids: Int[Tensor, "row pos"]
+    seed: int = 0
+    progress: Progress = silent
+    edit: Intervention | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    @classmethod
+    def open(
+        cls,
+        model: object = None,
+        *,
+        revision: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        bos: bool | None = None,
+        text: str | Path | None = None,
+        seed: Annotated[int, Option(min=0, max=(1 << 63) - 1)] = 0,
+        tokenizer: Hidden = None,
+        texts: Annotated[int, Option(min=1, hidden=True)] = 4,
+        trust_remote_code: Annotated[bool, Option(hidden=True)] = False,
+        progress: Hidden = None,
+        loading: Annotated[Literal["stream", "enough", "whole"], Option(hidden=True)] = "stream",
+    ) -> Setup:
+        """Open a model and cut the typical text into pieces for it.
+
+        Args:
+            model: A short name, hub id, folder or .gguf file; from Python also a live model of any kind. By default
+                the model in the package.
+            revision: Branch, tag or commit on the hub.
+            device: cpu, cuda, cuda:1 or mps, for a model given by name. By default the first CUDA device, else the CPU.
+            dtype: float32, bfloat16 or float16, for a model given by name. By default the checkpoint's; a model that
+                is read layer by layer on a CPU is float32.
+            bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
+            text: File of typical text. By default the neutral text in the package.
+            seed: Seed of every random choice.
+            tokenizer: For live models that carry none.
+            texts: Pieces of 64 tokens of typical text.
+            trust_remote_code: Run code that comes with the checkpoint; the model is then loaded whole.
+            progress: Called as `progress(what, done, total)`.
+            loading: "stream" reads layer by layer where it can; "enough" may leave out the last layers of a GGUF file
+                (see `more`); "whole" loads a model given by name into memory.
+
+        Raises:
+            SinkscopeError: Bad input; the message is one line and says what to do.
+        """
+        started, content = time.perf_counter(), typical_text(text)
+        if loading == "whole" and (model is None or isinstance(model, str | os.PathLike)):
+            model = load(
+                model,
+                backend="hf",
+                tokenizer=tokenizer,
+                revision=revision,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+            )
+        target = open_target(model, tokenizer, revision, dtype, device, trust_remote_code)
+        start = resolve_bos(target.tokenizer, target.config, bos)
+        length = min(PIECE, target.max_positions or PIECE)
+        ids = text_rows(target.tokenizer, content, texts, length, start)
+        made = cls(target, start, content, ids, seed, progress or silent, started=started)
+        return made if loading == "enough" else read_whole(made)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.target.tokenizer
+
+    @property
+    def n_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.target.n_layers
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads of a layer."""
+        return self.target.n_heads
+
+    @property
+    def n_texts(self) -> int:
+        """Pieces of typical text."""
+        return len(self.ids)
+
+    def edited(self) -> AbstractContextManager[Any]:
+        """A `with` in which the interventions that the caller asked for act on the model."""
+        return nullcontext() if self.edit is None else self.edit.on(self.target)
+
+    def attention(self, *, last: int | None = None, layers: Sequence[int] | None = None) -> Iterator[Rows]:
+        """Attention of every layer on each piece of typical text, under the caller's interventions.
+
+        The rows of one text are in memory at a time: `layer x head x last x key` numbers.
+
+        Args:
+            last: Only the last queries of each text; None: all.
+            layers: Only these layers; None: all.
+        """
+        for text, row in enumerate(self.ids):
+            parts: dict[int, list[Tensor]] = {}
+
+            def keep(layer: int, first: int, probs: Tensor, parts: dict[int, list[Tensor]] = parts) -> None:
+                start = 0 if last is None else max(0, len(self.ids[0]) - last - first)
+                if start < probs.shape[2]:
+                    parts.setdefault(layer, []).append(probs[:, :, start:].cpu())
+
+            wanted = None if layers is None else list(layers)
+            with self.edited(), attention_rows(self.target, keep, layers=wanted):
+                self.target.forward(row[None])
+            self.progress("texts", text + 1, self.n_texts)
+            for layer, rows in parts.items():
+                yield Rows(text, layer, torch.cat(rows, 2))
+
+    def record(self, **settings: Any) -> None:
+        """Add to the settings of the result, or replace what was asked for by what was used."""
+        self.settings.update(settings)
+
+    def info(self) -> ModelInfo:
+        """Which model, for the result."""
+        t = self.target
+        return ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, fingerprint_of(t))
+
+    def provenance(self) -> Provenance:
+        """How, when and on what, for the result."""
+        return provenance(
+            started=self.started,
+            device=self.target.device,
+            dtype=self.target.dtype,
+            seed=self.seed,
+            bos=self.bos is not None,
+            attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
+        )
+
+    def more(self) -> bool:
+        """Put more layers into memory, where only the first ones are (loading "enough"); false where all are."""
+        if isinstance(self.target, PartTarget):
+            self.target = self.target.more()
+            return True
+        return False
+
+
+def read_whole(made: Setup) -> Setup:
+    """The same with every layer, where only the first layers of a file are in memory."""
+    while made.more():
+        pass
+    return made
+
+
+def edit_of(
+    *,
+    patch: Annotated[Any, Option(metavar="FILE")] = None,
+    policy: Annotated[Any, Option(metavar="NAME[:BUDGET]")] = None,
+    guard: bool = False,
+    interventions: Hidden = None,
+) -> Intervention | None:
+    """What a measurement under interventions acts with: a patch, others, a cache policy and a guard, in this order.
+
+    Args:
+        patch: The patch.json to run under; from Python also a `SinkPatch`.
+        policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from Python also
+            a policy.
+        guard: Break repetition loops with LoopGuard.
+        interventions: Any others.
+
+    Raises:
+        SinkscopeError: The patch cannot be read, or there is no such policy.
+    """
+    from sinkscope.kv.loopguard import LoopGuard
+    from sinkscope.kv.registry import policy_named
+
+    parts: list[Intervention | None] = [
+        SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
+        interventions,
+        policy_named(policy) if isinstance(policy, str) else policy,
+        LoopGuard() if guard is True else guard or None,
+    ]
+    given = [part for part in parts if part is not None]
+    return reduce(or_, given) if given else None

@@ -1,0 +1,183 @@
+"""Files of records: JSON lines, one JSON array, or parquet, checked against a type, with one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from sinkscope.errors import SinkscopeError
+
+T = TypeVar("T")
+_adapter = cache(TypeAdapter)
+
+
+def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *, key: str = "") -> list[T]:
+    """The records of a file, each checked against a type.
+
+    Args:
+        path: JSON lines, one JSON array, or `.parquet`.
+        type_: a dataclass or pydantic model. Nothing is converted: "7" is no number. Further checks belong into its
+            `__post_init__`, as a ValueError whose message says what was found and what was expected.
+        expected: what such a file is, for errors: "...: give {expected}".
+        key: field by which no two records may be equal.
+
+    Raises:
+        SinkscopeError: the file cannot be read or has no records, or one of them has another form; the message names
+            the file, the line, the field, what was found and what was expected.
+    """
+    found = [(where, check(row, type_, where, expected)) for where, row in read_rows(path, expected)]
+    if key:
+        refuse_twins([(where, getattr(record, key)) for where, record in found], key, expected)
+    return [record for _, record in found]
+
+
+def check(value: Any, type_: type[T], where: str, expected: str) -> T:
+    """One record, made from a value that JSON knows.
+
+    Raises:
+        SinkscopeError: it has another form; the message begins with `where`.
+    """
+    try:  # from JSON, because pydantic takes an array for a tuple there alone
+        return _adapter(type_).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field, wanted = _field(first["loc"]), first["msg"].removeprefix("Input should be ")
+        if first["type"] == "value_error":
+            said = f"{where}{', ' + field if field else ''}: {wanted.removeprefix('Value error, ')}"
+        elif first["type"] == "missing":
+            said = f"{where} has no field {field!r}"
+        elif first["type"] == "unexpected_keyword_argument":
+            said = f"{where}: the field {field!r} is unknown"
+        else:
+            shown = f"{where}: {field} is {first['input']!r:.40}" if field else f"{where} is {first['input']!r:.40}"
+            said = f"{shown}, expected {wanted}"
+        raise SinkscopeError(f"{said}: give {expected}") from None
+
+
+def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
+    """Refuse records of one name.
+
+    Args:
+        keys: where each record stands, and its name.
+        name: of the field.
+        expected: what such a file is.
+
+    Raises:
+        SinkscopeError: two records have one name.
+    """
+    first: dict[Any, str] = {}
+    for where, key in keys:
+        if key in first:
+            raise SinkscopeError(f"{where}: {name} {key!r} is that of {first[key]} too: give {expected}")
+        first[key] = where
+
+
+def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str, Any]]:
+    """Each row of a file and where it stands, such as "chat.jsonl line 3".
+
+    Args:
+        path: `.parquet`, one JSON array, or a JSON value a line.
+        expected: what such a file is, for errors.
+
+    Raises:
+        SinkscopeError: no such file, nothing in it, not UTF-8, a line that is not JSON (with its number), or parquet
+            without a library for it.
+    """
+    file = Path(path).expanduser()
+    return (
+        _parquet(file, expected)
+        if file.suffix == ".parquet"
+        else rows_of(read_text(file, expected), file.name, expected)
+    )
+
+
+def rows_of(text: str, name: str, expected: str) -> Iterator[tuple[str, Any]]:
+    """Each row of a text: one JSON array or object, or a JSON value a line.
+
+    Raises:
+        SinkscopeError: a line is not JSON.
+    """
+    try:
+        whole = _loads(text)
+    except RecursionError:
+        problem = f"{name} line 1 is not JSON (it is nested too deeply)"
+    except ValueError as error:
+        # An array over many lines is broken elsewhere than in its first.
+        problem = f"{name} line {getattr(error, 'lineno', 1)} is not JSON"
+    else:
+        if isinstance(whole, list):
+            yield from ((f"{name} row {number}", row) for number, row in enumerate(whole, 1))
+        else:
+            yield f"{name} line {1 + text[: -len(text.lstrip())].count(chr(10))}", whole
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{name} line {number}", json_line(line, problem or f"{name} line {number} is not JSON", expected)
+            problem = ""
+
+
+def json_line(line: str | bytes, problem: str, expected: str) -> Any:
+    """What a line holds.
+
+    Raises:
+        SinkscopeError: it is not JSON, not UTF-8, or nested too deeply; the message is `problem`, and what to give.
+    """
+    try:
+        return _loads(line if isinstance(line, str) else line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        raise SinkscopeError(f"{problem}: give {expected}") from None
+
+
+def _loads(text: str) -> Any:
+    """Half a surrogate pair, which JSON can spell, becomes "?": a tokenizer or a file could not take it."""
+    value = json.loads(text)
+    if "\\ud" in text or "\\uD" in text:
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
+
+
+def read_text(path: str | os.PathLike[str], expected: str) -> str:
+    """The text of a file.
+
+    Raises:
+        SinkscopeError: no such file, nothing in it, or not UTF-8.
+    """
+    file = Path(path).expanduser()
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise SinkscopeError(f"{file.name} is not UTF-8 text: give {expected}") from None
+    except OSError as error:
+        reason = (error.strerror or "it cannot be read").lower()
+        raise SinkscopeError(f"{os.fspath(path)!r}: {reason}: give {expected}") from None
+    if not text.strip():
+        raise SinkscopeError(f"{file.name} is empty: give {expected}")
+    return text
+
+
+def _field(place: tuple[int | str, ...]) -> str:
+    """A path such as `turns[1].answers`; pydantic counts from 0, as JSON does."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in place if part != "[key]")
+    return "".join(parts).removeprefix(".")
+
+
+def _parquet(file: Path, expected: str) -> Iterator[tuple[str, Any]]:
+    if not file.is_file():
+        raise SinkscopeError(f"{file.name!r}: no such file: give {expected}")
+    import pandas as pd
+
+    try:
+        rows = json.loads(pd.read_parquet(file).to_json(orient="records") or "[]")
+    except ImportError:
+        raise SinkscopeError(f"{file.name} is a parquet file, which needs pyarrow: pip install pyarrow") from None
+    except Exception as error:  # pyarrow's own kinds, which may not be there to be named
+        raise SinkscopeError(f"{file.name} cannot be read as parquet ({error!s:.60}): give {expected}") from None
+    if not rows:
+        raise SinkscopeError(f"{file.name} is empty: give {expected}")
+    yield from ((f"{file.name} row {number}", row) for number, row in enumerate(rows, 1))

@@ -1,0 +1,348 @@
+"""Every measurement and command, read from the source without importing it, so that `--help` loads no torch.
+
+A function under `@measurement(...)` or `@command(...)` in any file of the package is an entry, and so is each entry
+point of the group `sinkscope.measurements` in an installed package. The public names of `sinkscope`, the command line,
+the help, the API page and the tests that every measurement must pass are all built from these entries.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from sinkscope.errors import SinkscopeError
+
+ENTRY_POINTS = "sinkscope.measurements"
+_ROOT = Path(__file__).parent
+_MARK = re.compile(r"^@(?:measurement|command)\b", re.MULTILINE)
+_KIND = re.compile(r"^    kind: ClassVar\[str\] = \"([\w-]+)\"", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Option:
+    """How a parameter appears on the command line, where its name and type do not say it; used in `Annotated`.
+
+    Attributes:
+        name: of the option, such as "--prompt-file"; None: the parameter's, without the plural's "s" where it may be
+            given again.
+        metavar: what the help shows for its value.
+        min: smallest value, also for callers from Python.
+        max: largest value, also for callers from Python.
+        reads: how the words become the value: "text" reads a file or standard input, "head" reads LAYER.HEAD, "commas"
+            splits at commas.
+        argument: whether it stands without a name.
+        hidden: whether only Python callers can give it.
+        required: whether the command line asks for it although it has a default in Python.
+    """
+
+    name: str | None = None
+    metavar: str | None = None
+    min: int | float | None = None
+    max: int | float | None = None
+    reads: Literal["text", "head", "commas"] | None = None
+    argument: bool = False
+    hidden: bool = False
+    required: bool = False
+
+
+Positive = Annotated[int, Option(min=1)]
+"""A whole number of at least 1."""
+Count = Annotated[int, Option(min=0)]
+"""A whole number of at least 0."""
+Hidden = Annotated[Any, Option(hidden=True)]
+"""Anything; only callers from Python can give it."""
+_NAMES: dict[str, Any] = {
+    "Annotated": Annotated,
+    "Any": Any,
+    "Callable": Callable,
+    "Count": Count,
+    "Hidden": Hidden,
+    "Literal": Literal,
+    "Option": Option,
+    "Path": Path,
+    "Positive": Positive,
+    "Sequence": Sequence,
+    "object": Any,
+    "torch": SimpleNamespace(device=str, dtype=str),  # the command line names them
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of an entry.
+
+    Attributes:
+        name: in Python.
+        type: its annotation without `Annotated` and without None.
+        option: how it appears on the command line.
+        default: its default; `inspect.Parameter.empty` where it has none.
+        help: from the docstring.
+        many: whether it takes several values.
+        keyword: whether Python callers must name it.
+    """
+
+    name: str
+    type: Any
+    option: Option
+    default: Any
+    help: str
+    many: bool
+    keyword: bool
+
+    @property
+    def required(self) -> bool:
+        """Whether the command line asks for it."""
+        return self.option.required or self.default is inspect.Parameter.empty
+
+    @property
+    def flag(self) -> str:
+        """The option's name on the command line."""
+        stem = self.name.removesuffix("s") if self.many else self.name
+        return self.option.name or "--" + stem.replace("_", "-")
+
+    def check(self, value: Any) -> None:
+        """Refuse a value outside the option's range.
+
+        Raises:
+            SinkscopeError: the value is too small, too large, or not a number.
+        """
+        low, high = self.option.min, self.option.max
+        if value is None or (low is None and high is None):
+            return
+        for one in value if self.many else (value,):
+            fits = isinstance(one, int | float) and not isinstance(one, bool)
+            if self.type is int:
+                fits = fits and isinstance(one, int)
+            if not (fits and (low is None or one >= low) and (high is None or one <= high)):
+                what = "a whole number" if self.type is int else "a number"
+                bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
+                wanted = " and ".join(bound for bound in bounds if bound)
+                raise SinkscopeError(f"{self.flag} {one!r}: expected {what} {wanted} ({self.name}=... in Python)")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One function under `@measurement` or `@command`, as its source states it.
+
+    Attributes:
+        module: where it is defined.
+        name: of the function, which is also its public name.
+        decorator: "measurement" or "command".
+        node: its definition.
+        marks: arguments of the decorator that are literals; for `outputs`, a list of (name, help, required).
+        names: constants of its module, which defaults may name.
+    """
+
+    module: str
+    name: str
+    decorator: str
+    node: ast.FunctionDef
+    marks: dict[str, Any]
+    names: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def command(self) -> str:
+        """Words of its command, such as "find-sinks" or "patch make"."""
+        return self.marks.get("command") or self.name.replace("_", "-")
+
+    @property
+    def group(self) -> str:
+        """The help shows commands of one group together."""
+        return self.marks.get("group", "Other")
+
+    @property
+    def doc(self) -> str:
+        """Its docstring."""
+        return ast.get_docstring(self.node) or ""
+
+    @property
+    def summary(self) -> str:
+        """First paragraph of its docstring, on one line."""
+        return " ".join(self.doc.split("\n\n")[0].split())
+
+    @cached_property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """Its parameters, without the `Setup` of a measurement."""
+        args = self.node.args
+        helps = _arguments(self.doc)
+        first = 1 if self.decorator == "measurement" else 0
+        positional = args.args[first:]
+        padding = [None] * (len(positional) - len(args.defaults))
+        pairs = [(a, d, False) for a, d in zip(positional, [*padding, *args.defaults], strict=True)]
+        pairs += [(a, d, True) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+        return tuple(
+            parameter(
+                arg.arg,
+                Any if arg.annotation is None else self._value(arg.annotation),
+                inspect.Parameter.empty if default is None else self._value(default),
+                help=helps.get(arg.arg, ""),
+                keyword=keyword,
+            )
+            for arg, default, keyword in pairs
+        )
+
+    def load(self) -> Any:
+        """The function itself; this imports its module."""
+        return getattr(import_module(self.module), self.name)
+
+    def _value(self, node: ast.expr) -> Any:
+        """What an annotation or a default means; its module is imported only where it names something else."""
+        code = compile(ast.Expression(node), self.module, "eval")
+        try:
+            return eval(code, {**_NAMES, **self.names})
+        except NameError:
+            return eval(code, vars(import_module(self.module)))
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """Every entry by its public name: those of the package, then those of entry points.
+
+    Raises:
+        SinkscopeError: two entries have one name or one command.
+    """
+    found: dict[str, Entry] = {}
+    for file in sorted(_ROOT.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if _MARK.search(text):
+            module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+            for entry in read_entries(module, text):
+                _add(found, entry)
+    for point in entry_points(group=ENTRY_POINTS):
+        for entry in external_entries(point.module):
+            if entry.name == (point.attr or entry.name):
+                _add(found, entry)
+    return found
+
+
+@cache
+def shared_parameters(function: str) -> tuple[Parameter, ...]:
+    """Parameters of `Setup.open` or `edit_of`, which every measurement, or every one with edits, has."""
+    tree = ast.parse((_ROOT / "measure/setup.py").read_text(encoding="utf-8"))
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
+    decorator = "measurement" if function == "open" else "command"  # of a method the first argument is the class
+    return Entry("sinkscope.measure.setup", function, decorator, nodes[0], {}).parameters
+
+
+def external_entries(module: str) -> list[Entry]:
+    """The entries of a module outside the package, which is found but not imported."""
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise SinkscopeError(f"entry point {module!r} of {ENTRY_POINTS} has no source: reinstall its package")
+    return read_entries(module, Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _add(found: dict[str, Entry], entry: Entry) -> None:
+    for other in found.values():
+        same = (other.command, other.marks.get("flag")) == (entry.command, entry.marks.get("flag"))
+        if other.name == entry.name or same:
+            raise SinkscopeError(
+                f"{entry.module}.{entry.name} and {other.module}.{other.name} are registered under one name: "
+                "give one of them another name or command"
+            )
+    found[entry.name] = entry
+
+
+def read_entries(module: str, text: str) -> list[Entry]:
+    """The entries of one source file.
+
+    Args:
+        module: its name.
+        text: its source.
+    """
+    tree = ast.parse(text)
+    names: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            names.update((node.targets[0].id, value) for value in _literal(node.value))
+    found: list[Entry] = []
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for mark in node.decorator_list:
+            decorator = getattr(getattr(mark, "func", None), "id", None)
+            if decorator in ("measurement", "command") and isinstance(mark, ast.Call):
+                marks = {k.arg: v for k in mark.keywords if k.arg for v in _literal(k.value)}
+                marks |= {k.arg: _outputs(k.value) for k in mark.keywords if k.arg == "outputs"}
+                found.append(Entry(module, node.name, decorator, node, marks, names))
+    return found
+
+
+@cache
+def kinds() -> dict[str, str]:
+    """Each kind of result, and the module that defines it."""
+    found: dict[str, str] = {}
+    for file in sorted(_ROOT.rglob("*.py")):
+        module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts)
+        found |= dict.fromkeys(_KIND.findall(file.read_text(encoding="utf-8")), module)
+    found.pop("result", None)  # the base of all
+    for entry in entries().values():
+        if entry.decorator == "measurement" and entry.module not in found.values():
+            found[entry.name.replace("_", "-")] = entry.module
+    return found
+
+
+def _literal(node: ast.expr) -> list[Any]:
+    """The value of a literal, in a list; an empty list for anything else."""
+    try:
+        return [ast.literal_eval(node)]
+    except (ValueError, TypeError):
+        return []
+
+
+def _outputs(node: ast.expr) -> list[tuple[str, str, bool]]:
+    """Name, help and whether it is required, of each `Output(...)` in a list."""
+    found: list[tuple[str, str, bool]] = []
+    for call in getattr(node, "elts", []):
+        given = [v for arg in call.args for v in _literal(arg)]
+        named = {k.arg: v for k in call.keywords for v in _literal(k.value)}
+        found.append((given[0], given[1], bool(named.get("required", False))))
+    return found
+
+
+def _arguments(doc: str) -> dict[str, str]:
+    """Parameter descriptions of the section "Args" of a docstring."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
+    found: dict[str, list[str]] = {}
+    for line in (section[1] if section else "").splitlines():
+        if entry := re.match(r"    (\w+): (.*)", line):
+            found[entry[1]] = [entry[2]]
+        elif found and line.startswith("        "):
+            found[next(reversed(found))].append(line.strip())
+    return {name: " ".join(lines) for name, lines in found.items()}
+
+
+def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bool = False) -> Parameter:
+    """A parameter from its annotation.
+
+    Args:
+        name: in Python.
+        hint: its annotation, evaluated.
+        default: its default; `inspect.Parameter.empty` where it has none.
+        help: from the docstring.
+        keyword: whether Python callers must name it.
+    """
+    option = Option()
+    many = False
+    while True:
+        origin, args = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            option = next((a for a in args[1:] if isinstance(a, Option)), option)
+            hint = args[0]
+        elif type(None) in args:  # a union with None: the None is only the default
+            inner = [a for a in args if a is not type(None)]
+            hint = Union[tuple(inner)]  # noqa: UP007 - made of a tuple
+        elif isinstance(origin, type) and issubclass(origin, Sequence) and not many:
+            many, hint = True, args[0]
+        else:
+            return Parameter(name, hint, option, default, help, many, keyword)

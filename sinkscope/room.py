@@ -1,0 +1,75 @@
+"""Tensors that grow by a token at a time, with room for tokens to come: a long one is not copied for every token."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+FROM = 512
+"""Length from which a copy per token costs more than the room."""
+SPARE = 64
+
+
+class Room:
+    """A tensor with empty places at the end of one dimension.
+
+    Holders have views of its first places. No place is written twice: several holders may share the room, or a shorter
+    part of it, and what one of them appends the others never see.
+    """
+
+    def __init__(self, held: Tensor, dim: int) -> None:
+        shape = list(held.shape)
+        self.filled, self._dim = shape[dim], dim
+        shape[dim] += SPARE
+        self.held = held.new_empty(shape)
+        self.held.narrow(dim, 0, self.filled).copy_(held)
+
+    def fits(self, held: Tensor, more: int) -> bool:
+        """Whether `held` is everything in the room, and there are places left for `more`."""
+        return (
+            self.filled == held.shape[self._dim]
+            and self.held.is_inference() == torch.is_inference_mode_enabled()
+            and self.filled + more <= self.held.shape[self._dim]
+            and held.data_ptr() == self.held.data_ptr()
+        )
+
+    def append(self, new: Tensor) -> Tensor:
+        """A view of everything, with `new` at the end."""
+        more = new.shape[self._dim]
+        self.held.narrow(self._dim, self.filled, more).copy_(new)
+        self.filled += more
+        return self.held.narrow(self._dim, 0, self.filled)
+
+
+class Growing:
+    """How one holder appends to a tensor: in a room if the tensor is long and only grows, and by copying otherwise.
+
+    Args:
+        dim: the dimension that grows.
+        latest: the tensor as it was when it was last appended to, if a room may be made for it at once.
+    """
+
+    def __init__(self, dim: int, latest: Tensor | None = None, room: Room | None = None) -> None:
+        self.dim, self._latest, self._room = dim, latest, room
+
+    def copy(self) -> Growing:
+        """For another holder of the same tensor."""
+        return Growing(self.dim, self._latest, self._room)
+
+    @property
+    def allocated(self) -> int | None:
+        """Places in memory; None: those of the tensor alone."""
+        return None if self._room is None else int(self._room.held.shape[self.dim])
+
+    def append(self, held: Shaped[Tensor, ...], new: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
+        """`held` with `new` at its end."""
+        more = int(new.shape[self.dim])
+        if torch.is_grad_enabled():
+            self._room = None  # a gradient needs what it was computed with as it was
+        elif self._room is None or not self._room.fits(held, more):
+            # The same object as the last time: nothing was taken out since.
+            grows = more == 1 and held.shape[self.dim] >= FROM and held is self._latest
+            self._room = Room(held, self.dim) if grows else None
+        self._latest = torch.cat([held, new], self.dim) if self._room is None else self._room.append(new)
+        return self._latest

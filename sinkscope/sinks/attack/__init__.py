@@ -1,0 +1,1 @@
+"""Clusters of tokens that one head marks, and the attack that they allow."""

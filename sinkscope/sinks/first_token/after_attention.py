@@ -1,0 +1,107 @@
+"""The residual stream after an attention layer, and what the neurons behind it make of it, at chosen places."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.experts import bind, gate_up
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.walk import Progress
+from sinkscope.trace.run import trace
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Pre-activations by one input projection: "gate", "up", or "" where there is only one; of one expert."""
+
+    name: str
+    expert: int | None
+    values: Float[Tensor, "n neuron"]
+
+
+@dataclass(frozen=True)
+class After:
+    """A layer at `n` places.
+
+    Attributes:
+        resid: residual stream after the attention (`hook_resid_mid`; with parallel residual, where the MLP does not
+            read it, `hook_resid_pre` + `hook_attn_out`).
+        factors: of all neurons of the layer's MLP.
+    """
+
+    resid: Float[Tensor, "n d_model"]
+    factors: tuple[Factor, ...]
+
+    @classmethod
+    def join(cls, *parts: After) -> After:
+        """One after another."""
+        columns = zip(*(p.factors for p in parts), strict=True)
+        factors = tuple(Factor(c[0].name, c[0].expert, torch.cat([f.values for f in c])) for c in columns)
+        return cls(torch.cat([p.resid for p in parts]), factors)
+
+
+@torch.no_grad()
+def after_attention(
+    target: Target,
+    layer: int,
+    ids: Int[Tensor, "row pos"],
+    places: Int[Tensor, "n 2"],
+    batch_size: int,
+    progress: Progress | None = None,
+) -> After:
+    """The layer at `places`, (row, position) of `ids`, in their order."""
+    a, mixture = target.adapter, target.is_mixture(layer)
+    gated = a.gate is not None or a.fused_gate_up
+    names = [] if mixture else [("gate", "hook_pre"), ("up", "hook_pre_linear")] if gated else [("", "hook_pre")]
+    resid = [f"blocks.{layer}.hook_resid_mid"]
+    try:
+        trace(target, ids[:1, :1], resid)
+    except UnsupportedError:
+        resid = [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.hook_attn_out"]
+    found: dict[str, list[Tensor]] = {}
+    order: list[Tensor] = []
+    for start in range(0, len(ids), batch_size):
+        rows = ids[start : start + batch_size]
+        here = ((places[:, 0] >= start) & (places[:, 0] < start + len(rows))).nonzero().flatten()
+        row, pos = places[here, 0] - start, places[here, 1]
+        order.append(here)
+        experts: list[Tensor] = []
+
+        def keep(
+            _module: object, args: tuple[Any, ...], kwargs: dict[str, Any], experts: list[Tensor] = experts
+        ) -> None:
+            experts.append(bind(args, kwargs)[0].detach())
+
+        pairs = [(target.sub(layer, a.experts or ""), "pre", keep)] if mixture else []
+        sites = [f"blocks.{layer}.mlp.{name}" for _, name in names]
+        with target.hooks(*pairs):
+            got = trace(target, rows, [*resid, *sites])
+        parts = {"resid": sum(got[site].float() for site in resid)}
+        parts |= {name: got[site].float() for (name, _), site in zip(names, sites, strict=True)}
+        if mixture:
+            parts["hidden"] = experts[0].reshape(*rows.shape, -1).cpu()
+        for name, tensor in parts.items():
+            found.setdefault(name, []).append(torch.as_tensor(tensor)[row, pos])
+        if progress is not None:
+            progress("sequences", start + len(rows), len(ids))
+    back = torch.cat(order).argsort()
+    whole = {name: torch.cat(tensors)[back] for name, tensors in found.items()}
+    factors = tuple(Factor(name, None, whole[name]) for name, _ in names)
+    return After(whole["resid"], _experts(target, layer, whole["hidden"]) if mixture else factors)
+
+
+def _experts(target: Target, layer: int, hidden: Float[Tensor, "n d_model"]) -> tuple[Factor, ...]:
+    """Both factors of every expert, whether or not the router would have asked it."""
+    factors = []
+    with target.loaded(layer):
+        module: Any = target.sub(layer, target.adapter.experts or "")
+        for expert in range(int(module.num_experts)):
+            both = gate_up(module, expert, hidden.to(target.device))
+            factors += [Factor(n, expert, v.float().cpu()) for n, v in zip(("gate", "up"), both, strict=True)]
+    return tuple(factors)

@@ -1,0 +1,1 @@
+"""A patch that repairs repetition, and what it costs."""

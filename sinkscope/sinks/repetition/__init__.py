@@ -1,0 +1,1 @@
+"""How repeated tokens become sinks, and what follows."""

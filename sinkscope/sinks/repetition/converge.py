@@ -1,0 +1,397 @@
+"""A repeated token looks more and more like a first token (Yona et al. 2025, theorem 4.1, figure 5, appendix D)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.models.target import Target
+from sinkscope.results import Result
+from sinkscope.sinks.first_token.locate import Setup, read_whole, setup
+from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
+from sinkscope.sinks.first_token.walk import Progress
+from sinkscope.sinks.repetition.distance import Rows, Seen, distances, first_values, rounding, singles, slope
+from sinkscope.sinks.repetition.sequences import check
+
+PREFIX, WORDS, REPEATS = "some prefix:", ("cat", "dog", "the", "bla"), 500  # figure 5 of the paper
+_POINTS = 40  # of a curve that are kept, evenly spread over log n
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What stands before the repetitions: its text, its number of tokens `k`, BOS included."""
+
+    text: str
+    k: int
+
+
+@dataclass(frozen=True)
+class SameNumbers:
+    """From which n two outputs, rounded to `dtype`, are the same numbers.
+
+    Attributes:
+        dtype: "bfloat16" or "float16".
+        repeats: smallest n from which all components are equal, up to the last n; None: not within it.
+        expected: where they would be, were the distance to fall on as 1 / n (a power of two times the last n); only
+            where the theorem speaks and the model runs in float32, and None where `repeats` is known.
+    """
+
+    dtype: str
+    repeats: int | None
+    expected: int | None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Distance to the single token over n, for a token, a prefix, a layer, and one head or the whole attention.
+
+    Attributes:
+        token: the repeated token.
+        id: of it.
+        prefix: number of the prefix in `Convergence.prefixes`.
+        layer: which.
+        head: query head; None: the attention's output, the sum over heads.
+        reference: norm of the single token's output.
+        distance: L2, at `Convergence.counts`.
+        exponent: of n, fitted to the last decade; -1 is the theorem's. None: the distance is lost in rounding.
+        bound: `2 r k exp(delta) / n` at the same counts, of the whole the sum over heads; None outside the theorem.
+        r: largest norm of `v W_O` of that head over the positions.
+        delta: largest spread of the scores in a row, over the rows that repeat; the bound takes each row's own.
+        closest: largest distance over bound, of every n and not only those kept.
+        same: of the whole, when the numbers are the same.
+    """
+
+    token: str
+    id: int
+    prefix: int
+    layer: int
+    head: int | None
+    reference: float
+    distance: tuple[float, ...]
+    exponent: float | None
+    bound: tuple[float | None, ...] | None
+    r: float | None
+    delta: float | None
+    closest: float | None
+    same: tuple[SameNumbers, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convergence(Result):
+    """What `convergence` returns.
+
+    Attributes:
+        outside: why theorem 4.1 does not speak of the first layer of this model; None: it does.
+        window: n at which the prefix has left the first layer's sliding window, if that is within the repetitions.
+        counts: the n that curves are kept at.
+        prefixes: what stood before the repetitions.
+        layers_read: number of layers read.
+        curves: see `Curve`.
+    """
+
+    kind: ClassVar[str] = "converge"
+    percent: ClassVar[tuple[str, ...]] = ("closest_to_bound",)
+
+    outside: str | None
+    window: int | None
+    counts: tuple[int, ...]
+    prefixes: tuple[Prefix, ...]
+    layers_read: int
+    curves: tuple[Curve, ...]
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether every head of the first layer is within its bound at every n; None outside the theorem."""
+        heads = [c.closest for c in self.curves if c.head is not None and c.closest is not None]
+        return None if self.outside is not None else max(heads) <= 1
+
+    def wholes(self, layer: int = 0) -> list[Curve]:
+        """Curves of the attention's output at a layer."""
+        return [c for c in self.curves if c.head is None and c.layer == layer]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per token, prefix and layer; heads are in `curves`."""
+        return [
+            {
+                "token": c.token,
+                "k": self.prefixes[c.prefix].k,
+                "layer": c.layer,
+                "alone": c.reference,
+                "distance_1": c.distance[0],
+                f"distance_{self.counts[-1]}": c.distance[-1],
+                "exponent": c.exponent,
+                "bound": None if c.bound is None else c.bound[-1],
+                "closest_to_bound": c.closest,
+                **{s.dtype: s.repeats for s in c.same},
+            }
+            for c in self.curves
+            if c.head is None
+        ]
+
+    def summary(self) -> str:
+        """What the curves say, in a few lines."""
+        n, whole = self.counts[-1], self.wholes()
+        lines = [
+            f"{self.model.name}: prefix and n repetitions against the token alone, n up to {n}, {self.layers_read} of "
+            f"{self.model.n_layers} layers.",
+            f"First layer, distance over the norm of the single token's output: {_relative(whole, 0):.2%} after one "
+            f"repetition, {_relative(whole, -1):.2%} after {n} (medians over tokens).",
+        ]
+        if self.outside is not None:
+            lines.append(f"Outside the theorem: {self.outside}.")
+        else:
+            closest = max(c.closest for c in self.curves if c.head is not None and c.closest is not None)
+            said = "no head of the first layer exceeds" if self.holds else "a head of the first layer exceeds"
+            lines.append(f"Theorem 4.1: {said} its bound; the closest comes to {closest:.1%} of it.")
+        slopes = [c.exponent for c in whole if c.exponent is not None]
+        if slopes:
+            lines.append(f"Exponent of n over the last decade there: {median(slopes):.2f} (median).")
+        for i, name in enumerate(s.dtype for s in whole[0].same):
+            lines.append(_numbers(name, [c.same[i] for c in whole], n))
+        return "\n".join(lines)
+
+
+def convergence(
+    model: object = None,
+    *,
+    tokenizer: Any = None,
+    bos: bool | None = None,
+    tokens: Sequence[str] | None = None,
+    prefix: str | Sequence[str] = PREFIX,
+    max_repeats: int | None = None,
+    all_layers: bool = False,
+    batch_size: int = 4,
+    seed: int = 0,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Convergence:
+    """Distance between attention on prefix and n repetitions, and on the token alone, for all n from one pass.
+
+    The single token has no BOS. For the first layer theorem 4.1 gives, per head, the bound `2 r k exp(delta) / n`,
+    measured on the same run; for deeper layers the repeated positions' values differ, so there is no bound.
+
+    Args:
+        model: see `find_sinks`.
+        tokenizer: for live models that carry none.
+        bos: begin the prefix with BOS; None: where the tokenizer has one.
+        tokens: strings to repeat, one token each; None: those of the paper's (cat, dog, the, bla) that are one token,
+            filled up to four with words of the text.
+        prefix: text before the repetitions, or several.
+        max_repeats: largest n; None: 500, or what the context holds.
+        all_layers: read every layer of a model that is not in memory, too; without it only the first.
+        batch_size: tokens of one pass.
+        seed: of the choice of words, where one is made.
+        revision: of a hub id.
+        dtype: of the weights of a model given by name.
+        device: for models given by name.
+        trust_remote_code: run code that comes with the checkpoint.
+        progress: called as `progress(what, done, total)`.
+
+    Raises:
+        SinkscopeError: a string that is not one token, a prefix that is empty or holds the repeated token, more
+            repetitions than the context holds, or a model that cannot be opened.
+    """
+    check(max_repeats, batch_size, 1, seed)
+    made = setup(
+        model,
+        tokenizer=tokenizer,
+        bos=bos,
+        seed=seed,
+        revision=revision,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    made = read_whole(made) if all_layers else made
+    target = made.target
+    texts = [prefix] if isinstance(prefix, str) else list(prefix)
+    before = [_prefix(made, text) for text in texts]
+    words = _words(made, tokens, before, texts)
+    n = _repeats(target, max_repeats, max(map(len, before)))
+    window = _first_window(target)
+    leaves = window if window is not None and window <= n else None
+    outside = _outside(target, window, n + max(map(len, before)))
+    layers = list(range(target.n_layers if all_layers or target.resident else 1))
+    counts = _counts(n)
+    curves: list[Curve] = []
+    alone = singles(target, words, layers)
+    for number, ids in enumerate(before):
+        values = first_values(target, singles(target, ids, [0])[0]).cpu().amax(0)
+        for start in range(0, len(words), batch_size):
+            batch, part = words[start : start + batch_size], slice(start, start + batch_size)
+            seen: list[Seen] = []
+            own = {i: type(one)(one.z[part], one.out[part]) for i, one in alone.items()}
+            rows = distances(target, ids, batch, n, own, seen.append)
+            for one in sorted(seen, key=lambda s: (s.row, s.layer)):
+                curves += _curves(target, one, batch[one.row], number, len(ids), rows, values, outside, counts)
+            if progress is not None:
+                done = number * len(words) + min(start + batch_size, len(words))
+                progress("repetitions", done, len(before) * len(words))
+    return Convergence(
+        model=made.info(),
+        settings={
+            "bos": made.bos is not None,
+            "tokens": None if tokens is None else list(tokens),
+            "prefix": texts,
+            "max_repeats": n,
+            "all_layers": all_layers,
+            "batch_size": batch_size,
+            "seed": seed,
+            "revision": revision,
+        },
+        provenance=made.provenance(),
+        outside=outside,
+        window=leaves,
+        counts=tuple(counts),
+        prefixes=tuple(Prefix(target.tokenizer.decode(ids), len(ids)) for ids in before),
+        layers_read=len(layers),
+        curves=tuple(curves),
+    )
+
+
+def _curves(
+    target: Target,
+    seen: Seen,
+    word: int,
+    number: int,
+    k: int,
+    rows: Rows,
+    values: Tensor,
+    outside: str | None,
+    counts: list[int],
+) -> list[Curve]:
+    whole, heads, first = seen.whole, seen.heads, seen.layer == 0
+    n, at = torch.arange(1, len(whole) + 1), torch.tensor(counts) - 1
+    r, delta = torch.maximum(values, seen.head_norms), rows.delta[seen.row]
+    bounds = 2 * k * r[:, None] * delta.exp() / n if first and outside is None else None
+    if first and not target.adapter.absolute_positions and not target.adapter.learned_sinks:
+        # No weight on the prefix: both are the token's value, and what differs is rounding.
+        gone = (rows.weight[seen.row] == 0).all(0)
+        whole, heads = whole.masked_fill(gone, 0.0), heads.masked_fill(gone, 0.0)
+
+    def curve(head: int | None, distance: Tensor, size: float, bound: Tensor | None) -> Curve:
+        floor = rounding(target, max(size, float(r.max()) if first else 0.0))
+        ratio = None if bound is None else torch.where(distance > floor, distance / bound, 0.0)
+        of_head = head is not None and bound is not None
+        # The output itself must have digits to spare: what is already rounded can lie on the edge between two numbers.
+        extrapolate = first and outside is None and torch.finfo(target.dtype).bits > 16
+        same = () if head is not None else _same(seen, extrapolate)
+        return Curve(
+            target.tokenizer.decode([word]),
+            word,
+            number,
+            seen.layer,
+            head,
+            size,
+            tuple(distance[at].tolist()),
+            slope(distance, floor),
+            None if bound is None else tuple(map(_finite, bound[at].tolist())),
+            float(r[head]) if of_head else None,
+            _finite(float(delta[head].max())) if of_head else None,
+            None if ratio is None else float(ratio.max()),
+            same,
+        )
+
+    total = None if bounds is None else bounds.sum(0)
+    each = [
+        curve(h, heads[h], float(seen.head_norms[h]), None if bounds is None else bounds[h]) for h in range(len(heads))
+    ]
+    return [curve(None, whole, seen.norm, total), *each]
+
+
+def _same(seen: Seen, extrapolate: bool) -> tuple[SameNumbers, ...]:
+    return tuple(
+        SameNumbers(name, at, seen.expected[name] if extrapolate and at is None else None)
+        for name, at in seen.same.items()
+    )
+
+
+def _finite(value: float) -> float | None:
+    """None for the infinity that a weight of 0 gives."""
+    return value if value < float("inf") else None
+
+
+def _relative(curves: list[Curve], at: int) -> float:
+    return median(c.distance[at] / c.reference if c.reference else 0.0 for c in curves)
+
+
+def _numbers(dtype: str, found: list[SameNumbers], n: int) -> str:
+    got = [s.repeats for s in found if s.repeats is not None]
+    if got:
+        return f"In {dtype} both are the same numbers from n = {median(got):.0f} ({len(got)} of {len(found)} tokens)."
+    later = [s.expected for s in found if s.expected is not None]
+    rest = f"; falling on as 1 / n, they would be from about {median(later):.2g}" if later else ""
+    return f"In {dtype} they are not the same numbers up to n = {n}{rest}."
+
+
+def _prefix(made: Setup, text: str) -> list[int]:
+    ids = list(made.target.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    ids = ids if made.bos is None else [made.bos, *ids]
+    if not ids:
+        raise SinkscopeError("--prefix is empty and there is no BOS: nothing would stand before the token; give a word")
+    return ids
+
+
+def _words(made: Setup, tokens: Sequence[str] | None, before: list[list[int]], texts: list[str]) -> list[int]:
+    tokenizer = made.target.tokenizer
+    used = {i: text for ids, text in zip(before, texts, strict=True) for i in ids}
+    if tokens:
+        words = [single_token(tokenizer, string) for string in tokens]
+        for string, word in zip(tokens, words, strict=True):
+            if word in used:
+                raise SinkscopeError(
+                    f"--prefix {used[word]!r} contains the repeated token {string!r}; give another --prefix or --token"
+                )
+        return words
+    words = []
+    for string in WORDS:
+        try:
+            word = single_token(tokenizer, string)
+        except SinkscopeError:
+            continue
+        if word not in used and word != getattr(tokenizer, "unk_token_id", None):
+            words.append(word)
+    drawn = pick_tokens(tokenizer, made.ids, None, made.seed, 2 * len(WORDS) + len(used))
+    return list(dict.fromkeys([*words, *(w for w in drawn if w not in used)]))[: len(WORDS)]
+
+
+def _repeats(target: Target, asked: int | None, k: int) -> int:
+    largest = (target.max_positions or 1 << 30) - k
+    if largest < 1 or (asked is not None and asked > largest):
+        wanted = 1 if asked is None else asked
+        raise SinkscopeError(
+            f"--max-repeats {wanted} after {k} tokens do not fit the context of {target.max_positions} tokens; "
+            + (f"the largest is {largest}" if largest >= 1 else "give a shorter --prefix")
+        )
+    return min(REPEATS, largest) if asked is None else asked
+
+
+def _first_window(target: Target) -> int | None:
+    """Tokens that the first layer's window holds, the query's own among them; None: no window."""
+    window, kinds = getattr(target.config, "sliding_window", None), getattr(target.config, "layer_types", None)
+    return None if not window or (kinds and kinds[0] != "sliding_attention") else int(window)
+
+
+def _outside(target: Target, window: int | None, length: int) -> str | None:
+    if target.adapter.absolute_positions:
+        return "absolute positions make a token's value depend on where it stands"
+    if target.adapter.learned_sinks:
+        return "learned sink logits take weight from the token alone, which repetition gives back"
+    if window is not None and window < length:
+        return f"the first layer has a sliding window of {window} tokens, which the prefix leaves"
+    return None
+
+
+def _counts(n: int) -> list[int]:
+    """From 1 to n, every one of the small and then evenly over log n."""
+    spread = torch.logspace(0, torch.tensor(float(n)).log10().item(), _POINTS).round().int().tolist()
+    return sorted({*spread, 1, n})

@@ -1,0 +1,188 @@
+"""What every measurement must pass, by being registered: nothing here names one."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from organisms import organism
+from typer.main import get_command
+
+import sinkscope as ss
+from sinkscope import cli
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.measure import Measurement
+from sinkscope.models.load import load
+from sinkscope.registry import Entry, entries, external_entries, shared_parameters
+from sinkscope.results import Result
+
+ALL = [entry for entry in entries().values() if entry.decorator == "measurement"]
+EVERY = pytest.mark.parametrize("entry", ALL, ids=lambda entry: entry.name)
+BAD = "<img src=x onerror=alert(1)>"
+
+
+@cache
+def measured(name: str) -> Result:
+    """A quick run on the model of the package; the tests below look at it from several sides."""
+    measure: Measurement[Any, Any] = entries()[name].load()
+    return measure(**measure.quick)
+
+
+@EVERY
+def test_json_comes_back_equal(entry: Entry, tmp_path: Path) -> None:
+    result = measured(entry.name)
+    assert Result.load(result.save(tmp_path / "a.json")).to_dict() == result.to_dict()
+    assert result.model.name == "bundled" and result.provenance.seconds > 0
+    assert {"bos", "text", "seed", "revision"} <= set(result.settings)
+
+
+@EVERY
+def test_it_begins_with_its_conclusion(entry: Entry) -> None:
+    result = measured(entry.name)
+    told = result.conclusion()
+    assert told.endswith((".", "?")) and "\n" not in told and told[0].isupper()
+    assert result.text().startswith(f"Conclusion: {told}")
+    assert f"Conclusion: {html.escape(told)}" in result.to_html()
+
+
+@EVERY
+def test_it_is_drawn(entry: Entry) -> None:
+    figure = measured(entry.name).figure()
+    assert len(figure.data) > 0 or len(figure.layout.annotations) > 0
+    assert figure.layout.title.text
+
+
+@EVERY
+def test_names_are_escaped(entry: Entry) -> None:
+    result = measured(entry.name)
+    named = replace(result, model=replace(result.model, name=BAD))
+    assert BAD not in named.to_html()
+    assert BAD not in (named.figure().layout.title.text or "")
+
+
+@EVERY
+def test_a_model_without_a_sink_is_an_answer(entry: Entry) -> None:
+    measure: Measurement[Any, Any] = entry.load()
+    made = organism("llama", 3, kind="none")
+    try:
+        result = measure(made.model, tokenizer=made.tokenizer, **measure.quick)
+    except SinkscopeError as error:  # a token of its arguments may be unknown to this tokenizer
+        assert "\n" not in str(error)
+        return
+    assert result.conclusion()
+
+
+@EVERY
+@pytest.mark.parametrize("kind", ["bridge", "nnsight"])
+def test_every_kind_of_model_gives_the_same(entry: Entry, kind: Any) -> None:
+    measure: Measurement[Any, Any] = entry.load()
+    try:
+        other = measure(load(backend=kind), **measure.quick)
+    except UnsupportedError as error:
+        assert "hf" in str(error)  # what can be done instead
+        return
+    mine, theirs = measured(entry.name).to_dict()["result"], other.to_dict()["result"]
+    assert _close(mine, theirs) == []
+
+
+def _close(a: Any, b: Any, where: str = "") -> list[str]:
+    """Paths at which two results differ by more than rounding."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return [p for key in {*a, *b} for p in _close(a.get(key), b.get(key), f"{where}.{key}")]
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [p for i, (x, y) in enumerate(zip(a, b, strict=True)) for p in _close(x, y, f"{where}[{i}]")]
+    if isinstance(a, float) and isinstance(b, int | float):
+        return [] if abs(a - b) <= 2e-3 * max(1.0, abs(a)) else [where]
+    return [] if a == b or b is None else [where]  # null: this kind of model object does not offer it
+
+
+@EVERY
+def test_bad_input_is_one_line(entry: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*entry.command.split(), *([f"--{entry.marks['flag']}"] if "flag" in entry.marks else [])]
+    required = [w for n, _, need in entry.marks.get("outputs", []) if need for w in (f"--{n}", str(tmp_path / "o"))]
+    needed = [p for p in entry.parameters if p.required]
+    required += [word for p in needed for word in (p.flag, "x")]
+    bad = [["--model", str(tmp_path / "nowhere")], ["--seed", "-1"], ["--text", "nowhere.txt"], ["--nonsense"]]
+    bad += [
+        [p.flag, str(p.option.min - 1)] for p in entry.parameters if p.option.min is not None and not p.option.hidden
+    ]
+    for more in bad:
+        assert cli.main([*words, *required, *more]) == 2, more
+        shown = capsys.readouterr()
+        assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1, more
+
+
+@EVERY
+def test_its_command_has_every_parameter_and_its_help(entry: Entry) -> None:
+    found: Any = get_command(cli.app)
+    for word in entry.command.split():
+        found = found.commands[word]
+    options = {name for parameter in found.params for name in parameter.opts}
+    wanted = [p for p in (*entry.parameters, *shared_parameters("open")) if not p.option.hidden]
+    for parameter in wanted:
+        assert parameter.flag in options or parameter.option.argument
+        assert parameter.help.endswith("."), f"{entry.name}: {parameter.name} has no whole sentence in Args"
+    assert entry.summary.endswith(".") and entry.group != "Other"
+
+
+@EVERY
+def test_the_public_name_and_the_signature(entry: Entry) -> None:
+    measure = getattr(ss, entry.name)
+    assert isinstance(measure, Measurement) and entry.name in dir(ss)
+    names = list(inspect.signature(measure).parameters)
+    assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
+
+
+STRANGER = Path(__file__).parent / "fixtures" / "attention_entropy.py"
+
+
+def test_a_stranger_needs_one_file(tmp_path: Path) -> None:
+    """A measurement of another package: its command, JSON and page come from its one file of at most 60 lines."""
+    assert len(STRANGER.read_text().splitlines()) <= 60
+    package = tmp_path / "stranger"
+    package.mkdir()
+    (package / "stranger_entropy.py").write_text(STRANGER.read_text())
+    info = package / "stranger-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sinkscope.measurements]\nentropy = stranger_entropy:attention_entropy\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(package)!r})\n"
+        "import math, torch, sinkscope as ss\nfrom sinkscope.cli import main\nfrom sinkscope.results import Result\n"
+        "assert main(['attention-entropy', '--last', '32', '--json', 'a.json', '--html', 'a.html']) == 0\n"
+        "assert main(['attention-entropy', '--last', '0']) == 2\n"
+        "import stranger_entropy\nfound = Result.load('a.json')\n"
+        "assert type(found) is stranger_entropy.AttentionEntropy and found.entropy.shape == (6, 8)\n"
+        "model = ss.load(backend='hf')\nagain = ss.attention_entropy(model, last=32)\n"
+        "assert (again.entropy == found.entropy).all() and found.settings['last'] == 32\n"
+        "from sinkscope.measure import Setup\nsetup = Setup.open(model)\n"
+        "want = torch.zeros(6, 8)\n"
+        "model.set_attn_implementation('eager')\n"
+        "for row in setup.ids:\n"
+        "    for i, probs in enumerate(model(row[None], output_attentions=True).attentions):\n"
+        "        want[i] -= torch.xlogy(probs, probs).sum(-1)[0, :, -32:].mean(1) / len(setup.ids)\n"
+        "assert abs(want.detach().numpy() - found.entropy).max() < 1e-4\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Conclusion: ")
+    assert json.loads((tmp_path / "a.json").read_text())["kind"] == "attention-entropy"
+    assert "Conclusion: " in (tmp_path / "a.html").read_text()
+
+
+def test_registering_a_name_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sinkscope import registry
+
+    (tmp_path / "twice.py").write_text(STRANGER.read_text().replace("def attention_entropy", "def marking_heads"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    twice = external_entries("twice")
+    with pytest.raises(SinkscopeError, match=r"marking_heads.*registered under one name"):
+        registry._add(dict(entries()), twice[0])
