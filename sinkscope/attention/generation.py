@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
+from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.repetition.greedy import greedy
 from sinkscope.text import text_rows
 
 PERIODS = 3  # repetitions that make a loop
