@@ -16,7 +16,7 @@ from transformers import TextStreamer
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import Policy, make_policy
+from sinkscope.kv import Policy, policy_named
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.target import Target
 
@@ -63,7 +63,7 @@ def generate(
         prompts: texts; one is a list of one.
         patch: a `SinkPatch` or the path of a patch.json.
         interventions: any others; they act after the patch.
-        policy: what the KV cache keeps: a policy, or "NAME" or "NAME:BUDGET" as `read_policy` takes it.
+        policy: what the KV cache keeps: a policy, or its name as `policy_named` takes it: "h2o:512".
         guard: watch for repetition loops and cut the cache of rows that loop; True is `LoopGuard()`.
         tokenizer: needed where the model carries none.
         max_new_tokens: stops there at the latest.
@@ -94,7 +94,7 @@ def generate(
     for i, ids in enumerate(rows):
         _check_length(i, len(ids), max_new_tokens, target)
     loaded = patch if patch is None or isinstance(patch, SinkPatch) else SinkPatch.load(patch)
-    cache = read_policy(policy) if isinstance(policy, str) else policy
+    cache: Intervention | None = policy_named(policy) if isinstance(policy, str) else policy
     watch = (LoopGuard() if guard else None) if isinstance(guard, bool) else guard
     parts: list[Intervention] = [part for part in (loaded, interventions, cache, watch) if part is not None]
     for part in parts:
@@ -129,30 +129,6 @@ def generate(
                 text = tok.decode(new, skip_special_tokens=True)
                 results.append(Generated(prompts[start + i], text, new, len(batch[i]), own))
     return results
-
-
-def read_policy(text: str) -> Policy:
-    """A cache policy as commands name it: `NAME` or `NAME:BUDGET`, the budget in tokens or a fraction of the prompt.
-
-    Raises:
-        SinkscopeError: no such policy, or no such budget.
-
-    Example:
-        >>> read_policy("streaming:512").budget, read_policy("h2o:0.25").budget
-        (512, 0.25)
-    """
-    name, colon, budget = text.partition(":")
-    if not colon:
-        return make_policy(name)
-    try:
-        value = float(budget) if "." in budget else int(budget)
-    except ValueError:
-        raise SinkscopeError(
-            f"policy {text!r}: {budget!r} is no budget; give a number of tokens, as in {name}:512, or a fraction of "
-            f"the prompt, as in {name}:0.25",
-            page="kv-budget",
-        ) from None
-    return make_policy(name, budget=value)
 
 
 def check_budget(part: Intervention, prompt_tokens: int) -> None:

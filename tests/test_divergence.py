@@ -12,10 +12,10 @@ from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
+from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.repetition.divergence import Divergence, divergence
-from sinkscope.sinks.repetition.greedy import greedy, repeat_probabilities
 
 
 @lru_cache

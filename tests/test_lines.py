@@ -195,7 +195,7 @@ def test_a_file_of_prompts_and_the_command(tmp_path: Path, capsys: pytest.Captur
         (["--head", "x"], "--head 'x': expected layer and head"),
         (["--head", "1.99"], "head 1.99 is not measured"),
         (["--layer", "77"], "layer 77 was given"),
-        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),
         (["--count", "9999", "--length", "4000"], "pieces of 4000 tokens, 9999 were asked for"),
     ],
 )

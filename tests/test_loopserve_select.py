@@ -115,6 +115,54 @@ def test_against_the_exhaustive_optimum(queries: int, past: int) -> None:
     assert means["exact"] < means["faithful"]  # it subtracts overlaps that are not there
 
 
+def printed(probs: Tensor, past: int, alpha: float) -> tuple[set[int], set[int]]:
+    """Algorithm 5 step by step: at each the best line of both kinds per new cell, slash lines first among equals."""
+    queries, keys = probs.shape
+    length = [min(queries, keys - line) for line in range(keys)]
+    lines = {("v", j): [(r, j) for r in range(queries) if j <= past + r] for j in range(keys)} | {
+        ("s", o): [(r, past + r - o) for r in range(queries) if o <= past + r] for o in range(keys)
+    }
+    weight = {line: sum(float(probs[cell]) for cell in cells) for line, cells in lines.items()}
+    largest = {line: max((float(probs[cell]) for cell in cells), default=0.0) for line, cells in lines.items()}
+    chosen = {"v": [0], "s": [0]}
+    total = sum(float(probs[cell]) for cell in {*lines["v", 0], *lines["s", 0]})
+
+    def gain(kind: str, line: int) -> float:
+        other = "s" if kind == "v" else "v"
+        return weight[kind, line] - sum(largest[other, chosen_line] for chosen_line in chosen[other])
+
+    def worth(kind: str, line: int) -> float:
+        return gain(kind, line) / max(1, length[line] - len(chosen["s" if kind == "v" else "v"]))
+
+    while total < alpha * queries:
+        # Each list is in order of weight, so only its first line is looked at.
+        heads = [
+            max((line for line in range(keys) if line not in chosen[kind]), key=lambda n: weight[kind, n], default=None)
+            for kind in ("s", "v")
+        ]
+        offers = [(kind, line) for kind, line in zip(("s", "v"), heads, strict=True) if line is not None]
+        if not offers:
+            return set(range(keys)), {0}
+        kind, line = max(offers, key=lambda offer: worth(*offer))
+        total += max(0.0, gain(kind, line))
+        chosen[kind].append(line)
+    return set(chosen["v"]), set(chosen["s"])
+
+
+@pytest.mark.parametrize(("queries", "past", "alpha"), [(12, 0, 0.5), (9, 6, 0.6), (14, 3, 0.7), (6, 0, 1.0 - 1e-9)])
+def test_the_faithful_variant_is_the_printed_algorithm(queries: int, past: int, alpha: float) -> None:
+    dense = 0
+    for seed in range(10):
+        query, key = tensors(2, queries, queries + past, seed, sharp=3.0)
+        lines, probs = select_lines(query, key, alpha, variant="faithful"), probs_of(query, key)
+        for head in range(2):
+            vertical, slash = printed(probs[head], past, alpha)
+            assert set(lines.vertical[head].nonzero().flatten().tolist()) == vertical
+            assert set(lines.slash[head].nonzero().flatten().tolist()) == slash
+            dense += len(vertical) == queries + past
+    assert (dense == 20) == (alpha > 0.9)  # with everything asked for, the lists end
+
+
 def test_lines_that_are_there_are_found() -> None:
     """Two columns and one offset hold nearly all attention; both variants need little else."""
     n, columns, offset = 300, (0, 120), 40

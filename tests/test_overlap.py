@@ -197,7 +197,7 @@ def test_a_file_of_questions_the_command_and_the_figure(tmp_path: Path, capsys: 
         (["--budget", "2"], "--budget 2: expected a share"),
         (["--count", "1"], "--count"),
         (["--length", "20"], "do not fit 20 tokens"),
-        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,10 +46,10 @@ def acting(policy: str | None, guard: bool) -> Intervention | None:
     Raises:
         SinkscopeError: no such policy, or no such budget.
     """
-    from sinkscope.generate import read_policy
     from sinkscope.kv.loopguard import LoopGuard
+    from sinkscope.kv.registry import policy_named
 
-    return joined(None if policy is None else read_policy(policy), LoopGuard() if guard else None)
+    return joined(None if policy is None else policy_named(policy), LoopGuard() if guard else None)
 
 
 def loaded(patch: SinkPatch | str | PathLike[str] | None) -> SinkPatch | None:

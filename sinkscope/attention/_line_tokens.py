@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sinkscope.attention._line_data import Question
 from sinkscope.attention._line_tap import scores_of
+from sinkscope.interventions.decode import greedy
 from sinkscope.lines.sums import Scores, line_sums
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.walk import Progress
-from sinkscope.sinks.repetition.greedy import greedy
 
 BUDGETS = (0.05, 0.1, 0.15)
 POSITIONS = ("begin", "middle", "end")

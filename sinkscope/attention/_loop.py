@@ -12,10 +12,10 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.sinks.first_token.locate import Setup, setup
 from sinkscope.sinks.patch.loss import whole
-from sinkscope.sinks.repetition.greedy import greedy
 from sinkscope.text import text_rows
 
 PERIODS = 3  # repetitions that make a loop

@@ -47,9 +47,10 @@ def generate_command(
 
         read_patch(patch)
 
-    from sinkscope.generate import generate, read_policy
+    from sinkscope.generate import generate
+    from sinkscope.kv.registry import policy_named
 
-    chosen = None if policy is None else read_policy(policy)
+    chosen = None if policy is None else policy_named(policy)
     made = generate(
         open_model(model, backend, revision=revision, device=device, dtype=dtype),
         prompt,

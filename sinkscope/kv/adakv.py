@@ -10,9 +10,11 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.policy import At
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.snapkv import SnapKV
 
 
+@register_policy("adakv")
 @dataclass(frozen=True, kw_only=True)
 class AdaKV(SnapKV):
     """Score as SnapKV; the heads of a layer share one budget, so a head whose votes are spread wide keeps more.

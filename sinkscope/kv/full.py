@@ -10,9 +10,11 @@ from torch import Tensor
 
 from sinkscope.interventions.base import Run
 from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
 
 
+@register_policy("full")
 @dataclass(frozen=True, kw_only=True)
 class Full(Policy):
     """Keep everything; `run.usage` says what that costs.

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Rows, Session
 
 
+@register_policy("h2o")
 @dataclass(frozen=True, kw_only=True)
 class H2O(Policy):
     """Keep heavy hitters: attention received from all queries so far, summed through prefill and decoding.

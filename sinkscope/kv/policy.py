@@ -171,38 +171,67 @@ class Policy(Intervention):
         return (rank >= slots - budget.to(pos.device)[:, None, None]) & (pos >= 0)
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
-        state = moment.state
-        assert state.prompt is not None
-        memory = state.memory.setdefault(key, {})
+        memory = moment.state.memory.setdefault(key, {})
         if moment.prefill_ended:
-            memory["budget"] = self.tokens(state.prompt)
-            memory["padded"] = bool((moment.call.columns < 0).any())
-            # Not so where another policy has been at this cache before.
-            first = moment.layers[0].pos
-            memory["uniform"] = self.UNIFORM and all(
-                kv.pos.shape == first.shape and torch.equal(kv.pos.to(first.device), first) for kv in moment.layers
-            )
-            if rotary is not None and not memory["uniform"]:
-                raise UnsupportedError(
-                    "this cache holds other positions in every layer, so new positions cannot be given: use "
-                    'positions="original", or start with a new cache',
-                    page="kv-session",
-                )
-        elif self.every == "prefill" or state.decoded % self.every:
+            self._begin(moment, memory, rotary)
+        elif self.every == "prefill" or moment.state.decoded % self.every:
             return
         budget = memory["budget"]
         counted = type(self).select is Policy.select  # the choice of a subclass may be smaller than the budget
+        exact = budget if counted and isinstance(budget, int) and self.mode == "evict" else None
         keep: Tensor | None = None
         for number, kv in enumerate(moment.layers):
-            if counted and self.mode == "evict" and isinstance(budget, int) and kv.slots <= budget:
+            if exact is not None and kv.slots <= exact:
                 continue
             if keep is None or not memory["uniform"]:
                 at = At(number, kv, moment, session, memory)
-                keep = self.select(self.scores(at), at, budget)
+                keep = self.select(self.checked_scores(at), at, budget)
             if self.mode == "select":
                 kv.select(keep)
                 continue
             if rotary is not None:
                 rotary.rebase(number, kv, keep)
-            full = counted and not memory["padded"] and not kv.ragged
-            kv.evict(keep, budget if full and isinstance(budget, int) else None)
+            kv.evict(keep, None if memory["padded"] or kv.ragged else exact)
+
+    def _begin(self, moment: Moment, memory: dict[Any, Any], rotary: Rotary | None) -> None:
+        """A prompt has been read: what follows from it is settled."""
+        assert moment.state.prompt is not None
+        memory["budget"] = self.tokens(moment.state.prompt)
+        memory["padded"] = bool((moment.call.columns < 0).any())
+        # Not so where another policy has been at this cache before.
+        first = moment.layers[0].pos
+        memory["uniform"] = self.UNIFORM and all(
+            kv.pos.shape == first.shape and torch.equal(kv.pos.to(first.device), first) for kv in moment.layers
+        )
+        if rotary is not None and not memory["uniform"]:
+            raise UnsupportedError(
+                "this cache holds other positions in every layer, so new positions cannot be given: use "
+                'positions="original", or start with a new cache',
+                page="kv-session",
+            )
+
+    def checked_scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """The scores, which are numbers and one for each slot.
+
+        On an accelerator only the first scores of a cache are looked at for NaN: later ones would have to be waited
+        for at every step.
+
+        Raises:
+            SinkscopeError: another shape, or NaN.
+        """
+        name, pos, scores = type(self).__name__, at.kv.pos, self.scores(at)
+        if not isinstance(scores, Tensor) or scores.shape != pos.shape:
+            what = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+            raise SinkscopeError(
+                f"{name}.scores returned {what} for layer {at.layer}: expected a tensor of shape {tuple(pos.shape)}, "
+                "one number for each row, kv head and slot"
+            )
+        looked = at.moment.prefill_ended or scores.device.type == "cpu"
+        # The smallest number is NaN if any is, and much faster to find; padding may be NaN, for nobody keeps it.
+        if looked and scores.is_floating_point() and scores.numel() and bool(scores.amin().isnan()):
+            if bool((scores.isnan() & (pos >= 0)).any()):
+                raise SinkscopeError(
+                    f"{name}.scores returned NaN for layer {at.layer}: slots without a score cannot be compared; "
+                    "return -torch.inf for what is worth nothing"
+                )
+        return scores

@@ -13,9 +13,11 @@ from torch.nn import functional
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv._fields import check_fields
 from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
 
 
+@register_policy("snapkv")
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
     """Compress the prompt once: the last queries vote for what came before them, and votes spread to neighbours.

@@ -9,8 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.registry import register_policy
 
 
+@register_policy("streaming")
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
     """Keep the first tokens, which serve as attention sinks, and the latest ones.

@@ -8,9 +8,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Rows, Session
 
 
+@register_policy("tova")
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
     """Keep what the newest query attends to, and nothing else by right: neither first nor recent tokens.

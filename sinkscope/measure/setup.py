@@ -229,8 +229,8 @@ def edit_of(
     Raises:
         SinkscopeError: The patch cannot be read, or there is no such policy.
     """
-    from sinkscope.generate import read_policy as policy_named
     from sinkscope.kv.loopguard import LoopGuard
+    from sinkscope.kv.registry import policy_named
 
     parts: list[Intervention | None] = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,

@@ -21,6 +21,7 @@ from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.rebase import Rotary
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session
 
 
@@ -56,6 +57,7 @@ def tokens_read(run: Run) -> list[list[float]]:
     return [(reads.total / reads.steps).tolist() for reads in found if reads.total is not None]
 
 
+@register_policy("progressive")
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Policy):
     """Read the part of the cache that the latest queries attend to, and choose it again from the whole every `every`.
@@ -150,7 +152,7 @@ class Progressive(Policy):
             if kv.slots <= least:
                 continue
             at = At(number, kv, moment, session, memory)
-            keep = self.select(self.scores(at), at, budget)
+            keep = self.select(self.checked_scores(at), at, budget)
             if self.mode == "evict":
                 kv.evict(keep)
             elif self.gather:

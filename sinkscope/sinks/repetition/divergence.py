@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sinkscope._plain import pathless
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.results import Result
@@ -21,7 +22,6 @@ from sinkscope.sinks.first_token.locate import PIECE, Setup, causal_neurons, set
 from sinkscope.sinks.first_token.tokens import pick_tokens
 from sinkscope.sinks.first_token.walk import Progress
 from sinkscope.sinks.patch.loss import held_out, whole
-from sinkscope.sinks.repetition.greedy import greedy, repeat_probabilities
 from sinkscope.text.corpus import CorpusIndex, open_corpus
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3

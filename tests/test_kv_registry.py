@@ -1,0 +1,160 @@
+"""Policies by name: sinkscope's own, those of other packages, and classes by their module."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kv_kit import model_of, prompts
+
+import sinkscope.kv.registry as registry
+from sinkscope.errors import SinkscopeError
+from sinkscope.kv import H2O, At, Policy, StreamingLLM, make_policy, policies, policy_named, register_policy
+from sinkscope.kv.loopserve.serve import LoopServe
+
+MODULE = """
+    from dataclasses import dataclass
+    from sinkscope.kv import Policy
+
+    @dataclass(frozen=True, kw_only=True)
+    class KeyNorm(Policy):
+        first: int = 1
+        def scores(self, at):
+            return -at.kv.keys.norm(dim=-1)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Unfinished(Policy):
+        pass
+
+    class Other:
+        pass
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "policies_of_others.py").write_text(textwrap.dedent(MODULE))
+    (tmp_path / "policies_broken.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.chdir(tmp_path)
+    yield "policies_of_others"
+
+
+@pytest.fixture
+def entries(module: str, monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    found: list[EntryPoint] = []
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: found if group == "sinkscope.policies" else [])
+    return found
+
+
+def test_names_modules_and_budgets(module: str) -> None:
+    assert list(policies()) == ["adakv", "full", "h2o", "progressive", "snapkv", "streaming", "tova"]
+    assert policy_named("h2o") == H2O() and policy_named("h2o:0.25") == H2O(budget=0.25)
+    assert policy_named("sinkscope.kv.streaming_llm:StreamingLLM:12") == StreamingLLM(budget=12)
+    assert policy_named("sinkscope.kv.loopserve:LoopServe:64") == LoopServe(budget=64)
+    made: Any = policy_named(f"{module}:KeyNorm:6")
+    assert (made.budget, made.first) == (6, 1)
+    model = model_of("llama")
+    ids, mask = prompts([12])
+    with made.on(model) as run:
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert run.usage[0].peak_tokens == [12.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lru", "policy 'lru': expected one of adakv, full, h2o, progressive, snapkv, streaming, tova, or package"),
+        ("h2o:many", "'many' is no budget; give a number of tokens, as in h2o:512"),
+        ("h2o:3:4", "'3:4' is no budget"),
+        ("h2o:-3", "budget=-3: expected a number of tokens from 1"),
+        ("policies_of_others:KeyNorm:x", "'x' is no budget; give a number of tokens, as in policies_of_others:KeyNorm"),
+        ("policies_of_others:Missing", "cannot be imported: AttributeError: module 'policies_of_others' has no"),
+        ("policies_of_others:Other", "is no cache policy: expected a subclass of sinkscope.kv.Policy"),
+        ("policies_of_others:Unfinished", "cannot be made: Can't instantiate abstract class Unfinished"),
+        ("policies_broken:KeyNorm", "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+        ("no_such_package:KeyNorm", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package'"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(text: str, says: str, module: str) -> None:
+    with pytest.raises(SinkscopeError) as error:
+        policy_named(text)
+    assert says in str(error.value) and "\n" not in str(error.value).split("\nSee ")[0]
+
+
+def test_a_policy_of_an_installed_package(entries: list[EntryPoint], module: str) -> None:
+    entries.append(EntryPoint("key-norm", f"{module}:KeyNorm", registry.ENTRY_POINTS))
+    assert "key-norm" in policies()
+    made: Any = policy_named("key-norm:9")
+    assert (type(made).__name__, made.budget, make_policy("key-norm", first=2).first) == ("KeyNorm", 9, 2)
+
+
+@pytest.mark.parametrize("name", ["h2o", "own"])
+def test_a_name_is_given_once(name: str, entries: list[EntryPoint], module: str) -> None:
+    entries.append(EntryPoint("own", "sinkscope.kv.h2o:H2O", registry.ENTRY_POINTS))
+    entries.append(EntryPoint(name, f"{module}:KeyNorm", registry.ENTRY_POINTS))
+    with pytest.raises(SinkscopeError, match=f"two policies are called '{name}', sinkscope.kv.h2o.H2O and policies_of"):
+        policies()
+
+
+def test_registering_a_name_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))  # pyright: ignore[reportPrivateUsage]
+    register_policy("mine")(StreamingLLM)
+    assert make_policy("mine", budget=9) == StreamingLLM(budget=9)
+    with pytest.raises(SinkscopeError, match=r"two policies are called 'mine', .*StreamingLLM and .*H2O: give one"):
+        register_policy("mine")(H2O)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Policy):
+    """Returns what it is told to, from the given decoded token on."""
+
+    what: str = "shape"
+    since: int = 0
+
+    def scores(self, at: At) -> Any:
+        good = at.kv.pos.float()
+        if at.moment.state.decoded < self.since:
+            return good
+        return {
+            "shape": good[:, :, 1:],
+            "heads": good[:, :1],
+            "list": good.tolist(),
+            "nan": good.masked_fill(at.kv.pos == 2, torch.nan),
+            "padding": good.masked_fill(at.kv.pos < 0, torch.nan),
+            "infinite": good.masked_fill(at.kv.pos == 2, -torch.inf),
+        }[self.what]
+
+
+@pytest.mark.parametrize("since", [0, 2])
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("shape", r"Wrong.scores returned shape \(2, 2, \d+\) for layer 0: expected a tensor of shape \(2, 2, \d+\)"),
+        ("heads", r"returned shape \(2, 1, \d+\) for layer 0"),
+        ("list", "returned a list for layer 0"),
+        ("nan", "returned NaN for layer 0: slots without a score cannot be compared"),
+        ("padding", None),
+        ("infinite", None),
+    ],
+)
+def test_scores_that_are_wrong(what: str, says: str | None, since: int) -> None:
+    model = model_of("llama")
+    ids, mask = prompts([12, 9])
+    policy = Wrong(budget=8, what=what, since=since, first=3)
+
+    def run() -> None:
+        with policy.on(model):
+            model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+
+    if says is None:
+        run()
+        return
+    with pytest.raises(SinkscopeError, match=says) as error:
+        run()
+    assert "\n" not in str(error.value)
