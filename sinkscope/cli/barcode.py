@@ -66,7 +66,7 @@ def barcode_command(
     prompt = None if prompt_file is None else read_prompt(prompt_file)
     heads = None if not head else [layer_head(name) for name in head]
     if patch is not None:
-        from sinkscope.interventions.patch_file import read_patch
+        from sinkscope.interventions.sink_patch import read_patch
 
         read_patch(patch)
 

@@ -61,7 +61,7 @@ def locking_command(
     check_outputs(json, html, png)
     prompt = None if prompt_file is None else read_prompt(prompt_file)
     if patch is not None:
-        from sinkscope.interventions.patch_file import read_patch
+        from sinkscope.interventions.sink_patch import read_patch
 
         read_patch(patch)
 
