@@ -280,14 +280,16 @@ def read_entries(module: str, text: str) -> list[Entry]:
 
 @cache
 def kinds() -> dict[str, str]:
-    """Each kind of result, and the module that defines it."""
+    """Each kind of result, and the module to import for its class and its figure."""
     found: dict[str, str] = {}
     for file in sorted(_ROOT.rglob("*.py")):
         module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts)
         found |= dict.fromkeys(_KIND.findall(file.read_text(encoding="utf-8")), module)
     found.pop("result", None)  # the base of all
     for entry in entries().values():
-        if entry.decorator == "measurement" and entry.module not in found.values():
+        if "kind" in entry.marks:
+            found[entry.marks["kind"]] = entry.module
+        elif entry.decorator == "measurement" and entry.module not in found.values():
             found[entry.name.replace("_", "-")] = entry.module
     return found
 

@@ -194,16 +194,27 @@ def measurement(
     return wrap
 
 
-def command(*, group: str, command: str | None = None, outputs: Sequence[Output] = ()) -> Callable[[F], F]:
+def command(
+    *,
+    group: str,
+    command: str | None = None,
+    figure: Callable[[Any], go.Figure] | None = None,
+    kind: str | None = None,
+    outputs: Sequence[Output] = (),
+) -> Callable[[F], F]:
     """Give a plain function a command, built from its signature and docstring; what it returns is printed.
 
     Args:
         group: The help shows commands of one group together.
         command: Words of the command; None: the function's name with dashes.
+        figure: Draws the result that the function returns.
+        kind: The kind of this result, with which its figure is found when it is read from a file.
         outputs: Further files that the command writes from the result.
     """
 
     def wrap(function: F) -> F:
+        if figure is not None:
+            inspect.get_annotations(function, eval_str=True)["return"].drawing = figure
         function.outputs = tuple(outputs)  # pyright: ignore[reportFunctionMemberAccess]
         return function
 
