@@ -29,8 +29,6 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "locking": "sinkscope.attention.locking",
     "barcode": "sinkscope.attention.barcode",
     "rotary_invariance": "sinkscope.attention.rotary",
-    "line_weights": "sinkscope.attention.lines",
-    "line_overlap": "sinkscope.attention.overlap",
     "cluster_attack": "sinkscope.sinks.attack.attack",
     "detect_attack": "sinkscope.sinks.attack.detect",
     "Intervention": "sinkscope.interventions.base",
