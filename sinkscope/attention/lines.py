@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.attention._line_tap import scores_of
-from sinkscope.attention._loop import chosen_layers
+from sinkscope.attention.generation import chosen_layers
 from sinkscope.attention.line_texts import Input, inputs, means, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.lines import draw_weights

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.attention._line_tap import scores_of
-from sinkscope.attention._loop import chosen_layers
+from sinkscope.attention.generation import chosen_layers
 from sinkscope.attention.line_texts import Input, Question, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.lines import draw_overlap
