@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished, level, panels
 
 _WEIGHTS = (
     ("chosen lines, each cell once", "mass", BLUE, "solid"),
@@ -36,7 +35,7 @@ def draw_weights(result: Any) -> go.Figure:
         f"Each head, eta {result.etas[at]:g}",
         f"Layer {p.layer}, head {p.head}, first {len(p.words)} tokens: heaviest {p.eta:.0%} of the lines",
     )
-    fig = make_subplots(cols=3, subplot_titles=titles, column_widths=[0.3, 0.3, 0.4], horizontal_spacing=0.1)
+    fig = panels(titles, [0.3, 0.3, 0.4], spacing=0.1)
     _curves(fig, result, _WEIGHTS, 0.9)
     fig.update_yaxes(title_text="share", tickformat=".0%", rangemode="tozero", row=1, col=1)
     _heads(
@@ -48,7 +47,8 @@ def draw_weights(result: Any) -> go.Figure:
         colorbar={"title": {"text": "mass"}, "tickformat": ".0%", "x": 0.585, "thickness": 12},
     )
     _map(fig, p)
-    return _laid_out(fig, result, "what vertical and slash lines carry", 600, -0.14)
+    legend = {"y": -0.14, "x": 0, "xanchor": "left"}
+    return finished(fig, result, "what vertical and slash lines carry", width=1500, height=600, legend=legend)
 
 
 def draw_overlap(result: Any) -> go.Figure:
@@ -58,14 +58,7 @@ def draw_overlap(result: Any) -> go.Figure:
     if t is not None:
         titles += ["Question's place: found by the last window", "Found by a block of queries", "Blocks of an answer"]
     rows = 1 if t is None else 2
-    fig: Any = make_subplots(
-        rows=rows,
-        cols=3,
-        subplot_titles=titles,
-        horizontal_spacing=0.09,
-        vertical_spacing=0.16,
-        column_widths=[0.36, 0.32, 0.32],
-    )
+    fig = panels(titles, rows=rows, cols=3, vertical_spacing=0.16, column_widths=[0.36, 0.32, 0.32])
     _curves(fig, result, _OVERLAPS, 0.5)
     fig.update_yaxes(title_text="lines shared", tickformat=".0%", range=[0, 1], row=1, col=1)
     place = {"len": 1.0, "y": 0.5} if t is None else {"len": 0.4, "y": 0.8}
@@ -74,23 +67,13 @@ def draw_overlap(result: Any) -> go.Figure:
         _heads(fig, result, col, lambda h, field=field: (getattr(h, field)[0],), "", **bar)
     if t is not None:
         _tokens(fig, t)
-    return _laid_out(fig, result, "how far heavy lines agree", 500 * rows + 100, -0.25 / rows + 0.02)
+    legend = {"y": -0.25 / rows + 0.02, "x": 0, "xanchor": "left"}
+    height = 500 * rows + 100
+    told = "how far heavy lines agree"
+    return finished(fig, result, told, width=1500, height=height, legend=legend, bottom=120, barmode="group")
 
 
-def _laid_out(fig: Any, result: Any, told: str, height: int, legend: float) -> go.Figure:
-    return fig.update_layout(
-        title={"text": f"{html.escape(result.model.name)}: {told}", "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1500,
-        height=height,
-        margin={"l": 70, "r": 20, "t": 90, "b": 115},
-        font={"size": 13},
-        barmode="group",
-        legend={"orientation": "h", "y": legend, "x": 0, "xanchor": "left", "yanchor": "top"},
-    )
-
-
-def _curves(fig: Any, result: Any, series: Iterable[tuple[str, str, str, str]], level: float) -> None:
+def _curves(fig: Any, result: Any, series: Iterable[tuple[str, str, str, str]], at: float) -> None:
     for name, field, color, dash in series:
         line = {"color": color, "dash": dash}
         hover = "eta %{x}: %{y:.1%}<extra>" + name + "</extra>"
@@ -98,7 +81,7 @@ def _curves(fig: Any, result: Any, series: Iterable[tuple[str, str, str, str]], 
         fig.add_scatter(
             x=list(result.etas), y=y, name=name, mode="lines+markers", row=1, col=1, line=line, hovertemplate=hover
         )
-    fig.add_hline(level, line={"color": RED, "dash": "dot", "width": 1}, row=1, col=1)
+    level(fig, at)
     fig.update_xaxes(title_text="share of all lines chosen (eta)", rangemode="tozero", row=1, col=1)
 
 
@@ -176,7 +159,7 @@ def _tokens(fig: Any, t: Any) -> None:
             col=1,
             hovertemplate="%{x}: %{y:.1%}<extra>" + tokens + "</extra>",
         )
-        fig.add_hline(t.random[i], line={"color": color, "dash": "dot", "width": 1}, row=2, col=1)
+        level(fig, t.random[i], 2, 1, color=color)
         for col, before, dash, x, values in curves:
             where = "block %{x}" if before else "%{x} apart"
             fig.add_scatter(
