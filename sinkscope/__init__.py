@@ -26,17 +26,14 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "make_patch": "sinkscope.sinks.patch.make",
     "evaluate_patch": "sinkscope.sinks.patch.evaluate",
     "massive_activations": "sinkscope.sinks.first_token.massive",
-    "locking": "sinkscope.attention.locking",
-    "barcode": "sinkscope.attention.barcode",
-    "rotary_invariance": "sinkscope.attention.rotary",
     "line_weights": "sinkscope.attention.lines",
     "line_overlap": "sinkscope.attention.overlap",
     "cluster_attack": "sinkscope.sinks.attack.attack",
     "detect_attack": "sinkscope.sinks.attack.detect",
     "Intervention": "sinkscope.interventions.base",
     "Event": "sinkscope.interventions.base",
-    "Ablate": "sinkscope.interventions.ablate",
-    "Write": "sinkscope.interventions.ablate",
+    "Ablate": "sinkscope.interventions.edits",
+    "Write": "sinkscope.interventions.edits",
     "SinkDetector": "sinkscope.interventions.sink_detector",
     "SinkPatch": "sinkscope.interventions.sink_patch",
     "LoopGuard": "sinkscope.kv.loopguard.guard",
@@ -56,10 +53,10 @@ if TYPE_CHECKING:
     from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.generate import generate as generate
-    from sinkscope.interventions.ablate import Ablate as Ablate
-    from sinkscope.interventions.ablate import Write as Write
     from sinkscope.interventions.base import Event as Event
     from sinkscope.interventions.base import Intervention as Intervention
+    from sinkscope.interventions.edits import Ablate as Ablate
+    from sinkscope.interventions.edits import Write as Write
     from sinkscope.interventions.sink_detector import SinkDetector as SinkDetector
     from sinkscope.interventions.sink_patch import SinkPatch as SinkPatch
     from sinkscope.kv.loopguard.guard import LoopGuard as LoopGuard

@@ -64,13 +64,15 @@ def checked(cls: type[T]) -> type[T]:
 def _refusal(error: ValidationError, data: Any, name: str) -> str:
     """The first problem in one line: the place, what is there, what was expected."""
     problems = error.errors(include_url=False)
-    place, value = name, data
-    for part in problems[0]["loc"]:  # a union adds names of its members behind the place
-        if not isinstance(value, Mapping | Sequence) or isinstance(value, str):
-            break
-        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
-        value = value.get(part) if isinstance(value, Mapping) else value[part]
-    if problems[0]["type"] == "missing":
+    missing = problems[0]["type"] == "missing"
+    place, value = "", data
+    for part in problems[0]["loc"]:  # names of members of a union stand in between
+        if isinstance(value, Mapping) and (part in value or missing):
+            place, value = f"{place}.{part}".removeprefix("."), value.get(part)
+        elif isinstance(value, Sequence) and isinstance(part, int):
+            place, value = f"{place}[{part}]", value[part]
+    place = f"{name}: {place}" if name and place else name + place
+    if missing:
         return f"{place} is missing"
     same = [p["msg"] for p in problems if p["input"] is problems[0]["input"]]
     expected = " or ".join(dict.fromkeys(m.removeprefix("Input should be ") for m in same))

@@ -16,7 +16,7 @@ def silent(what: str, done: int, total: int) -> None:
 
 
 class ProgressBar:
-    """A bar with the time left on standard error; it shows nothing where standard error is not a terminal.
+    """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
 
     It is called with what is being done, how much of it is done, and how much there is.
     """
@@ -25,12 +25,13 @@ class ProgressBar:
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
         if sys.stderr.isatty():
+            from rich import progress as rich
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False)
+            shown = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn())
+            times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+            console = Console(stderr=True)
+            self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
             self._bar.start()
         return self
 

@@ -66,7 +66,7 @@ def test_the_error_of_post_init_comes_out_as_it_was() -> None:
 
 def test_a_place_inside_of_data_is_named() -> None:
     assert conform(list[dict[str, Whole]], [{"a": 1}], "file") == [{"a": 1}]
-    with pytest.raises(SinkscopeError, match=r"^file\[1\]\.b is -1: expected greater than or equal to 0$") as error:
+    with pytest.raises(SinkscopeError, match=r"^file: \[1\]\.b is -1: expected greater than or equal to 0$") as error:
         conform(list[dict[str, Whole]], [{"a": 1}, {"b": -1}], "file", page="patch-file")
     assert error.value.page == "patch-file"
     with pytest.raises(SinkscopeError) as error:

@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.interventions.ablate import Ablate
 from sinkscope.interventions.base import Run
+from sinkscope.interventions.edits import Ablate
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Full, Observe, Session, SnapKV, StreamingLLM
 from sinkscope.kv.cache import COLUMNS, CacheLayer

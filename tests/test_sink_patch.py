@@ -17,7 +17,7 @@ from organisms import Organism, organism, tiny_model
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Ablate, SinkPatch, Site
+from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo
 
@@ -435,11 +435,11 @@ def test_from_result(tmp_path: Path) -> None:
     model = {"name": "m", "fingerprint": "f"}
     for given in (rows, [vars(row) for row in rows]):
         patch = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=given, model=model))
-        assert patch.sites == (Site(1, 7), Site(2, 9, 3))
-        assert patch.calibrated == {Site(1, 7): 0.125} and patch.model == model
+        assert patch.sites == (NeuronSite(1, 7), NeuronSite(2, 9, 3))
+        assert patch.calibrated == {NeuronSite(1, 7): 0.125} and patch.model == model
         assert (patch.site, patch.value) == ("post", "second")
         up = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=given), site="up")
-        assert up.calibrated == {Site(1, 7): -0.5, Site(2, 9, 3): -0.5} and up.site == "up"
+        assert up.calibrated == {NeuronSite(1, 7): -0.5, NeuronSite(2, 9, 3): -0.5} and up.site == "up"
     info = ModelInfo("m", "llama", 4, 32, 64, "f")
     patch = SinkPatch.from_result(SimpleNamespace(sink_layer=1, neurons=rows, model=info))
     patch.save(tmp_path / "patch.json")
@@ -485,16 +485,16 @@ GOOD: dict[str, Any] = {
     [
         ({"kind": "find-sinks"}, ["find-sinks", "sink-patch"]),
         ({"schema": 2}, ["schema 2", "reads 1"]),
-        ({"site": None}, ["site is missing", '"up"']),
+        ({"site": None}, ["patch.json: site is None", "'up'"]),
         ({"site": "gate"}, ["site", "gate"]),
         ({"value": "third"}, ["value", "third", "second"]),
-        ({"value": float("nan")}, ["value", "NaN"]),
+        ({"value": float("nan")}, ["value is nan", "finite number"]),
         ({"sites": []}, ["sites", "[]"]),
         ({"sites": [{"layer": 1}]}, ["sites[0].neuron is missing"]),
         ({"sites": [{"layer": -1, "neuron": 3}]}, ["sites[0].layer is -1"]),
         ({"sites": [{"layer": 1, "neuron": 3, "expert": "a"}]}, ["sites[0].expert"]),
         ({"sites": [{"layer": 1, "neuron": 3, "calibrated": "x"}]}, ["sites[0].calibrated", "x"]),
-        ({"sites": ["x"]}, ["sites[0]", "an object"]),
+        ({"sites": ["x"]}, ["sites[0] is 'x'", "valid dictionary"]),
         ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "neuron 3"]),
     ],
 )

@@ -43,7 +43,7 @@ def generate_command(
     """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr."""
     prompt = read_prompt(prompt_file)
     if patch is not None:
-        from sinkscope.interventions.patch_file import read_patch
+        from sinkscope.interventions.sink_patch import read_patch
 
         read_patch(patch)
 

@@ -120,7 +120,7 @@ def eval_command(
     """Perplexity and benchmarks: no patch, the patch, and one of as many random neurons."""
     check_outputs(json, html, png)
 
-    from sinkscope.interventions.patch_file import read_patch
+    from sinkscope.interventions.sink_patch import read_patch
     from sinkscope.sinks.patch.evaluate import evaluate_patch
 
     made_for = (read_patch(patch)["model"] or {}).get("name")  # before a model is opened

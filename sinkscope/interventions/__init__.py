@@ -1,8 +1,7 @@
 """Edits of a running model: ablate neurons, write values, patch the sink. `with intervention.on(model) as run:`."""
 
-from sinkscope.interventions.ablate import Ablate, Write
 from sinkscope.interventions.base import Composed, Event, Intervention, Run
-from sinkscope.interventions.edits import NeuronEdit, Site
+from sinkscope.interventions.edits import Ablate, NeuronEdit, NeuronSite, Write
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
 
@@ -12,9 +11,9 @@ __all__ = [
     "Event",
     "Intervention",
     "NeuronEdit",
+    "NeuronSite",
     "Run",
     "SinkDetector",
     "SinkPatch",
-    "Site",
     "Write",
 ]

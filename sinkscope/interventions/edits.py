@@ -1,29 +1,42 @@
-"""Edits of single neurons: which ones, and the one mechanism by which all of them act."""
+"""Edits of single neurons: which ones, the one mechanism by which all of them act, ablation, and written values.
+
+The experts of a mixture are one fused call, so an edit corrects its output instead: the output is a weighted sum over
+each token's experts, and if neuron j of expert e has value `a` and should have `b`, it changes by
+`weight[e] * (b - a) * W_out[e][:, j]` for the tokens routed to e, exactly. `a` is computed again from that neuron's own
+rows, for all tokens: for one that is routed elsewhere it is what the neuron would do, which the neutral value of a
+patch needs.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from sinkscope.checked import Number, Whole, conform
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.interventions.experts import check_experts, expert_hook
 from sinkscope.interventions.positions import Call, Memory
+from sinkscope.models.experts import activate, bind, columns, gate_up
 from sinkscope.models.target import Target, plain_weight
 
 SiteLike = Sequence[int | None]
 Where = Literal["post", "up"]
+Positions = int | tuple[int, ...] | list[int] | slice | Literal["first"] | None
+Edit = Callable[[Tensor], Tensor | None]
 # A change counts as an event when it moves the neuron by more than this part of its value at the first token.
 FIRED = 0.1
+_PAGE = "neuron-sites"
 
 
-class Site(NamedTuple):
+class NeuronSite(NamedTuple):
     """One neuron: of a layer's MLP, or of one expert of a mixture."""
 
     layer: int
@@ -35,46 +48,33 @@ class Site(NamedTuple):
         return f"layer {self.layer}{expert}, neuron {self.neuron}"
 
 
-class Group(NamedTuple):
+class NeuronGroup(NamedTuple):
     """The edited neurons of one MLP or expert: what one hook handles."""
 
     layer: int
     expert: int | None
     neurons: list[int]
 
+    @property
+    def sites(self) -> list[NeuronSite]:
+        """Each neuron as a site."""
+        return [NeuronSite(self.layer, neuron, self.expert) for neuron in self.neurons]
 
-def site_of(given: Any) -> Site:
-    """A `Site` from (layer, neuron) or (layer, expert, neuron).
+
+def site_of(given: Any) -> NeuronSite:
+    """A `NeuronSite` from (layer, neuron) or (layer, expert, neuron).
 
     Raises:
         SinkscopeError: not two or three whole numbers from 0.
     """
-    if isinstance(given, Site):
-        numbers = (given.layer, given.neuron) if given.expert is None else (given.layer, given.expert, given.neuron)
-    else:
-        numbers = tuple(given) if isinstance(given, Iterable) else (given,)
+    if isinstance(given, NeuronSite):
+        given = (given.layer, given.neuron) if given.expert is None else (given.layer, given.expert, given.neuron)
+    numbers = tuple(given) if isinstance(given, Iterable) else (given,)
     if len(numbers) not in (2, 3) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise SinkscopeError(
-            f"site {given!r}: expected (layer, neuron) or (layer, expert, neuron), whole numbers from 0",
-            page="neuron-sites",
+            f"site {given!r}: expected (layer, neuron) or (layer, expert, neuron), whole numbers from 0", page=_PAGE
         )
-    return Site(numbers[0], numbers[-1], numbers[1] if len(numbers) == 3 else None)
-
-
-def _sites(sites: Iterable[Any], layer: int | None, neurons: Iterable[int]) -> tuple[Site, ...]:
-    neurons = list(neurons)
-    if (layer is None) != (not neurons):
-        raise SinkscopeError(
-            f"layer={layer!r} with neurons={neurons!r}: give both, as in layer=1, neurons=[7890], or "
-            "sites=[(layer, neuron)]",
-            page="neuron-sites",
-        )
-    every = [site_of(s) for s in sites] + [site_of((layer, n)) for n in neurons if layer is not None]
-    if not every:
-        raise SinkscopeError(
-            "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page="neuron-sites"
-        )
-    return tuple(dict.fromkeys(every))
+    return NeuronSite(numbers[0], numbers[-1], numbers[1] if len(numbers) == 3 else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,29 +94,43 @@ class NeuronEdit(Intervention):
     site: Where = "post"
 
     KIND: ClassVar[str] = "edited"
+    EDITS: ClassVar[bool] = True  # False: `new_values` only watches, and the values at the first token are not kept
 
     def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
-        object.__setattr__(self, "sites", _sites(self.sites, layer, neurons))
-        if self.site not in ("post", "up"):
-            raise SinkscopeError(f'site={self.site!r}: expected "post" or "up"', page="neuron-sites")
+        if (layer is None) != (not neurons):
+            raise SinkscopeError(
+                f"layer={layer!r} with neurons={list(neurons)!r}: give both, as in layer=1, neurons=[7890], or "
+                "sites=[(layer, neuron)]",
+                page=_PAGE,
+            )
+        every = [site_of(s) for s in self.sites] + [site_of((layer, n)) for n in neurons]
+        if not every:
+            raise SinkscopeError(
+                "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page=_PAGE
+            )
+        object.__setattr__(self, "sites", tuple(dict.fromkeys(every)))
+        conform(Where, self.site, "site", page=_PAGE)
 
     @property
-    def checked_sites(self) -> tuple[Site, ...]:
-        """`sites` with their type: whatever was given, they are `Site`s afterwards."""
-        return cast("tuple[Site, ...]", self.sites)
+    def checked_sites(self) -> tuple[NeuronSite, ...]:
+        """`sites` with their type: whatever was given, they are `NeuronSite`s afterwards."""
+        return cast("tuple[NeuronSite, ...]", self.sites)
 
     @abstractmethod
     def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: Group, run: Run
-    ) -> Float[Tensor, "batch pos neuron"]:
-        """What the neurons of `group` get instead of `old`. `memory["first"]` has their values at the first token."""
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
+    ) -> Float[Tensor, "batch pos neuron"] | None:
+        """What the neurons of `group` get instead of `old`; None: they stay as they are.
 
-    def groups(self) -> list[Group]:
+        `memory["first"]` has their values at the first token.
+        """
+
+    def groups(self) -> list[NeuronGroup]:
         """The sites by MLP."""
         by: dict[tuple[int, int | None], list[int]] = {}
         for s in self.checked_sites:
             by.setdefault((s.layer, s.expert), []).append(s.neuron)
-        return [Group(layer, expert, neurons) for (layer, expert), neurons in by.items()]
+        return [NeuronGroup(layer, expert, neurons) for (layer, expert), neurons in by.items()]
 
     def enter(self, run: Run, key: int) -> None:
         """Hooks on the down projection, the up projection or the experts."""
@@ -128,10 +142,12 @@ class NeuronEdit(Intervention):
                 experts = run.target.sub(group.layer, adapter.experts or "")
                 run.hook(experts, "post", expert_hook(group.expert, group.neurons, self.site, edit))
             elif self.site == "post":
-                run.hook(run.target.sub(group.layer, adapter.down), "pre", _down_hook(group.neurons, edit))
+                columns = _Columns(group.neurons, edit)
+                run.hook(run.target.sub(group.layer, adapter.down), "pre", columns.before)
             else:
                 module, offset = _up_module(run.target, group.layer)
-                run.hook(module, "post", _up_hook([offset + n for n in group.neurons], edit))
+                columns = _Columns([offset + n for n in group.neurons], edit)
+                run.hook(module, "post", columns.after)
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
         """The same at `hook_post` or `hook_pre_linear`."""
@@ -142,14 +158,14 @@ class NeuronEdit(Intervention):
             name = f"blocks.{group.layer}.mlp.{point}"
             if group.expert is not None or name not in run.target.model.hook_dict:
                 raise UnsupportedError(
-                    f"this bridge has no hook point for {Site(group.layer, group.neurons[0], group.expert)} at "
+                    f"this bridge has no hook point for {group.sites[0]} at "
                     f"site={self.site!r}: use `with ....on(bridge):` instead",
                     page="no-up-factor",
                 )
-            hooks.append((name, _point_hook(group.neurons, self._editor(run, key, group))))
+            hooks.append((name, _Columns(group.neurons, self._editor(run, key, group)).at_point))
         return hooks
 
-    def _editor(self, run: Run, key: int, group: Group) -> Callable[[Tensor], Tensor | None]:
+    def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
         """From values in any shape (..., neuron) to new ones; None if the run does not act on this call."""
 
         def edit(flat: Tensor) -> Tensor | None:
@@ -159,41 +175,135 @@ class NeuronEdit(Intervention):
             index = call.on(flat.device)
             old = flat.reshape(*index.shape, len(group.neurons))  # OPT and experts run batch and position together
             memory = call.sequence.memory.setdefault((key, group.layer, group.expert), Memory())
-            if not call.sequence.settled or "first" not in memory:
+            if self.EDITS and (not call.sequence.settled or "first" not in memory):
                 memory.keep("first", old, index == 0)
-            first = memory["first"]
-            new = self.new_values(old, call, memory, group, run)
-            moved = (new - old).detach().abs() > FIRED * first.nan_to_num(0).abs()[:, None]
+            if (new := self.new_values(old, call, memory, group, run)) is None:
+                return None
+            moved = (new - old).detach().abs() > FIRED * memory["first"].nan_to_num(0).abs()[:, None]
             log_values(run, call, group, self.KIND, moved & (index >= 0)[..., None], {"old": old, "new": new})
             return new.reshape(flat.shape)
 
         return edit
 
     def _check(self, target: Target) -> None:
+        adapter = target.adapter
+        gated = adapter.gate is not None or adapter.fused_gate_up
         for s in self.checked_sites:
-            if s.layer >= target.n_layers:
-                raise _range("layer", s.layer, target.n_layers, target)
-            adapter, mixture = target.adapter, target.is_mixture(s.layer)
+            _check_range("layer", s.layer, target.n_layers, target)
+            mixture = target.is_mixture(s.layer)
             if mixture != (s.expert is not None):
-                want = "(layer, expert, neuron)" if mixture else "(layer, neuron)"
-                what = "a mixture of experts" if mixture else "one MLP without experts"
+                what, want = ("a mixture of experts", "expert, ") if mixture else ("one MLP without experts", "")
                 raise SinkscopeError(
-                    f"{s}: layer {s.layer} of {target.name} is {what}; give {want}", page="neuron-sites"
+                    f"{s}: layer {s.layer} of {target.name} is {what}; give (layer, {want}neuron)", page=_PAGE
                 )
-            if s.expert is not None:
-                experts, width = check_experts(target, s.layer)
-                if s.expert >= experts:
-                    raise _range("expert", s.expert, experts, target)
-            else:
+            if s.expert is None:
                 width = _width(target, s.layer)
-            if s.neuron >= width:
-                raise _range("neuron", s.neuron, width, target)
-            if self.site == "up" and s.expert is None and adapter.gate is None and not adapter.fused_gate_up:
+            else:
+                experts, width = check_experts(target, s.layer)
+                _check_range("expert", s.expert, experts, target)
+            _check_range("neuron", s.neuron, width, target)
+            if self.site == "up" and s.expert is None and not gated:
                 raise UnsupportedError(
                     f'site="up": the MLP of {target.name} ({adapter.model_type}) has no gate and so no up factor; use '
                     'site="post"',
                     page="no-up-factor",
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablate(NeuronEdit):
+    """Switch neurons off.
+
+    Args:
+        value: "zero", a number, or "mean": the row's mean over its real positions after the first, in the first call
+            that has any (the first token is left out, because a sink there is what one wants to see against the rest).
+            Until such a call came, "mean" leaves the values as they are.
+        positions: where, counted from the first real token of each row: None for everywhere, "first", a number,
+            several, or a slice.
+
+    Example:
+        >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
+        NeuronSite(layer=1, neuron=3, expert=None)
+    """
+
+    value: Literal["zero", "mean"] | float = "zero"
+    positions: Positions = None
+
+    KIND: ClassVar[str] = "ablated"
+
+    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
+        super().__post_init__(layer, neurons)
+        conform(Literal["zero", "mean"] | Number, self.value, "value", page=_PAGE)
+        object.__setattr__(self, "positions", _positions(self.positions))
+
+    def new_values(
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
+    ) -> Float[Tensor, "batch pos neuron"]:
+        """Zero, the mean or the number at the chosen positions."""
+        index = call.on(old.device)
+        if self.value == "mean":
+            later = (index > 0)[..., None]
+            mean = torch.where(later, old.detach(), 0).sum(1, dtype=torch.float32) / later.sum(1)
+            kept = memory.get("mean", torch.full_like(mean, torch.nan))
+            memory["mean"] = torch.where(kept.isnan(), mean, kept)
+            value = torch.where(memory["mean"].isnan()[:, None], old, memory["mean"][:, None].to(old.dtype))
+        else:
+            value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))
+        return torch.where(_chosen(index, self.positions)[..., None], value, old)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write(NeuronEdit):
+    """Give neurons a value at chosen positions: does that alone make a sink there?
+
+    Args:
+        value: the number to write.
+        position: where, counted from the first real token of each row: a number, several, "first" or a slice.
+
+    Example:
+        >>> Write(sites=[(1, 3)], value=40.0, position=[5, 9]).position
+        (5, 9)
+    """
+
+    value: float
+    position: Positions
+
+    KIND: ClassVar[str] = "written"
+
+    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
+        super().__post_init__(layer, neurons)
+        conform(Number, self.value, "value", page=_PAGE)
+        object.__setattr__(self, "position", _positions(self.position))
+
+    def new_values(
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
+    ) -> Float[Tensor, "batch pos neuron"]:
+        """The number at the chosen positions."""
+        return old.masked_fill(_chosen(call.on(old.device), self.position)[..., None], float(self.value))
+
+
+def _positions(given: Any) -> Positions:
+    numbers = (given.start or 0, given.stop or 0, given.step or 0) if isinstance(given, slice) else given
+    try:
+        conform(Literal["first"] | Whole | tuple[Whole, ...] | None, numbers, "positions")
+    except SinkscopeError:
+        raise SinkscopeError(
+            f'positions {given!r}: expected "first", whole numbers from 0 (0 is the first token that is not padding) '
+            "or a slice of them",
+            page=_PAGE,
+        ) from None
+    return tuple(given) if isinstance(given, list) else given
+
+
+def _chosen(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
+    if positions is None:
+        return index >= 0
+    if isinstance(positions, slice):
+        start, step = positions.start or 0, positions.step or 1
+        inside = (index >= start) & ((index - start) % step == 0)
+        return inside if positions.stop is None else inside & (index < positions.stop)
+    wanted = (0,) if positions == "first" else positions if isinstance(positions, tuple) else (positions,)
+    return torch.isin(index, torch.tensor(wanted, device=index.device, dtype=index.dtype))
 
 
 _REASONS = {1: "no BOS", 2: "one-token prompt", 3: "sink-like second value", 4: "prompt read before the run"}
@@ -202,7 +312,7 @@ _REASONS = {1: "no BOS", 2: "one-token prompt", 3: "sink-like second value", 4: 
 def log_values(
     run: Run,
     call: Call,
-    group: Group,
+    group: NeuronGroup,
     kind: str,
     where: Bool[Tensor, "batch pos neuron"],
     data: dict[str, Tensor],
@@ -213,63 +323,49 @@ def log_values(
 
     def make() -> list[Event]:
         at = where.nonzero(as_tuple=True)
-        rows, places, columns = (t.tolist() for t in at)
+        rows, _, columns = (t.tolist() for t in at)
         found = {name: value.expand(where.shape)[at].tolist() for name, value in kept.items()}
         positions = index[at[0], at[1]].tolist()
-        events = []
-        for i, (row, _, column) in enumerate(zip(rows, places, columns, strict=True)):
-            entry: dict[str, Any] = {"neuron": group.neurons[column], **{n: v[i] for n, v in found.items()}}
-            if group.expert is not None:
-                entry["expert"] = group.expert
-            if "reason" in entry:
-                entry["reason"] = _REASONS[int(entry["reason"])]
-            events.append(Event(row, call.step, positions[i], group.layer, None, kind, entry))
-        return events
+        if "reason" in found:
+            found["reason"] = [_REASONS[int(reason)] for reason in found["reason"]]
+        expert = {} if group.expert is None else {"expert": group.expert}
+        data = [
+            {"neuron": group.neurons[column], **{name: values[i] for name, values in found.items()}, **expert}
+            for i, column in enumerate(columns)
+        ]
+        return [
+            Event(row, call.step, position, group.layer, None, kind, entry)
+            for row, position, entry in zip(rows, positions, data, strict=True)
+        ]
 
     run.log(make)
 
 
 class _Columns:
-    """Chosen columns of the last dimension of a tensor."""
+    """An edit of chosen columns of a tensor's last dimension, as hooks of torch and TransformerLens call it."""
 
-    def __init__(self, columns: list[int]) -> None:
-        self.columns = torch.tensor(columns)
+    def __init__(self, columns: list[int], edit: Edit) -> None:
+        self.columns, self.edit = torch.tensor(columns), edit
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def edited(self, tensor: Tensor) -> Tensor | None:
+        """A copy with new values (others may need the caller's tensor, and so does autograd); None: nothing changes."""
         if self.columns.device != tensor.device:  # once, not a copy to the device in every call
             self.columns = self.columns.to(tensor.device)
-        return tensor[..., self.columns]
-
-    def edited(self, tensor: Tensor, edit: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        new = edit(self.of(tensor))
-        # A copy: the caller's tensor may be needed by others, and by autograd.
+        new = self.edit(tensor[..., self.columns])
         return None if new is None else tensor.index_copy(-1, self.columns, new.to(tensor.dtype))
 
+    def before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook: the first argument is edited."""
+        new = self.edited(args[0])
+        return None if new is None else ((new, *args[1:]), kwargs)
 
-def _down_hook(neurons: list[int], edit: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    columns = _Columns(neurons)
+    def after(self, _module: Any, _args: Any, _kwargs: Any, output: Tensor) -> Tensor | None:
+        """A forward hook: the output is edited."""
+        return self.edited(output)
 
-    def hook(
-        _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        post = columns.edited(args[0], edit)
-        return None if post is None else ((post, *args[1:]), kwargs)
-
-    return hook
-
-
-def _up_hook(neurons: list[int], edit: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    columns = _Columns(neurons)
-    return lambda _module, _args, _kwargs, output: columns.edited(output, edit)
-
-
-def _point_hook(neurons: list[int], edit: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    columns = _Columns(neurons)
-
-    def at_point(tensor: Tensor, hook: Any) -> Tensor | None:
-        return columns.edited(tensor, edit)
-
-    return at_point
+    def at_point(self, tensor: Tensor, hook: Any) -> Tensor | None:
+        """A hook of TransformerLens."""
+        return self.edited(tensor)
 
 
 def _up_module(target: Target, layer: int) -> tuple[nn.Module, int]:
@@ -286,13 +382,63 @@ def _width(target: Target, layer: int) -> int:
     return target.d_mlp if weight is None else int(weight.shape[0 if target.adapter.transposed_down else 1])
 
 
-def _range(what: str, value: int, count: int, target: Target) -> SinkscopeError:
-    return SinkscopeError(
-        f"{what} {value} is not in {target.name}, which has {count} there: give one from 0 to {count - 1}",
-        page="neuron-sites",
-    )
+def _check_range(what: str, value: int, count: int, target: Target) -> None:
+    if value >= count:
+        raise SinkscopeError(
+            f"{what} {value} is not in {target.name}, which has {count} there: give one from 0 to {count - 1}",
+            page=_PAGE,
+        )
 
 
-def calibrated_tensor(values: list[float | None], like: Tensor) -> Float[Tensor, " neuron"]:
-    """Numbers as a tensor beside `like`; NaN for None."""
-    return torch.tensor([torch.nan if v is None else v for v in values], device=like.device, dtype=like.dtype)
+_last = threading.local()  # values already edited in this call of an experts module, by other hooks
+
+
+def check_experts(target: Target, layer: int) -> tuple[int, int]:
+    """Number of experts of a layer and neurons of each.
+
+    Raises:
+        UnsupportedError: their weights are not plain tensors.
+    """
+    experts: Any = target.sub(layer, target.adapter.experts or "")
+    weight = getattr(experts, "down_proj", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 3 or not weight.is_floating_point():
+        raise UnsupportedError(
+            f"the experts of {target.name} hold no plain weights (quantised?): load the model dequantised to edit "
+            "neurons of an expert",
+            page="quantised-experts",
+        )
+    return int(weight.shape[0]), int(weight.shape[1 if experts.is_transposed else 2])
+
+
+def expert_hook(expert: int, neurons: list[int], site: str, edit: Edit) -> Callable[..., Any]:
+    """Forward hook (with kwargs) for a fused experts module of transformers."""
+
+    def hook(experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        hidden, chosen, weights = bind(args, kwargs)
+        gate, up = gate_up(experts, expert, hidden, neurons)
+        before = _edited(hidden)
+        keys = [(id(experts), expert, n) for n in neurons]
+        # What the neurons have now: as computed, or as an earlier hook on this same call left them.
+        up = torch.stack([before.get((*k, "up"), up[..., i]) for i, k in enumerate(keys)], -1)
+        post = activate(experts, gate, up)
+        post = torch.stack([before.get((*k, "post"), post[..., i]) for i, k in enumerate(keys)], -1)
+        new = edit(up if site == "up" else post)
+        if new is None:
+            return None
+        after = activate(experts, gate, new.to(up.dtype)) if site == "up" else new.to(post.dtype)
+        for i, k in enumerate(keys):
+            before[(*k, "post")] = after[..., i]
+            if site == "up":
+                before[(*k, "up")] = new[..., i].to(up.dtype)
+        weight = torch.where(chosen == expert, weights, 0).sum(-1, keepdim=True)
+        written = columns(experts, expert, neurons).to(post.dtype)
+        return output + ((after - post) * weight).to(post.dtype) @ written
+
+    return hook
+
+
+def _edited(hidden: Tensor) -> dict[Any, Tensor]:
+    """Shared by all hooks of one call, which is known by its input; a new call begins with nothing."""
+    if getattr(_last, "hidden", None) is None or _last.hidden() is not hidden:
+        _last.hidden, _last.values = weakref.ref(hidden), {}
+    return _last.values

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Run
-from sinkscope.interventions.edits import Group, NeuronEdit
+from sinkscope.interventions.edits import NeuronEdit, NeuronGroup
 from sinkscope.interventions.positions import Call, Memory
 
 
@@ -44,6 +44,7 @@ class SinkDetector(NeuronEdit):
     window: int = 4
 
     KIND: ClassVar[str] = "alarm"
+    EDITS: ClassVar[bool] = False
 
     def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
@@ -68,27 +69,10 @@ class SinkDetector(NeuronEdit):
         return (values.float() / torch.tensor(self.levels, device=values.device)).mean(-1)
 
     def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: Group, run: Run
-    ) -> Float[Tensor, "batch pos neuron"]:
-        """The old ones; the rule runs on them."""
-        self.watch(self.scores(old.detach()), call, memory, group, run)
-        return old
-
-    def _editor(self, run: Run, key: int, group: Group) -> Callable[[Tensor], Tensor | None]:
-        """Reads the values and returns None, so that nothing is copied."""
-
-        def read(flat: Tensor) -> Tensor | None:
-            call = run.call
-            if call is not None:
-                values = flat.detach().reshape(*call.index.shape, len(group.neurons))
-                memory = call.sequence.memory.setdefault((key, group.layer, group.expert), Memory())
-                self.new_values(values, call, memory, group, run)
-            return None
-
-        return read
-
-    def watch(self, scores: Float[Tensor, "batch pos"], call: Call, memory: Memory, group: Group, run: Run) -> None:
-        """The running rule on the new positions; padding takes no place in the window."""
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
+    ) -> None:
+        """Nothing changes; the rule runs on the new positions, and padding takes no place in its window."""
+        scores = self.scores(old.detach())
         index = call.on(scores.device)
         real = index >= 0
         place = torch.where(real, real.cumsum(1) - 1, index.shape[1])  # padding goes to a column that is cut off
@@ -98,40 +82,23 @@ class SinkDetector(NeuronEdit):
             return room.scatter_(1, place, values)[:, :-1]
 
         hit = packed((scores >= self.threshold) & (index > 0))
-        state = running_rule(hit, real.sum(1), self.hits, self.window, memory)
-        memory.update(state.memory)
+        counts, onset = running_rule(hit, real.sum(1), self.hits, self.window, memory)
         at, packed_scores = packed(index), packed(scores)
 
         def make() -> list[Event]:
-            rows, columns = (t.tolist() for t in state.onset.nonzero(as_tuple=True))
+            rows, columns = (t.tolist() for t in onset.nonzero(as_tuple=True))
+            found = zip(rows, columns, at[onset].tolist(), packed_scores[onset].tolist(), strict=True)
             return [
-                Event(
-                    row,
-                    call.step,
-                    int(at[row, c]),
-                    group.layer,
-                    None,
-                    self.KIND,
-                    {"score": float(packed_scores[row, c]), "hits": int(state.counts[row, c])},
-                )
-                for row, c in zip(rows, columns, strict=True)
+                Event(row, call.step, p, group.layer, None, self.KIND, {"score": score, "hits": int(counts[row, c])})
+                for row, c, p, score in found
             ]
 
         run.log(make)
 
 
-@dataclass(frozen=True)
-class RuleState:
-    """What the rule says of some new positions, and what it has to remember."""
-
-    counts: Int[Tensor, "batch pos"]
-    onset: Shaped[Tensor, "batch pos"]
-    memory: dict[str, Tensor]
-
-
 def running_rule(
     hit: Shaped[Tensor, "batch pos"], lengths: Int[Tensor, " batch"], hits: int, window: int, memory: dict[str, Tensor]
-) -> RuleState:
+) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
     """`hits` of the last `window` positions, continued from `memory` ("tail": last answers, "on": the rule held).
 
     Args:
@@ -139,7 +106,10 @@ def running_rule(
         lengths: how many positions of each row are new.
         hits: how many must count.
         window: of how many.
-        memory: of the calls before; empty in the first.
+        memory: of the calls before, empty in the first; it is brought up to date.
+
+    Returns:
+        How many of the last positions count, and where the rule begins to hold.
     """
     batch, new = hit.shape
     tail = memory.get("tail", hit.new_zeros(batch, window - 1)).to(hit.device)
@@ -150,4 +120,5 @@ def running_rule(
     holds = torch.cat([on, (counts >= hits) & inside], 1)
     onset = holds[:, 1:] & ~holds[:, :-1] & inside
     keep = lengths[:, None] + torch.arange(window - 1, device=hit.device)
-    return RuleState(counts, onset, {"tail": joined.gather(1, keep), "on": holds.gather(1, lengths[:, None])})
+    memory.update(tail=joined.gather(1, keep), on=holds.gather(1, lengths[:, None]))
+    return counts, onset

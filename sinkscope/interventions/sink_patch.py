@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from os import PathLike
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
+from pydantic import BaseModel, Field
 from torch import Tensor
 
+from sinkscope.checked import Number, Whole, conform
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
-from sinkscope.interventions.edits import (
-    Group,
-    NeuronEdit,
-    Site,
-    Where,
-    calibrated_tensor,
-    log_values,
-    site_of,
-)
-from sinkscope.interventions.patch_file import read_patch, write_patch
+from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
 from sinkscope.interventions.positions import Call, Memory
+from sinkscope.output import write_atomic
 
 # Why the calibrated value is used instead of the second token's; the names are in `edits._REASONS`.
 _NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4
+SCHEMA, KIND = 1, "sink-patch"
+_PAGE = "patch-file"
+Value = Literal["second", "calibrated"] | Number
+
+
+class _FileSite(BaseModel):
+    layer: Whole
+    neuron: Whole
+    expert: Whole | None = None
+    calibrated: Number | None = None
+
+
+class _File(BaseModel):
+    """What patch.json holds beside schema and kind."""
+
+    model: dict[str, Any] | None = None
+    site: Where
+    value: Value
+    sites: Annotated[list[_FileSite], Field(min_length=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,20 +89,16 @@ class SinkPatch(NeuronEdit):
 
     def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
+        conform(Value, self.value, "value", page=_PAGE)
         calibrated = {site_of(s): v for s, v in self.calibrated.items()}
         for s, v in calibrated.items():
-            if not _is_number(v):
-                raise SinkscopeError(f"calibrated value {v!r} of {s}: expected a number", page="patch-file")
+            conform(Number, v, f"calibrated value of {s}", page=_PAGE)
         object.__setattr__(self, "calibrated", calibrated)
         if self.value == "calibrated" and (missing := [s for s in self.checked_sites if s not in calibrated]):
             raise SinkscopeError(
                 f'value="calibrated" but {missing[0]} has no calibrated value: give calibrated={{...}} or make the '
                 "patch with SinkPatch.from_result",
-                page="patch-file",
-            )
-        if self.value not in ("second", "calibrated") and not _is_number(self.value):
-            raise SinkscopeError(
-                f'value={self.value!r}: expected "second", "calibrated" or a number', page="patch-file"
+                page=_PAGE,
             )
 
     @classmethod
@@ -107,7 +117,7 @@ class SinkPatch(NeuronEdit):
                 f"sink_layer={found.sink_layer} and no causal neuron",
                 page="no-sink",
             )
-        sites = [Site(int(_get(r, "layer")), int(_get(r, "neuron")), _get(r, "expert")) for r in rows]
+        sites = [NeuronSite(int(_get(r, "layer")), int(_get(r, "neuron")), _get(r, "expert")) for r in rows]
         neutral = [_get(row, f"neutral_{site}") for row in rows]
         calibrated = {s: float(v) for s, v in zip(sites, neutral, strict=True) if v is not None}
         model: Any = _get(found, "model")
@@ -120,11 +130,9 @@ class SinkPatch(NeuronEdit):
         Raises:
             SinkscopeError: the path cannot be written.
         """
-        sites = [
-            {"layer": s.layer, "expert": s.expert, "neuron": s.neuron, "calibrated": self.calibrated.get(s)}
-            for s in self.checked_sites
-        ]
-        write_patch(path, {"model": self.model, "site": self.site, "value": self.value, "sites": sites})
+        sites = [{**s._asdict(), "calibrated": self.calibrated.get(s)} for s in self.checked_sites]
+        content = {"model": self.model, "site": self.site, "value": self.value, "sites": sites}
+        write_atomic(path, json.dumps({"schema": SCHEMA, "kind": KIND, **content}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -134,29 +142,21 @@ class SinkPatch(NeuronEdit):
             SinkscopeError: not there, not JSON, not a patch, of another schema, or a field is missing or wrong.
         """
         content = read_patch(path)
-        sites = [Site(s["layer"], s["neuron"], s["expert"]) for s in content["sites"]]
-        calibrated = {
-            s: entry["calibrated"]
-            for s, entry in zip(sites, content["sites"], strict=True)
-            if entry["calibrated"] is not None
-        }
-        return cls(
-            sites=tuple(sites),
-            site=content["site"],
-            value=content["value"],
-            calibrated=calibrated,
-            model=content["model"],
-        )
+        values = {NeuronSite(s["layer"], s["neuron"], s["expert"]): s["calibrated"] for s in content.pop("sites")}
+        calibrated = {site: value for site, value in values.items() if value is not None}
+        return cls(sites=tuple(values), calibrated=calibrated, **content)
 
     def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: Group, run: Run
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
     ) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
-        kept = [self.calibrated.get(Site(group.layer, n, group.expert)) for n in group.neurons]
-        if self.value == "second":
-            neutral = self._second(old, call, memory, group, run, calibrated_tensor(kept, old))[:, None]
+        if isinstance(self.value, str):
+            kept = [self.calibrated.get(site, torch.nan) for site in group.sites]
         else:
-            neutral = calibrated_tensor(kept if self.value == "calibrated" else [self.value] * len(kept), old)
+            kept = [self.value] * len(group.neurons)
+        neutral = torch.tensor(kept, device=old.device, dtype=old.dtype)
+        if self.value == "second":
+            neutral = self._second(old, call, memory, group, run, neutral)[:, None]
         return torch.where((call.on(old.device) > 0)[..., None], neutral, old)
 
     def _second(
@@ -164,7 +164,7 @@ class SinkPatch(NeuronEdit):
         old: Float[Tensor, "batch pos neuron"],
         call: Call,
         memory: Memory,
-        group: Group,
+        group: NeuronGroup,
         run: Run,
         calibrated: Float[Tensor, " neuron"],
     ) -> Float[Tensor, "batch neuron"]:
@@ -172,7 +172,7 @@ class SinkPatch(NeuronEdit):
             return memory["value"]
         index = call.on(old.device)
         late = call.sequence.partial and call.past > 1
-        if late and any(Site(group.layer, n, group.expert) not in self.calibrated for n in group.neurons):
+        if late and not self.calibrated.keys() >= set(group.sites):
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give a number as value or "
@@ -205,10 +205,32 @@ class SinkPatch(NeuronEdit):
         return value
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _get(row: Any, name: str) -> Any:
     """A field of a result row, whether it is a dictionary or an object; None if it has none."""
     return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+
+
+def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
+    """The checked content of a patch file: model, site, value, sites.
+
+    Raises:
+        SinkscopeError: the file is not there, not JSON, or a field of it is wrong.
+    """
+    name = Path(path).name
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SinkscopeError(
+            f"cannot read {path}: {error.strerror or error}; make a patch with `sinkscope patch make`", page=_PAGE
+        ) from None
+    except ValueError as error:
+        raise SinkscopeError(f"{name} is not JSON ({error}): expected a patch file of sinkscope", page=_PAGE) from None
+    kind = content.get("kind") if isinstance(content, dict) else type(content).__name__
+    if kind != KIND:
+        raise SinkscopeError(f'{name} has kind {kind!r}: expected a patch file, with kind "{KIND}"', page=_PAGE)
+    if content.get("schema") != SCHEMA:
+        raise SinkscopeError(
+            f"{name} has schema {content.get('schema')!r}, this version reads {SCHEMA}: make the patch again",
+            page=_PAGE,
+        )
+    return conform(_File, content, name, page=_PAGE).model_dump()

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
+from sinkscope.parallel import check_workers
 from sinkscope.results import Result
 from sinkscope.sinks.attack.attempts import Arena, Context, make_arena
-from sinkscope.sinks.attack.chunks import Opened, check_workers
+from sinkscope.sinks.attack.chunks import Opened
 from sinkscope.sinks.attack.clusters import sink_of
 from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, repeat, round_trip
 from sinkscope.sinks.first_token.locate import Progress, setup

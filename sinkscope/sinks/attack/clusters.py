@@ -13,8 +13,9 @@ import torch
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
+from sinkscope.parallel import check_workers
 from sinkscope.results import Result
-from sinkscope.sinks.attack.chunks import Columns, Opened, check_workers, hold_layers, in_chunks
+from sinkscope.sinks.attack.chunks import Columns, Opened, hold_layers, in_chunks
 from sinkscope.sinks.attack.single_head import HeadWork, first_direction, later_mean, neuron_at
 from sinkscope.sinks.attack.two_tokens import PairNorms, pairs_of
 from sinkscope.sinks.attack.vocabulary import draw, shown, vocabulary

@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
-from sinkscope.interventions.edits import Group
+from sinkscope.interventions.edits import NeuronGroup
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.models.target import Target
@@ -163,10 +163,9 @@ class _Recorder(SinkDetector):
     into: list[Tensor] = field(default_factory=list)
 
     def new_values(
-        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: Group, run: Run
-    ) -> Float[Tensor, "batch pos neuron"]:
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
+    ) -> None:
         self.into.append(old.float().cpu())
-        return old
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.edits import Site
+from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.results import Result
 from sinkscope.sinks.first_token.ablation import neutral_values, neutral_view
@@ -187,7 +187,7 @@ def evaluate_patch(
 def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
     """A patch of the same kind for as many other neurons of the same layers and experts, drawn by the seed."""
     generator = torch.Generator().manual_seed(made.seed)
-    calibrated: dict[Site, float] = {}
+    calibrated: dict[NeuronSite, float] = {}
     for group in patch.groups():
         with made.target.loaded(group.layer):
             view = neutral_view(made.target, group.layer, made.ids)
@@ -202,7 +202,7 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
         for neuron in [n for n in order if n not in taken][: len(taken)]:
             post, up = neutral_values(made.target, view, neuron + (group.expert or 0) * width)
             value = post if patch.site == "post" or up is None else up
-            calibrated[Site(group.layer, neuron, group.expert)] = value
+            calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
 
 
@@ -238,5 +238,5 @@ def _score(task: str, metric: str, samples: int, patched: Change, control: Chang
     )
 
 
-def _numbers(site: Site) -> tuple[int, ...]:
+def _numbers(site: NeuronSite) -> tuple[int, ...]:
     return (site.layer, site.neuron) if site.expert is None else (site.layer, site.expert, site.neuron)

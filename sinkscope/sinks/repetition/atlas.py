@@ -13,8 +13,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.parallel import check_workers
 from sinkscope.results import Result
-from sinkscope.sinks.attack.chunks import Columns, Opened, check_workers, hold_layers, in_chunks
+from sinkscope.sinks.attack.chunks import Columns, Opened, hold_layers, in_chunks
 from sinkscope.sinks.attack.clusters import clusters_of, sink_of, table_settings
 from sinkscope.sinks.attack.vocabulary import draw, shown, vocabulary
 from sinkscope.sinks.first_token.locate import Setup, setup

@@ -1,0 +1,151 @@
+"""Jobs over processes: the same records however many there are, kept as they come; what goes wrong is one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.parallel import Pool, Tally, check_workers, finish
+from sinkscope.store import Folder, Keyed
+
+
+@dataclass(frozen=True)
+class Square:
+    number: int
+    size: int = 1
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return (self.number,)
+
+
+@dataclass(frozen=True)
+class Squared(Keyed):
+    number: int
+    value: int
+    process: int
+
+    @property
+    def key(self) -> int:
+        return self.number
+
+
+def square(job: Square) -> list[Squared]:
+    if job.number < 0:
+        raise SinkscopeError(f"{job.number} is negative: give another")
+    if job.number > 1000:
+        os._exit(1)
+    return [Squared(job.number, job.number**2, os.getpid())]
+
+
+def make() -> Callable[[Square], list[Squared]]:
+    return square
+
+
+def slow_to_make() -> Callable[[Square], list[Squared]]:
+    time.sleep(60)
+    return square
+
+
+def cannot_make() -> Callable[[Square], list[Squared]]:
+    raise SinkscopeError("there is no such model: give another")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:  # workers import this file, to find what is pickled by its name
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ["PYTHONPATH"]]))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield
+        ray.shutdown()
+
+
+def _run(
+    folder: Path | None, numbers: range, pool: Pool[Square, list[Squared]]
+) -> tuple[dict[int, int], Folder[Squared]]:
+    kept = Folder(folder, {"power": 2}, Squared)
+    with kept, pool:
+        finish(pool, [Square(n) for n in numbers], kept, Tally("numbers", len(numbers)))
+    return {record.number: record.value for record in kept.records.values()}, kept
+
+
+def test_workers_make_the_same_records_and_go_on_from_those_that_are_kept(tmp_path: Path, cluster: None) -> None:
+    seen: list[tuple[str, int, int]] = []
+    one, _ = _run(None, range(9), Pool(square))
+    two, kept = _run(tmp_path / "r", range(6), Pool(square, make, workers=2, progress=lambda *p: seen.append(p)))
+    assert two == {n: value for n, value in one.items() if n < 6}
+    assert os.getpid() not in {record.process for record in kept.records.values()}
+    assert seen[0] == ("starting 2 Ray workers", 0, 2) and seen[-1] == ("starting 2 Ray workers", 2, 2)
+    all_, kept = _run(tmp_path / "r", range(9), Pool(square))
+    assert all_ == one
+    assert {record.number for record in kept.records.values() if record.process == os.getpid()} == {6, 7, 8}
+    calls: list[Square] = []
+    _run(tmp_path / "r", range(9), Pool(lambda job: calls.append(job) or square(job)))
+    assert calls == []
+
+
+def test_what_goes_wrong_in_a_worker_is_one_line(tmp_path: Path, cluster: None) -> None:
+    for elsewhere, numbers, says in (
+        (make, range(-1, 1), "-1 is negative: give another"),
+        (cannot_make, range(2), "there is no such model: give another"),
+        (make, range(1001, 1003), "a Ray worker ended before its work was done"),
+    ):
+        with pytest.raises(SinkscopeError, match=says) as refused:
+            _run(None, numbers, Pool(square, elsewhere, workers=2))
+        assert "\n" not in str(refused.value)
+
+
+def test_workers_that_do_not_come_are_an_error(cluster: None) -> None:
+    began = time.monotonic()
+    for elsewhere, workers in ((make, 3), (slow_to_make, 1)):  # the third finds no free CPU
+        with pytest.raises(SinkscopeError, match=rf"1 of {workers} Ray workers did not start within 4 s"):
+            _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=4.0))
+    assert time.monotonic() - began < 50
+
+
+def test_a_cluster_that_does_not_answer_is_an_error() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    pytest.importorskip("ray").shutdown()
+    with pytest.raises(SinkscopeError, match=rf"--ray {address}: no Ray cluster can be joined there"):
+        _run(None, range(2), Pool(square, make, address=address))
+
+
+def test_bad_numbers_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SinkscopeError, match="--workers 0: at least one"):
+        check_workers(0)
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    check_workers(1)
+    for given in (partial(check_workers, 2), partial(check_workers, 1, "auto")):
+        with pytest.raises(SinkscopeError, match=r"sinkscope\[ray\]"):
+            given()
+
+
+def test_progress_counts_what_is_there_already(tmp_path: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    for numbers in (range(3), range(5)):
+        kept = Folder(tmp_path / "r", {}, Squared)
+        with kept, Pool(square) as pool:
+            finish(
+                pool,
+                [Square(n, size=10) for n in numbers],
+                kept,
+                Tally("n", 10 * len(numbers), lambda *p: seen.append(p)),
+            )
+    assert seen == [("n", 0, 30), ("n", 10, 30), ("n", 20, 30), ("n", 30, 30), *(("n", d, 50) for d in (30, 40, 50))]
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    with Folder(tmp_path / "r", {}, Squared, option="--resume"):
+        with pytest.raises(SinkscopeError, match=r"--resume .*r is being written by another run"):
+            Folder(tmp_path / "r", {}, Squared, option="--resume").__enter__()
