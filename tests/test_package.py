@@ -36,7 +36,6 @@ ORDER = (
     "bench",
     "html",
     "report",
-    "_console",
     "cli",
     "__main__",
 )
@@ -51,6 +50,7 @@ GROUND = (
     "registry",
     "results",
     "store",
+    "_console",
     "_grid",
     "_plain",
     "_provenance",
