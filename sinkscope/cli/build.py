@@ -191,7 +191,7 @@ def _refuse_foreign(main: Entry, others: list[Entry], given: dict[str, Any]) -> 
 
 def _typed(parameter: Parameter) -> inspect.Parameter:
     """A parameter as typer reads it."""
-    option, kind = parameter.option, parameter.type
+    option, kind = parameter.option, bool if isinstance(parameter.default, bool) else parameter.type
     if option.reads == "head" or option.reads == "commas" or kind not in (int, float, str, bool, Path):
         kind = kind if get_origin(kind) is Literal and option.reads is None else str
     empty = parameter.required
