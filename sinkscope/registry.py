@@ -372,7 +372,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bo
         elif type(None) in args:  # a union with None: the None is only the default
             inner = [a for a in args if a is not type(None)]
             hint = Union[tuple(inner)]  # noqa: UP007 - made of a tuple
-        elif isinstance(origin, type) and issubclass(origin, Sequence) and not many:
+        elif isinstance(origin, type) and issubclass(origin, Sequence) and args[1:] in ((), (...,)) and not many:
             many, hint = True, args[0]
         else:
             return Parameter(name, hint, option, default, help, many, keyword)
