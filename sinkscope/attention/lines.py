@@ -166,7 +166,7 @@ class LineWeights(Weights, Result):
 
 
 @measurement(
-    group="Attention",
+    group="Look",
     figure=draw_weights,
     command="lines",
     loading="whole",

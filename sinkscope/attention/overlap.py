@@ -205,7 +205,7 @@ class LineOverlap(Overlap, Result):
 
 
 @measurement(
-    group="Attention",
+    group="Look",
     figure=draw_overlap,
     command="overlap",
     loading="whole",
