@@ -1,8 +1,8 @@
 """Where in a message the question stands: rules for English, without a model.
 
-A message is cut into sentences. Code, quotations, tables, transcripts and texts that it brings along are material, in
-which nothing is asked of the reader; of the rest, sentences that ask, or tell the reader to do something, are the
-questions. Greetings and thanks at either end do not count.
+A message is divided into sentences. Code, quotations, tables, transcripts and pasted texts are material, which asks
+nothing of the reader. Of the other sentences, those that ask or tell the reader to do something are the questions.
+Greetings and thanks at either end do not count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from sinkscope.records import read_records
 
 Place = Literal["front", "middle", "end", "single", "none"]
 PLACES: tuple[Place, ...] = get_args(Place)
-NEAR = 0.1  # of a message's words: as little text before or after the question is none
-LONG = 60  # words of a paragraph that reads like a text brought along
+NEAR = 0.1  # of a message's words: less text before or after the question is ignored
+LONG = 60  # words of a paragraph that counts as a pasted text
 
 _NEAR = 300  # characters that are looked at around a stop or before a colon, so that time is linear
 
@@ -70,7 +70,7 @@ class Located:
 
     Attributes:
         place: "front", "middle" or "end" of the message, "single" (it is one sentence) or "none" (nothing is asked).
-        asked: the sentences that ask, as they stand.
+        asked: the sentences that ask, word for word.
     """
 
     place: Place
@@ -80,8 +80,8 @@ class Located:
 def locate(message: str) -> Located:
     """Where the question of a message stands.
 
-    At the end: after the last question come no more than a tenth of the words. Else at the front: before the first come
-    no more than a tenth. Else in the middle.
+    "end": at most a tenth of the words follow the last question. Otherwise "front": at most a tenth precede the first.
+    Otherwise "middle".
     """
     units = list(dropwhile(lambda unit: unit.polite, _units(message)))
     while units and units[-1].polite:
@@ -105,7 +105,7 @@ def _asking(units: Sequence[_Unit]) -> list[int]:
         or [i for i in own if _RULES["hint"].search(units[i].text)]
         or [i for i, unit in enumerate(units) if unit.soft and unit.asks][-1:]
     )
-    # A question in a long paragraph is the text's own if something is asked outside of it.
+    # If something is asked elsewhere, a question in a long paragraph belongs to the pasted text.
     sizes: Counter[int] = Counter()
     for unit in units:
         sizes[unit.block] += unit.words
@@ -155,7 +155,7 @@ def _units(message: str) -> list[_Unit]:
 
 
 def _joined(text: str) -> list[str]:
-    """Lines; one that was broken within a sentence is whole."""
+    """Lines; lines that were broken within a sentence are joined."""
     rows: list[str] = []
     for row in text.split("\n"):
         last = rows[-1] if rows else ""
@@ -167,7 +167,7 @@ def _joined(text: str) -> list[str]:
 
 
 def _sentences(row: str) -> list[tuple[str, str]]:
-    """A line's sentences, covered and as they stand; a request is parted from what follows its colon."""
+    """A line's sentences, covered and word for word; a request is separated from what follows its colon."""
     covered = _RULES["quoted"].sub(lambda found: re.sub(r"(?<=.)\S(?=.)", "_", found.group()), row.replace("’", "'"))
     if _is_code(covered):
         return [(covered.strip(), row.strip())]
@@ -198,7 +198,7 @@ def _is_code(text: str) -> bool:
 
 
 def _mark(units: Sequence[_Unit]) -> None:
-    """Say of every unit whether it is material."""
+    """Mark every unit that is material."""
     final = [unit.block for unit in units].index(units[-1].block)  # where the last block begins
     rest = letter = label = announced = -1  # from which unit, or in which block or line, there is material
     for i, unit in enumerate(units):
@@ -207,7 +207,7 @@ def _mark(units: Sequence[_Unit]) -> None:
         if _RULES["letter"].match(unit.text):
             letter = unit.block
         if i == final and unit.asks and rest < 0:
-            announced = -1  # what is asked after the material
+            announced = -1  # a question after the material
         if not unit.material and not question:
             unit.soft = -1 < announced < unit.block
             unit.material = 0 <= rest <= i or unit.line == label or unit.block == letter
