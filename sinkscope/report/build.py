@@ -99,7 +99,7 @@ def report(
         The file that was written, the results in it, and the files left out with the reasons.
 
     Raises:
-        SinkscopeError: there is no such folder, it holds no result, or the file cannot be written or is one of the results.
+        SinkscopeError: there is no such folder, it holds no result, or the file cannot be written or is itself a result.
     """
     root = Path(folder)
     if not root.is_dir():
