@@ -99,7 +99,8 @@ def report(
         The file that was written, the results in it, and the files left out with the reasons.
 
     Raises:
-        SinkscopeError: there is no such folder, it holds no result, or the file cannot be written or is itself a result.
+        SinkscopeError: there is no such folder, it holds no result, or the file cannot be written or would replace
+            a result.
     """
     root = Path(folder)
     if not root.is_dir():
