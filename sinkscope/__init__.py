@@ -18,8 +18,6 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "find_sinks": "sinkscope.sinks.first_token.find",
     "token_clusters": "sinkscope.sinks.attack.clusters",
     "sink_atlas": "sinkscope.sinks.repetition.atlas",
-    "repeat_norms": "sinkscope.sinks.repetition.repeat",
-    "repeat_attention": "sinkscope.sinks.repetition.repeat_attention",
     "separability": "sinkscope.sinks.first_token.separate",
     "convergence": "sinkscope.sinks.repetition.converge",
     "divergence": "sinkscope.sinks.repetition.divergence",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from sinkscope.measure.setup import Loading, Setup, edit_of
-from sinkscope.registry import Parameter, parameter
+from sinkscope.registry import Parameter, parameter, shared_parameters
 from sinkscope.results import Result
 
 if TYPE_CHECKING:
@@ -100,9 +100,9 @@ class Measurement(Generic[P, R]):
         return self._measured(setup, kwargs, {})
 
     def _check(self, given: dict[str, Any]) -> None:
-        for own in self.parameters:
-            if own.name in given:
-                own.check(given[own.name])
+        for one in {p.name: p for p in (*shared_parameters("open"), *self.parameters)}.values():
+            if one.name in given:
+                one.check(given[one.name])
 
     def _measured(self, setup: Setup, own: dict[str, Any], given: dict[str, Any]) -> R:
         result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
