@@ -42,6 +42,7 @@ class Option:
             splits at commas.
         argument: whether it stands without a name.
         hidden: whether only Python callers can give it.
+        required: whether the command line asks for it although it has a default in Python.
     """
 
     name: str | None = None
@@ -51,6 +52,7 @@ class Option:
     reads: Literal["text", "head", "commas"] | None = None
     argument: bool = False
     hidden: bool = False
+    required: bool = False
 
 
 Positive = Annotated[int, Option(min=1)]
@@ -98,6 +100,11 @@ class Parameter:
     keyword: bool
 
     @property
+    def required(self) -> bool:
+        """Whether the command line asks for it."""
+        return self.option.required or self.default is inspect.Parameter.empty
+
+    @property
     def flag(self) -> str:
         """The option's name on the command line."""
         stem = self.name.removesuffix("s") if self.many else self.name
@@ -118,7 +125,7 @@ class Parameter:
                 fits = fits and isinstance(one, int)
             if not (fits and (low is None or one >= low) and (high is None or one <= high)):
                 what = "a whole number" if self.type is int else "a number"
-                bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high:g}" if high else ""]
+                bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
                 wanted = " and ".join(bound for bound in bounds if bound)
                 raise SinkscopeError(f"{self.flag} {one!r}: expected {what} {wanted} ({self.name}=... in Python)")
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.attention._loop import checked_ids
+from sinkscope.attention.generation import checked_ids
 from sinkscope.errors import SinkscopeError
 from sinkscope.sinks.first_token.locate import Setup
 from sinkscope.text import text_rows

@@ -15,10 +15,11 @@ from torch import Tensor
 from sinkscope.attention._line_data import Input, Text, checked_etas, inputs
 from sinkscope.attention._line_picture import Picture, pictured
 from sinkscope.attention._line_tap import scores_of
-from sinkscope.attention._loop import chosen_layers, opened
+from sinkscope.attention.generation import chosen_layers
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums
+from sinkscope.measure import Setup
 from sinkscope.results import Result
 from sinkscope.sinks.first_token.locate import Progress
 
@@ -180,8 +181,9 @@ def line_weights(
         SinkscopeError: bad input; the message is one line and says what to do.
     """
     shares = checked_etas(etas)
-    made = opened(
+    made = Setup.open(
         model,
+        loading="whole",
         tokenizer=tokenizer,
         bos=bos,
         text=text,

@@ -15,10 +15,11 @@ from torch import Tensor
 from sinkscope.attention._line_data import Input, Text, checked_etas, inputs, questions
 from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention._line_tokens import BUDGETS, TokenOverlap, token_overlap
-from sinkscope.attention._loop import chosen_layers, opened
+from sinkscope.attention.generation import chosen_layers
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, line_sums
+from sinkscope.measure import Setup
 from sinkscope.results import Result
 from sinkscope.sinks.first_token.locate import Progress
 
@@ -166,8 +167,9 @@ def line_overlap(
     if max_new_tokens < 0 or window < 1:
         name, value = ("max-new-tokens", max_new_tokens) if max_new_tokens < 0 else ("window", window)
         raise SinkscopeError(f"--{name} {value}: expected {0 if name != 'window' else 1} or more")
-    made = opened(
+    made = Setup.open(
         model,
+        loading="whole",
         tokenizer=tokenizer,
         bos=bos,
         text=text,

@@ -183,8 +183,10 @@ def attending(target: Target, name: str, function: Callable[..., tuple[Tensor, T
 def refuse_opaque(target: Target) -> None:
     """A model whose attention is not called through transformers shows no queries and keys."""
     if target.kind == "bridge" or not target.adapter.attention_interface:
-        what = "a TransformerBridge" if target.kind == "bridge" else target.adapter.model_type
-        raise UnsupportedError(f"queries and keys of {what} are not offered; use a plain model (backend='hf')")
+        bridge = target.kind == "bridge"
+        what = "a TransformerBridge" if bridge else target.adapter.model_type
+        remedy = "use a plain model (backend='hf')" if bridge else "give another model"
+        raise UnsupportedError(f"queries and keys of {what} are not offered: {remedy}")
 
 
 def configs_of(target: Target) -> list[Any]:
