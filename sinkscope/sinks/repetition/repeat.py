@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -128,7 +129,7 @@ class RepeatNorms(Result):
                 f"({len(single)} tokens); in typical text the median is {self._of_first(self.typical_norm)} of it."
             )
         return (
-            f"A repeated token reaches half of the first token's norm after {_median(got):.0f} repetitions (median of "
+            f"A repeated token reaches half of the first token's norm after {median(got):.0f} repetitions (median of "
             f"{len(got)} of {len(single)} tokens); in typical text the median is {self._of_first(self.typical_norm)} "
             "of that norm."
         )
@@ -164,9 +165,7 @@ class RepeatNorms(Result):
             names = ", ".join(str(site[-1]) for site in curve.sites)
             drops = [s.curves[i].last_drop or 0.0 for s in there]
             last = (
-                f"; {cell(_median(drops), percent=True)} at the last repetition of those that get there"
-                if there
-                else ""
+                f"; {cell(median(drops), percent=True)} at the last repetition of those that get there" if there else ""
             )
             what = "Random neuron" if curve.condition == "control" else "Neuron"
             lines.append(
@@ -291,7 +290,3 @@ def _counts(most: int) -> tuple[int, ...]:
 
 def _short(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))

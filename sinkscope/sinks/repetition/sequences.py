@@ -125,8 +125,8 @@ def room(target: Target, asked: int | None, around: int, most: int = REPEATS) ->
     largest = context - around
     if largest < 1:
         raise SinkscopeError(
-            f"--prefix is {around} tokens with what stands around the repetitions, which leaves no room for a "
-            f"repetition in the context of {context} tokens; give a shorter --prefix"
+            f"{around} tokens around the repetitions leave no room for one in the context of {context} tokens; give a "
+            "shorter --prefix"
         )
     if asked is not None and asked > largest:
         raise SinkscopeError(
