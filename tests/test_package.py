@@ -28,8 +28,8 @@ ORDER = (
     "interventions",
     "lines",
     "kv",
-    "generate",
     "measure",
+    "generate",
     "figures",
     "sinks",
     "attention",
@@ -37,6 +37,7 @@ ORDER = (
     "html",
     "report",
     "_console",
+    "commands",
     "cli",
     "__main__",
 )
