@@ -19,8 +19,6 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "token_clusters": "sinkscope.sinks.attack.clusters",
     "sink_atlas": "sinkscope.sinks.repetition.atlas",
     "separability": "sinkscope.sinks.first_token.separate",
-    "convergence": "sinkscope.sinks.repetition.converge",
-    "divergence": "sinkscope.sinks.repetition.divergence",
     "make_patch": "sinkscope.sinks.patch.make",
     "evaluate_patch": "sinkscope.sinks.patch.evaluate",
     "massive_activations": "sinkscope.sinks.first_token.massive",
