@@ -22,8 +22,6 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "make_patch": "sinkscope.sinks.patch.make",
     "evaluate_patch": "sinkscope.sinks.patch.evaluate",
     "massive_activations": "sinkscope.sinks.first_token.massive",
-    "line_weights": "sinkscope.attention.lines",
-    "line_overlap": "sinkscope.attention.overlap",
     "cluster_attack": "sinkscope.sinks.attack.attack",
     "detect_attack": "sinkscope.sinks.attack.detect",
     "Intervention": "sinkscope.interventions.base",
