@@ -55,7 +55,7 @@ def add_commands(app: typer.Typer) -> None:
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
-    groups: dict[str, typer.Typer] = {}
+    groups = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
     for words, parts in together.items():
         parts.sort(key=lambda entry: entry.marks.get("flag") is not None)
         home, _, name = words.rpartition(" ")
@@ -186,7 +186,10 @@ def _refuse_foreign(main: Entry, others: list[Entry], given: dict[str, Any]) -> 
             if parameter.name in given and parameter.name not in mine:
                 flag = other.marks.get("flag")
                 remedy = f"give --{flag}, too, or leave it out" if flag else "leave it out"
-                raise SinkscopeError(f"{parameter.flag} {given[parameter.name]}: this run has no use for it; {remedy}")
+                value = given[parameter.name]
+                shown = value if parameter.many else [] if value is True else [value]
+                words = " ".join([parameter.flag, *map(str, shown)])
+                raise SinkscopeError(f"{words}: this run has no use for it; {remedy}")
 
 
 def _typed(parameter: Parameter) -> inspect.Parameter:
