@@ -61,7 +61,8 @@ def add_commands(app: typer.Typer) -> None:
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
-    groups: dict[str, typer.Typer] = {"": app}
+    there = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
+    groups: dict[str, typer.Typer] = {"": app, **there}
     for words, parts in together.items():
         home, _, name = words.rpartition(" ")
         if home not in groups:
@@ -168,7 +169,9 @@ class Command:
                     flag = other.marks.get("flag")
                     remedy = f"give --{flag}, too, or leave it out" if flag else "leave it out"
                     value = given[parameter.name]
-                    raise SinkscopeError(f"{parameter.flag} {value}: this run has no use for it; {remedy}")
+                    shown = value if parameter.many else [] if value is True else [value]
+                    words = " ".join([parameter.flag, *map(str, shown)])
+                    raise SinkscopeError(f"{words}: this run has no use for it; {remedy}")
 
     def _run(self, main: Entry, also: list[Entry], given: dict[str, Any], backend: Any) -> tuple[Any, dict[str, Any]]:
         """The result of a function, and those of the measurements that go with it, by their keys in the JSON."""
