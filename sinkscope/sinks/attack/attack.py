@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.attack import draw as figure
 from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
+from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, repeat, round_trip
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
 from sinkscope.sinks.attack.vocabulary import refuse_workers

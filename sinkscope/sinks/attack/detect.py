@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.attack_detection import draw as figure
 from sinkscope.interventions.base import Run
@@ -20,6 +19,7 @@ from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
+from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.attack import SUCCESS, refuse_no_lengths
 from sinkscope.sinks.attack.sequences import draw, repeat
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
