@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.attack import draw as figure
+from sinkscope.figures.vocabulary import attack as figure
 from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, repeat, round_trip

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.figures.clusters import draw as figure
+from sinkscope.figures.vocabulary import clusters as figure
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.single_head import HeadWork, first_direction, later_mean, neuron_at

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.attack_detection import draw as figure
+from sinkscope.figures.vocabulary import detection as figure
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import NeuronGroup
 from sinkscope.interventions.positions import Call, Memory

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
-from sinkscope.figures.atlas import draw as figure
+from sinkscope.figures.vocabulary import atlas as figure
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
