@@ -240,8 +240,6 @@ def detect_attack(
         raise SinkscopeError("rules: none is given; give pairs of hits and window, such as (2, 4)")
     layer, neurons = causal_neurons(setup)
     lengths = sorted(set(lengths))
-    if harmless is None and neurons:
-        harmless = {"text": setup.text, "code": source_code(), "repetition": honest_repetition(seed=setup.seed)}
     setup.record(
         lengths=lengths,
         rules=[list(rule) for rule in rules],
@@ -250,13 +248,19 @@ def detect_attack(
     )
     if layer is None or not neurons:
         return AttackDetection(sink_layer=layer, threshold=threshold, false_rates=FALSE_RATES)
+    texts: Mapping[str, str] = harmless or {
+        "text": setup.text,
+        "code": source_code(),
+        "repetition": honest_repetition(seed=setup.seed),
+    }
+    setup.record(harmless=list(texts))
     detector = make_detector(setup, neurons, threshold)
     for hits, window in rules:
         replace(detector, hits=hits, window=window)  # refuses what is no rule
     trials = make_trials(setup, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch)
     found = list[DetectRow]()
     for done, length in enumerate(lengths):
-        pieces = {name: text_rows(setup.tokenizer, text, sequences, length, None) for name, text in harmless.items()}
+        pieces = {name: text_rows(setup.tokenizer, text, sequences, length, None) for name, text in texts.items()}
         drawn, _ = draw(trials.pools, length, sequences, setup.seed)
         for i, context in enumerate(trials.contexts, 1):
             if len(drawn):
@@ -292,7 +296,15 @@ def _compare(
                 if hits > scores.shape[1]:
                     continue
                 loud, low = peak(scores, hits, window)[made_a_sink], peak(of_text, hits, window)
-                what = (context.name, drawn.shape[1], attack, name, hits, window, len(loud), len(rows), len(low))
+                what = {
+                    "context": context.name,
+                    "length": drawn.shape[1],
+                    "attack": attack,
+                    "harmless": name,
+                    "hits": hits,
+                    "window": window,
+                    "tried": len(rows),
+                }
                 found.append(_row(what, loud, low, detector.threshold))
     return found
 
@@ -314,21 +326,21 @@ def peak(scores: Float[Tensor, "row pos"], hits: int, window: int) -> Float[Tens
 
 
 def _row(
-    what: tuple[Any, ...], loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"], threshold: float
+    what: dict[str, Any], loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"], threshold: float
 ) -> DetectRow:
-    """A row whose first nine fields are `what`, from scores of attacks and of harmless pieces."""
-    alarms = wilson(int((quiet >= threshold).sum()), len(quiet))
-    if not len(loud):
-        return DetectRow(*what, None, None, None, None, alarms, ())
+    """The row of a rule from the scores of attacks and of harmless pieces; `what` are its other fields."""
     cut = cut_at(quiet, FALSE_ALARMS)
+    some = len(loud) > 0
     return DetectRow(
-        *what,
-        area(loud, quiet),
-        (loud > cut).float().mean().item(),
-        cut if math.isfinite(cut) else None,
-        wilson(int((loud >= threshold).sum()), len(loud)),
-        alarms,
-        tuple((loud > cut_at(quiet, rate)).float().mean().item() for rate in FALSE_RATES),
+        **what,
+        attacks=len(loud),
+        harmless_pieces=len(quiet),
+        auroc=area(loud, quiet) if some else None,
+        detected=(loud > cut).float().mean().item() if some else None,
+        cut=cut if some and math.isfinite(cut) else None,
+        detected_here=wilson(int((loud >= threshold).sum()), len(loud)) if some else None,
+        false_alarms=wilson(int((quiet >= threshold).sum()), len(quiet)),
+        roc=tuple((loud > cut_at(quiet, rate)).float().mean().item() for rate in FALSE_RATES) if some else (),
     )
 
 

@@ -241,7 +241,7 @@ def divergence(
     controls: Count = 20,
     batch_size: Positive = 8,
 ) -> Divergence:
-    """Repeat words, before and after the patch: where does the model leave off, and is what follows training text?
+    """Measure where a model stops repeating a word, before and after the patch, and whether training text follows.
 
     Each word is repeated with and without a prefix. Pretrained models continue a text; they need not follow the
     instruction that the prefix reads like. A model without a sink is an answer: it is measured without a patch
