@@ -120,18 +120,7 @@ def repeat_attention(result: Any) -> go.Figure:
     )
     layers = list(range(result.model.n_layers))
     for row, (sequence, label) in enumerate(zip(result.sequences, labels, strict=True)):
-        color = COLOURS[row % len(COLOURS)]
-        lines = [(sequence.first, "position 0", "dot")]
-        if sequence.mass is not None:
-            lines.append((sequence.mass, "high-norm positions", "solid"))
-            lines.append(([sequence.uniform] * len(layers), "these, were it uniform", "dash"))
-        for values, what, dash in lines:
-            style = {"mode": "lines" if dash == "dash" else "lines+markers", "name": f"{label}: {what}"}
-            line = {"color": color, "dash": dash, "width": 1 if dash == "dash" else 2}
-            fig.add_scatter(x=layers, y=values, line=line, row=1, col=1, **style)
-        if across > 1 and sequence.tail_ratio is not None:
-            style = {"mode": "lines+markers", "name": f"{label}: ratio", "showlegend": False}
-            fig.add_scatter(x=layers, y=sequence.tail_ratio, line={"color": color}, row=1, col=left + 1, **style)
+        _over_layers(fig, layers, sequence, label, COLOURS[row % len(COLOURS)], left + 1 if across > 1 else None)
         for column, picture in enumerate(sequence.pictures, 1):
             _picture(fig, result.edges, picture, row + 2, column)
     fig.update_xaxes(title_text="key position", row=1 + down)
@@ -160,6 +149,20 @@ def repeat_attention(result: Any) -> go.Figure:
         legend={"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left", "font": {"size": 11}},
         coloraxis={"colorscale": "Viridis", "cmin": -3, "cmax": 0, "colorbar": bar},
     )
+
+
+def _over_layers(fig: Any, layers: list[int], sequence: Any, label: str, color: str, ratios: int | None) -> None:
+    """Attention of all queries, and in the column `ratios` what the tail gives sinks over ordinary positions."""
+    lines = [(sequence.first, "position 0", "dot", 2)]
+    if sequence.mass is not None:
+        lines.append((sequence.mass, "high-norm positions", "solid", 2))
+        lines.append(([sequence.uniform] * len(layers), "these, were it uniform", "dash", 1))
+    for values, what, dash, width in lines:
+        style = {"mode": "lines" if dash == "dash" else "lines+markers", "name": f"{label}: {what}"}
+        fig.add_scatter(x=layers, y=values, line={"color": color, "dash": dash, "width": width}, row=1, col=1, **style)
+    if ratios is not None and sequence.tail_ratio is not None:
+        style = {"mode": "lines+markers", "name": f"{label}: ratio", "showlegend": False}
+        fig.add_scatter(x=layers, y=sequence.tail_ratio, line={"color": color}, row=1, col=ratios, **style)
 
 
 def _picture(fig: Any, edges: Any, picture: Any, row: int, column: int) -> None:

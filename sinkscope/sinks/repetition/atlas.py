@@ -197,8 +197,8 @@ class SinkAtlas(Result):
         every = len(self.ids)
         when = "" if self.median is None else f", in the median after {self.median:.0f} repetitions"
         return (
-            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}; {self.unreached} never become "
-            f"one within {self.max_repeats} repetitions."
+            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}; {self.unreached} never "
+            f"become one within {self.max_repeats} repetitions."
         )
 
     def details(self) -> list[str]:
