@@ -52,10 +52,10 @@ GROUND = (
     "results",
     "store",
     "_console",
-    "_grid",
+    "grid",
     "_plain",
     "_provenance",
-    "_rate",
+    "rate",
     "text",
 )
 
