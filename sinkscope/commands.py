@@ -90,8 +90,9 @@ def print_generated(
 def _line(event: Any) -> str:
     """An event in one line; ranges of positions are counted rather than listed."""
     data: dict[str, Any] = {} if event.layer is None else {"layer": event.layer}
-    data |= {name: value for name, value in event.data.items() if name not in ("signals", "kept")}
-    data |= event.data.get("signals", {})
+    for name, value in event.data.items():
+        if name != "kept":
+            data |= value if name == "signals" else {name: value}
     told = [f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in data.items()]
     return ", ".join([f"{event.kind}: step {event.step}", f"position {event.position}", *told])
 
