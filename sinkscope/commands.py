@@ -121,9 +121,8 @@ def check_loops(
         max_new: Tokens that were allowed: adds the loop rule with length.
         progress: Called as `progress(what, done, total)`.
     """
-    from sinkscope.loops.checker import check
+    from sinkscope.loops.checker import check, parse
     from sinkscope.loops.monitor import MonitorSettings
-    from sinkscope.loops.records import parse
 
     given = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
     settings = MonitorSettings().with_(**{name: value for name, value in given.items() if value is not None})

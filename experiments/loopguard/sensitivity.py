@@ -43,7 +43,7 @@ from sinkscope.loops import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.loops.records import split
+from sinkscope.loops.checker import split
 from sinkscope.output import write_atomic
 from sinkscope.text import typical_text
 

@@ -17,8 +17,7 @@ from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.loopbench.store import Record, RunFolder, read_run
 from sinkscope.bench.loopbench.wiki2 import best_f1
 from sinkscope.errors import SinkscopeError
-from sinkscope.grid import Grid, aligned
-from sinkscope.results import ModelInfo, Result, cell, provenance
+from sinkscope.results import Grid, ModelInfo, Result, aligned, cell, provenance
 
 LOOPS = ("dc", "ri")
 NOT_RUN = "not run"
