@@ -17,16 +17,15 @@ from sinkscope.attention.generation import (
     Mark,
     check_room,
     chosen_layers,
-    decode,
     healthy_ids,
     loop_of,
     marks,
     prompt_ids,
-    watched,
 )
 from sinkscope.attention.live import Live
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.barcode import draw
+from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.observe import Observe
 from sinkscope.kv.session import Rows
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement

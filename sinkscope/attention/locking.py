@@ -15,7 +15,6 @@ from sinkscope.attention.generation import (
     check_room,
     checked_ids,
     chosen_layers,
-    decode,
     healthy_ids,
     loop_of,
     marks,
@@ -24,6 +23,7 @@ from sinkscope.attention.generation import (
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.locking import draw
 from sinkscope.interventions.base import Event
+from sinkscope.interventions.decode import decode
 from sinkscope.kv.observe import Observe
 from sinkscope.kv.session import Rows
 from sinkscope.loops.signals import collapse_point, diversity
