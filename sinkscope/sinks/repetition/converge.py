@@ -251,11 +251,9 @@ def _curves(
             same if head is None else (),
         )
 
-    total = None if bounds is None else bounds.sum(0)
-    each = [
-        curve(h, heads[h], float(seen.head_norms[h]), None if bounds is None else bounds[h]) for h in range(len(heads))
-    ]
-    return [curve(None, whole, seen.norm, total), *each]
+    limits = [None] * (1 + len(heads)) if bounds is None else [bounds.sum(0), *bounds]
+    each = [curve(h, heads[h], float(seen.head_norms[h]), limits[1 + h]) for h in range(len(heads))]
+    return [curve(None, whole, seen.norm, limits[0]), *each]
 
 
 def _finite(value: float) -> float | None:
