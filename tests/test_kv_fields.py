@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv._fields import check_fields
-from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.policy import At, Policy, check_fields
 
 if TYPE_CHECKING:
     from fractions import Fraction

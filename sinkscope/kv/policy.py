@@ -6,8 +6,9 @@ The two are apart, so that a new score needs no code for choosing, and a new cho
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, fields
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.rebase import Rotary
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session
 
 
@@ -239,3 +240,65 @@ class Policy(Intervention):
                     "return -torch.inf for what is worth nothing"
                 )
         return scores
+
+
+@register_policy("full")
+@dataclass(frozen=True, kw_only=True)
+class Full(Policy):
+    """Keep everything; `run.usage` says what that costs.
+
+    Example:
+        >>> Full().budget
+        1.0
+    """
+
+    budget: int | float = 1.0
+
+    def enter(self, run: Run, key: int) -> None:
+        """Count, and leave the cache alone."""
+        session = Session.of(run)
+        session.claim(self)
+        session.own_cache()
+
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """All the same."""
+        return torch.zeros(at.kv.pos.shape, device=at.kv.pos.device)
+
+
+_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "None"}
+
+
+def check_fields(made: Any) -> None:
+    """Refuse fields of a dataclass whose values are of another type than numbers, switches and words annotated there.
+
+    A bool is no number here, a whole number is a number, and fields of any other type are left alone. So are those of
+    a class whose annotations name what is imported for type checkers only.
+
+    Raises:
+        SinkscopeError: the first such field, with its value and what was expected.
+    """
+    try:
+        hints = get_type_hints(type(made))
+    except NameError:
+        return
+    for field in fields(made):
+        hint, value = hints[field.name], getattr(made, field.name)
+        kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        types = [kind for kind in kinds if get_origin(kind) is not Literal]
+        if (
+            any(not isinstance(kind, type) or kind not in _NAMES for kind in types)
+            or value in words
+            or _fits(value, types)
+        ):
+            continue
+        names = [_NAMES[kind] for kind in types if not (kind is int and float in types)]
+        quoted = [f'"{word}"' for word in words]
+        expected = " or ".join([*names, *quoted]) if names else f"one of {', '.join(words)}"
+        raise SinkscopeError(f"{type(made).__name__}: {field.name}={value!r}: expected {expected}")
+
+
+def _fits(value: Any, types: list[Any]) -> bool:
+    if isinstance(value, bool):
+        return bool in types
+    return isinstance(value, (*types, int)) if float in types else isinstance(value, tuple(types))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopguard.detect import Found, RowMonitors, check_poll, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.plan import Clean, Pick, Plan, Retention, plan, repeated, spans
-from sinkscope.kv.loopguard.rows import Found, RowMonitors, check_poll, largest_probability, poll_of, signals
 from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
