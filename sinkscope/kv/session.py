@@ -489,8 +489,9 @@ class Session:
             adopt(cache, t.n_layers, t.n_kv_heads, t.name, call.columns[:, : call.past])
             state = self._state()
             self._moments(call, state)
-            own_masks = t.kind == "bridge" or any(layer.edited for layer in cache.layers)
-            if (dropped := rebased_by(cache.layers[0], call)) is not None:
+            layers: list[Any] = cache.layers
+            own_masks = t.kind == "bridge" or any(layer.edited for layer in layers)
+            if (dropped := rebased_by(layers[0], call)) is not None:
                 state.dropped = dropped
                 given = kwargs.get("position_ids")
                 new = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from sinkscope.checked import Natural, Share
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.policy import At, Policy, check_fields
 from sinkscope.kv.registry import register_policy
@@ -38,17 +39,15 @@ class SnapKV(Policy):
         32
     """
 
-    window: int = 64
-    kernel: int = 5
+    window: Natural = 64
+    kernel: Natural = 5
     pooling: Literal["avg", "max"] = "avg"
-    every: int | Literal["prefill"] = "prefill"
+    every: Natural | Literal["prefill"] = "prefill"
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.window < 1 or self.kernel < 1 or self.kernel % 2 == 0:
-            raise SinkscopeError(
-                f"SnapKV: window={self.window}, kernel={self.kernel}: expected a window from 1 and an odd kernel from 1"
-            )
+        if self.kernel % 2 == 0:
+            raise SinkscopeError(f"{type(self).__name__}: kernel={self.kernel}: expected an odd kernel")
         object.__setattr__(self, "last", max(self.last, self.window))
         super().__post_init__()
 
@@ -87,12 +86,7 @@ class AdaKV(SnapKV):
         0.2
     """
 
-    floor: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise SinkscopeError(f"AdaKV: floor={self.floor}: expected a share of the budget from 0 to 1")
+    floor: Share = 0.2
 
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]

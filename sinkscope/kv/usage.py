@@ -51,6 +51,11 @@ class _Span:
     slots: int = 0
     most: int = 0
 
+    def covers(self, rows: int, counts: list[Tensor], first: CacheLayer) -> bool:
+        """Whether a call belongs to it; rebased keys are float32, so the bytes of a slot may change too."""
+        same = len(self.lost) == rows and len(counts) == len(self.counts) and all(map(is_, counts, self.counts))
+        return same and self.widths[0] == _bytes(first)
+
 
 @dataclass(eq=False)
 class Meter:
@@ -78,9 +83,7 @@ class Meter:
         # What a copy was taken of is what is held; the copy is only allocated.
         wholes = [layer.aside or layer for layer in layers]
         counts = [] if all(layer.whole for layer in wholes) else [layer.holes() for layer in wholes]
-        changed = span is None or len(span.lost) != rows or len(counts) != len(span.counts)
-        # Rebased keys are float32, so the bytes of a slot may change too.
-        if changed or span.widths[0] != _bytes(first) or not all(map(is_, counts, span.counts)):
+        if span is None or not span.covers(rows, counts, first):
             self._settle()
             lost = torch.stack([n.to(device) for n in counts]).sum(0) if counts else torch.zeros(rows, device=device)
             span = self._span = _Span(counts, lost, [_bytes(layer) for layer in layers])

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
+from sinkscope.checked import Natural, conform
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings, Step
@@ -133,16 +134,6 @@ def poll_of(poll: int | None, device: torch.device) -> int:
     return poll if poll is not None else 1 if device.type == "cpu" else POLL
 
 
-def check_poll(poll: int | None) -> None:
-    """Refuse a poll that could not work.
-
-    Raises:
-        SinkscopeError: not None and not a number from 1.
-    """
-    if poll is not None and (not isinstance(poll, int) or isinstance(poll, bool) or poll < 1):
-        raise SinkscopeError(f"poll={poll!r}: expected a number of tokens from 1, or None")
-
-
 def signals(step: Step) -> dict[str, float | int | bool | None]:
     """What an event says of a monitor's step."""
     names = ("ttr", "cr", "streak", "novelty", "votes", "stall", "tail_rep")
@@ -153,7 +144,7 @@ class _Following:
     """Feeds the monitors from the `input_ids` that generation passes at every step."""
 
     def __init__(self, settings: MonitorSettings | None, eos: int | Sequence[int] | None, poll: int | None) -> None:
-        check_poll(poll)
+        conform(Natural | None, poll, "poll")
         self.settings = settings or MonitorSettings()
         self.ends = frozenset([eos] if isinstance(eos, int) else eos or ())
         self.poll = poll
