@@ -11,11 +11,11 @@ import torch
 from loopbench_kit import assert_same, prompts, tiny
 from organisms import tiny_model
 
-from sinkscope.bench.loopbench.methods import METHODS, parse_budget
+from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.prompts import honest_texts
 from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.bench.loopbench.store import Record, read_run
 from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.bench.methods import METHODS, parse_budget
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.loops import Monitor, MonitorSettings
 
@@ -23,7 +23,7 @@ CAP, WINDOW, BUDGET = 70, 32, 24
 SOME = [prompts()[i] for i in (3, 1, 2)]
 
 
-def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> dict[tuple[str, str], Record]:
+def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> dict[tuple[str, str], Continued]:
     model, tokenizer = tiny()
     given = {"max_new_tokens": CAP, "window": WINDOW, "budget": BUDGET, "every": 16, "tokenizer": tokenizer, **options}
     run_loopbench(model, given.pop("prompts", prompts(count)), methods, out=folder, **given)
@@ -31,7 +31,7 @@ def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> di
 
 
 @pytest.fixture(scope="module")
-def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Record]]:
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Continued]]:
     folder = tmp_path_factory.mktemp("runs") / "one"
     return folder, _run(folder, ["full", "streaming", "temperature", "stop-monitor"], prompts=SOME)
 

@@ -127,8 +127,7 @@ def run_command(
 
 def methods_of(methods: str | None, settings: Settings | None, budget: str | None) -> tuple[list[str], int | float]:
     """Methods as they are written, and the budget of those that have none of their own."""
-    from sinkscope.bench.dialogues.methods import SHARE, at_settings, check_methods
-    from sinkscope.bench.loopbench.methods import parse_budget
+    from sinkscope.bench.methods import SHARE, at_settings, check_methods, parse_budget
 
     if settings is Settings.paper and budget is not None:
         raise SinkscopeError(f"--budget {budget}: --settings paper has budgets of its own; give one of them")

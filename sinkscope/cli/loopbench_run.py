@@ -35,7 +35,7 @@ def run_command(
     seed: Seed = 0,
 ) -> None:
     """Continue every prompt by every method; after a kill the same command goes on where it was."""
-    from sinkscope.bench.loopbench.methods import check_methods, parse_budget
+    from sinkscope.bench.methods import check_methods, parse_budget
 
     names = [name.strip() for name in methods.split(",") if name.strip()]
     check_methods(names)

@@ -8,16 +8,80 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+)
+
+from sinkscope.kv.loopguard import LoopReporter, LoopStopper
+from sinkscope.loops.monitor import MonitorSettings
 
 RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
 """(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
 BREAKERS = ("\n", ":", '"', "*")  # where DRY takes up its matching anew; the published defaults
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """What a sampler may know of the row it works on: the prompt's id, the tokenizer, and the seed of the run."""
+
+    prompt: str
+    tokenizer: Any
+    seed: int
+
+
+@dataclass(frozen=True)
+class WatchedRows:
+    """What a stopper may know of the rows it watches: columns of the prompts, ids that end a row, and W."""
+
+    width: int
+    ends: tuple[int, ...]
+    window: int
+
+
+def repetition_penalty(row: SampledRow) -> RowProcessor:
+    """Repetition penalty 1.1, prompt included."""
+    return stock(RepetitionPenaltyLogitsProcessor(1.1))
+
+
+def presence_penalty(row: SampledRow) -> RowProcessor:
+    """Presence penalty 1.5 on generated tokens."""
+    return presence(1.5)
+
+
+def no_repeat_4_gram(row: SampledRow) -> RowProcessor:
+    """No four tokens twice, prompt included."""
+    return stock(NoRepeatNGramLogitsProcessor(4))
+
+
+def dry_penalty(row: SampledRow) -> RowProcessor:
+    """DRY with its published settings."""
+    return dry(0.8, 1.75, 2, dry_breakers(row.tokenizer))
+
+
+def temperature(row: SampledRow) -> RowProcessor:
+    """Sampling at temperature 0.7."""
+    return sampled(0.7, row.seed, row.prompt)
+
+
+def stop_at_pattern(rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
+    """Logits processors that look on (none), and what stops rows at a pattern that repeats."""
+    return [], PatternStop(rows.width)
+
+
+def stop_like_monitor(rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
+    """Logits processors that look on, and what stops rows where LoopGuard would prune."""
+    settings = MonitorSettings(window=rows.window, relapse=rows.window)
+    reporter = LoopReporter(settings, eos_token_id=rows.ends)
+    return [reporter], LoopStopper(reporter=reporter)
 
 
 class PerRow(LogitsProcessor):
