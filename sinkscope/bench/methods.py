@@ -49,8 +49,8 @@ class MethodKind:
     block: Block = "cache"
 
     @property
-    def cls(self) -> type[Any]:
-        """The class, or the function; importing it imports torch."""
+    def cls(self) -> Any:
+        """The class or function; importing it imports torch."""
         return getattr(import_module(self.home), self.made)
 
     def settable(self) -> dict[str, tuple[Any, ...]]:

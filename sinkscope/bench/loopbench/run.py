@@ -160,11 +160,11 @@ def _continue(to: Asked, batch: Batch, plan: _Plan, tell: Callable[[int], None] 
     options: dict[str, Any] = {}
     stopper = None
     if method.kind.block == "sampler":
-        make: Any = method.kind.cls
+        make = method.kind.cls
         own = [make(SampledRow(each.id, to.target.tokenizer, plan.seed)) for each, _ in batch.rows]
         options["logits_processor"] = [PerRow(own, lengths, width)]
     elif method.kind.block == "stopper":
-        watch: Any = method.kind.cls
+        watch = method.kind.cls
         watching, criterion = watch(WatchedRows(width, tuple(sorted({*to.ends, to.pad})), plan.window))
         stopper = StopRows(criterion, len(rows), width)
         options.update(logits_processor=watching, stopping_criteria=[stopper])
