@@ -45,6 +45,12 @@ class Provenance:
         object.__setattr__(self, "argv", tuple(pathless(word) for word in self.argv))
 
 
+def versions() -> dict[str, str]:
+    """Versions of python, sinkscope, and the libraries that took part."""
+    own = {"python": platform.python_version(), "sinkscope": _version("sinkscope")}
+    return own | {name: _version(name) for name in _PACKAGES if name in sys.modules}
+
+
 def provenance(
     *,
     started: float,
@@ -66,11 +72,9 @@ def provenance(
         seed: of every random choice.
         argv: the command; by default that of this process.
     """
-    versions = {"python": platform.python_version(), "sinkscope": _version("sinkscope")}
-    versions |= {name: _version(name) for name in _PACKAGES if name in sys.modules}
     return Provenance(
         argv=tuple(sys.argv if argv is None else argv),
-        versions=versions,
+        versions=versions(),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=attention,

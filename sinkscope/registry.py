@@ -18,10 +18,11 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from sinkscope.errors import SinkscopeError
 
+F = TypeVar("F", bound=Callable[..., Any])
 ENTRY_POINTS = "sinkscope.measurements"
 _ROOT = Path(__file__).parent
 _MARK = re.compile(r"^@(?:measurement|command)\b", re.MULTILINE)
@@ -42,6 +43,7 @@ class Option:
             splits at commas.
         argument: whether it stands without a name.
         hidden: whether only Python callers can give it.
+        required: whether the command line asks for it although it has a default in Python.
     """
 
     name: str | None = None
@@ -51,6 +53,7 @@ class Option:
     reads: Literal["text", "head", "commas"] | None = None
     argument: bool = False
     hidden: bool = False
+    required: bool = False
 
 
 Positive = Annotated[int, Option(min=1)]
@@ -73,6 +76,33 @@ _NAMES: dict[str, Any] = {
     "object": Any,
     "torch": SimpleNamespace(device=str, dtype=str),  # the command line names them
 }
+
+
+def command(
+    *,
+    group: str,
+    command: str | None = None,
+    figure: Callable[[Any], Any] | None = None,
+    kind: str | None = None,
+    outputs: Sequence[Any] = (),
+) -> Callable[[F], F]:
+    """Give a plain function a command, built from its signature and docstring; what it returns is printed.
+
+    Args:
+        group: The help shows commands of one group together.
+        command: Words of the command; None: the function's name with dashes.
+        figure: Draws the result that the function returns.
+        kind: The kind of this result, with which its figure is found when it is read from a file.
+        outputs: Further files that the command writes from the result (`sinkscope.measure.Output`).
+    """
+
+    def wrap(function: F) -> F:
+        if figure is not None:
+            inspect.get_annotations(function, eval_str=True)["return"].drawing = figure
+        function.outputs = tuple(outputs)  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+
+    return wrap
 
 
 @dataclass(frozen=True)
@@ -98,6 +128,11 @@ class Parameter:
     keyword: bool
 
     @property
+    def required(self) -> bool:
+        """Whether the command line asks for it."""
+        return self.option.required or self.default is inspect.Parameter.empty
+
+    @property
     def flag(self) -> str:
         """The option's name on the command line."""
         stem = self.name.removesuffix("s") if self.many else self.name
@@ -118,7 +153,7 @@ class Parameter:
                 fits = fits and isinstance(one, int)
             if not (fits and (low is None or one >= low) and (high is None or one <= high)):
                 what = "a whole number" if self.type is int else "a number"
-                bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high:g}" if high else ""]
+                bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
                 wanted = " and ".join(bound for bound in bounds if bound)
                 raise SinkscopeError(f"{self.flag} {one!r}: expected {what} {wanted} ({self.name}=... in Python)")
 
@@ -273,14 +308,16 @@ def read_entries(module: str, text: str) -> list[Entry]:
 
 @cache
 def kinds() -> dict[str, str]:
-    """Each kind of result, and the module that defines it."""
+    """Each kind of result, and the module to import for its class and its figure."""
     found: dict[str, str] = {}
     for file in sorted(_ROOT.rglob("*.py")):
         module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts)
         found |= dict.fromkeys(_KIND.findall(file.read_text(encoding="utf-8")), module)
     found.pop("result", None)  # the base of all
     for entry in entries().values():
-        if entry.decorator == "measurement" and entry.module not in found.values():
+        if "kind" in entry.marks:
+            found[entry.marks["kind"]] = entry.module
+        elif entry.decorator == "measurement" and entry.module not in found.values():
             found[entry.name.replace("_", "-")] = entry.module
     return found
 
@@ -335,7 +372,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bo
         elif type(None) in args:  # a union with None: the None is only the default
             inner = [a for a in args if a is not type(None)]
             hint = Union[tuple(inner)]  # noqa: UP007 - made of a tuple
-        elif isinstance(origin, type) and issubclass(origin, Sequence) and not many:
+        elif isinstance(origin, type) and issubclass(origin, Sequence) and args[1:] in ((), (...,)) and not many:
             many, hint = True, args[0]
         else:
             return Parameter(name, hint, option, default, help, many, keyword)

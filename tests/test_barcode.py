@@ -17,10 +17,10 @@ from organisms import loop_organism, tiny_model
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention import _live
-from sinkscope.attention._live import Live
-from sinkscope.attention._record import NEAR, NEAR_STEPS
+from sinkscope.attention import live
 from sinkscope.attention.barcode import COLUMNS, STEPS, Barcode, barcode
+from sinkscope.attention.live import Live
+from sinkscope.attention.recorder import NEAR, NEAR_STEPS
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import StreamingLLM
@@ -195,7 +195,7 @@ def test_live_is_silent_but_for_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
     barcode(model, PROMPT, live=True, **options)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(_live, "_EVERY", 0.0)
+    monkeypatch.setattr(live, "_EVERY", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     barcode(model, PROMPT, **options)
     assert capsys.readouterr() == ("", "")
@@ -256,7 +256,8 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
     out, err = capsys.readouterr()
     told = Result.from_dict(json.loads(out))
     found = barcode(None, "def f(x):", max_new_tokens=9, heads=[(2, 2), (5, 0)], bins=7)
-    assert isinstance(told, Barcode) and told.heads == found.heads and told.settings == found.settings and err == ""
+    assert isinstance(told, Barcode) and told.heads == found.heads and err == ""
+    assert told.settings == {**found.settings, "live": True}
     assert (tmp_path / "x.npz").is_file()
 
 
@@ -278,7 +279,7 @@ def test_bad_input_is_one_line(
         ({"heads": [(0, 4)]}, "head 4 does not exist: .* has heads 0 to 3"),
         ({"heads": [(3, 0)]}, "layer 3 was given: .* has layers 0 to 2"),
         ({"heads": [(0, 0)], "layers": [0]}, "layers and heads are given"),
-        ({"bins": 0}, "--bins 0: expected 1 or more"),
+        ({"bins": 0}, "--bins 0: expected a whole number of at least 1"),
         ({"max_new_tokens": 0}, "--max-new-tokens 0"),
         ({"max_new_tokens": 5000}, "ask for at most"),
         ({"prompt": [5, 200]}, "id 200 is not in the vocabulary"),

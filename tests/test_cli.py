@@ -124,7 +124,7 @@ def test_json_on_standard_output_is_all_there_is(calls: list[Any], capsys: pytes
 def test_files_are_written_beside_the_table(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
     assert Result.load("a/x.json") == sample_find_sinks()
-    assert "Plotly.newPlot" in Path("x.html").read_text(encoding="utf-8")
+    assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     assert "Sink layer 2" in capsys.readouterr().out
 
 
@@ -294,9 +294,7 @@ def test_generate_text_on_stdout_events_on_stderr(
     assert asked == {
         "model": ((None,), {"backend": "hf"}),
         "prompt": "the prompt\n",
-        "patch": Path("patch.json"),
-        "policy": None,
-        "guard": False,
+        "interventions": SinkPatch(layer=1, neurons=[7]),
         "max_new_tokens": 2,
         "temperature": 0.0,
         "seed": 0,

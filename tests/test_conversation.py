@@ -22,7 +22,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, Observe, Policy, SnapKV, StreamingLLM
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.loopserve.turn import Turn
+from sinkscope.kv.loopserve.saved import Turn
 from sinkscope.lines import select_lines
 
 SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000}

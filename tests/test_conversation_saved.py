@@ -19,7 +19,7 @@ from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import H2O, TOVA, AdaKV, Full, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve import _saved
+from sinkscope.kv.loopserve import saved
 from sinkscope.kv.loopserve.conversation import Conversation
 
 GUARD = LoopGuard(budget=40, anchors=2, window=8, variant="always", monitor={"warmup": 0, "every": 3})
@@ -126,7 +126,7 @@ def _other_tensors(folder: Path) -> None:
 
     (file,) = folder.glob("*.safetensors")
     save_file({"x": torch.zeros(2)}, file)
-    _edit(lambda data: data.update(sha256=_saved._sha256(file)))(folder)  # pyright: ignore[reportPrivateUsage]
+    _edit(lambda data: data.update(sha256=saved._sha256(file)))(folder)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_an_earlier_save_stands_until_the_new_one_is_whole(tmp_path: Path, monke
 
     for name in ("write_atomic", "_sha256"):
         with monkeypatch.context() as m:
-            m.setattr(_saved, name, fails)
+            m.setattr(saved, name, fails)
             with pytest.raises(KeyboardInterrupt):
                 chat.save(tmp_path)
         assert len(Conversation.load(tmp_path, model_of("llama")).turns) == 1

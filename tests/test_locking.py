@@ -12,12 +12,13 @@ import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
 from torch import Tensor
 
-from sinkscope.attention._overlap import Overlaps
 from sinkscope.attention.locking import LOCKED, Locking, locking
+from sinkscope.attention.offset_overlap import Overlaps
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM
 from sinkscope.loops.signals import collapse_point, diversity, novelty
+from sinkscope.measure import Setup
 from sinkscope.results import Result
 
 
@@ -55,7 +56,7 @@ def test_without_planted_heads_nothing_locks() -> None:
     o = loop_organism(1, induction=False)
     prompt = o.looping_prompt(5)
     walk = _found(o, prompt.ids, 60)
-    assert walk.period is None and walk.locked_curve == () and walk.locking_onset is None and "No loop" in str(walk)
+    assert walk.period is None and walk.locked_curve == () and walk.locking_onset is None and "no loop" in str(walk)
     ids = [*prompt.ids[0].tolist(), *prompt.cycle * 12]  # what the organism with them would say
     whole = locking(o.model, ids=ids, tokenizer=o.tokenizer, control=o.healthy_prompt(len(ids), 400)[0].tolist())
     with_them = loop_organism(1)
@@ -119,9 +120,9 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
 def test_onsets_are_those_of_the_text() -> None:
     """Against the signals' own definitions, one token at a time."""
     found = locking(None, max_new_tokens=120, window=48, layers=[5])
-    from sinkscope.attention._loop import generated, opened, prompt_ids
+    from sinkscope.attention.generation import generated, prompt_ids
 
-    made = opened(None, tokenizer=None, bos=None, text=None, seed=0)
+    made = Setup.open(loading="whole")
     loop = generated(made, prompt_ids(made, None), 120)
     ids, start = loop.ids.tolist(), loop.prompt
     assert (found.period, found.loop_onset, found.tokens) == (loop.period, loop.onset, len(ids))
@@ -158,12 +159,12 @@ def test_a_given_period_is_the_one_that_is_measured() -> None:
     o = loop_organism(0)
     said = {p: _found(o, o.looping_prompt(5).ids, 40, period=p) for p in (None, 10, 7)}
     assert [found.period for found in said.values()] == [5, 10, 7]
-    assert "Loop of period 5 from" in str(said[None]) and "Loop of period 10 from" in str(said[10])
-    assert said[7].loop_onset is None and "No loop of period 7 in" in str(said[7])
+    assert "repetition of period 5:" in str(said[None]) and "The loop begins at" in str(said[10])
+    assert said[7].loop_onset is None and "in no loop of period 7" in str(said[7])
     model, tokenizer = tiny_model("llama")
     asked = locking(model, ids=list(range(4, 64)), period=6, tokenizer=tokenizer, control=False)
     assert (asked.period, asked.loop_onset) == (6, None)
-    assert "No loop of period 6 in 60 tokens" in str(asked) and "None" not in str(asked)
+    assert "The 60 tokens are in no loop of period 6" in str(asked) and "None" not in str(asked)
     assert "no loop" in asked.figure().layout.title.text
 
 
@@ -205,8 +206,8 @@ def test_bad_input_is_one_line() -> None:
     model, tokenizer = tiny_model("llama")
     for options, message in (
         ({"ids": [5], "prompt": "word"}, "a prompt and ids are given"),
-        ({"ids": [5] * 30, "suffix": 0}, "suffix 0: expected 1 or more"),
-        ({"ids": [5] * 30, "period": 0}, "period 0: expected 1 or more"),
+        ({"ids": [5] * 30, "suffix": 0}, "suffix 0: expected a whole number of at least 1"),
+        ({"ids": [5] * 30, "period": 0}, "period 0: expected a whole number of at least 1"),
         ({"ids": [5] * 30, "period": 16}, "period 16: expected at most 15, half of the 30 tokens"),
         ({"prompt": [5], "max_new_tokens": 20, "period": 11}, "period 11: expected at most 10"),
         ({"prompt": [5] * 1025, "max_new_tokens": 3}, "context of .* is 1024: "),

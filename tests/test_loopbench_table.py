@@ -368,7 +368,7 @@ def test_commands(shown: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     out = tmp_path / "x"
     assert main(["loopbench", "table", str(shown), "--json", f"{out}.json", "--html", f"{out}.html"]) == 0
     assert LoopBench.load(f"{out}.json").text() + "\n" == capsys.readouterr().out
-    assert "Plotly.newPlot" in Path(f"{out}.html").read_text()
+    assert 'class="plot"' in Path(f"{out}.html").read_text()
     assert main(["loopbench", "show", str(shown), "--prompt", "0", "--html", f"{out}2.html", "--json", "-"]) == 0
     assert Shown.from_dict(json.loads(capsys.readouterr().out)).outputs == show(shown, 0).outputs
     for words in (["table", str(tmp_path)], ["show", str(tmp_path)], ["show", str(shown), "--prompt", "9"]):

@@ -166,7 +166,7 @@ def test_command_writes_what_the_function_finds(
     assert isinstance(found, LoopCheck) and out == found.text() + "\n" and err == ""
     assert found.model.name == "runs.jsonl" and [r.loop for r in found.records] == [False, True]
     assert [r.loop_rule for r in found.records] == [False, False]
-    assert "Plotly.newPlot" in Path("x.html").read_text(encoding="utf-8")
+    assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the " * 500))
     assert main(["loops", "-", "--json", "-"]) == 0
     piped = json.loads(capsys.readouterr().out)

@@ -130,7 +130,7 @@ def test_all_prints_and_writes_both(
     data = json.loads(file.read_text())
     assert Result.load(file) == sample_find_sinks() and Result.from_dict(data["massive"]) == massive
     text = page.read_text(encoding="utf-8")
-    assert text.count("<h1>") == 2 and "massive-activations: " in text and text.count("Plotly.newPlot") >= 2
+    assert text.count("<h2>") == 2 and "massive-activations" in text and text.count('class="plot"') == 2
     assert main(["find-sinks", "--json", "-"]) == 0 and "massive" not in json.loads(capsys.readouterr().out)
 
 

@@ -108,7 +108,7 @@ def _close(a: Any, b: Any, where: str = "") -> list[str]:
 def test_bad_input_is_one_line(entry: Entry, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*entry.command.split(), *([f"--{entry.marks['flag']}"] if "flag" in entry.marks else [])]
     required = [w for n, _, need in entry.marks.get("outputs", []) if need for w in (f"--{n}", str(tmp_path / "o"))]
-    needed = [p for p in entry.parameters if p.default is inspect.Parameter.empty]
+    needed = [p for p in entry.parameters if p.required]
     required += [word for p in needed for word in (p.flag, "x")]
     bad = [["--model", str(tmp_path / "nowhere")], ["--seed", "-1"], ["--text", "nowhere.txt"], ["--nonsense"]]
     bad += [

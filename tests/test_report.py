@@ -14,7 +14,7 @@ from sample_results import sample_find_sinks, sample_without_sink
 import sinkscope as ss
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.report import Report, Skipped, build, page, report
+from sinkscope.report import Report, Skipped, build, record, report
 from sinkscope.results import Result
 
 
@@ -249,7 +249,7 @@ def test_kinds_of_the_user_are_shown_without_their_class(tmp_path: Path) -> None
 
 def test_a_picture_that_is_none_is_not_shown(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "img" in read_report(ss.report(records).path).tags
-    monkeypatch.setattr(page, "_PICTURE", 10)
+    monkeypatch.setattr(record, "PICTURE", 10)
     assert "img" not in read_report(ss.report(records).path).tags
     monkeypatch.undo()
     (records / "speed.png").write_text("<svg onload=alert(1)>")

@@ -13,7 +13,7 @@ from report_kit import read_report
 
 import sinkscope as ss
 from experiments.record import record
-from sinkscope.report.record import Record
+from sinkscope.report import record as module
 
 keys = st.text("abcxyz_", min_size=1, max_size=4)
 numbers = st.integers(100, 999)
@@ -34,7 +34,7 @@ def _leaves(value: Any) -> Iterator[int]:
 
 @given(data)
 def test_no_value_of_a_record_is_lost(value: dict[str, Any]) -> None:
-    tables = Record("x", value, {}).tables()
+    tables = list(module.tables(value))
     shown = {int(n) for t in tables for row in t.rows for cell in row for n in re.findall(r"\b\d{3}\b", cell)}
     cut = any("…" in cell for t in tables for row in t.rows for cell in row)
     assert cut or shown == set(_leaves(value))
@@ -48,7 +48,7 @@ def test_tables_of_a_record() -> None:
         "slow": {"seconds": 2, "ok": False},
         "runs": [{"seed": 0, "rows": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]}, {"seed": 1, "rows": []}],
     }
-    shown = {t.title: (t.head, t.rows) for t in Record("x", value, {}).tables()}
+    shown = {t.title: (t.head, t.rows) for t in module.tables(value)}
     assert shown[""] == (["name", "value"], [["ratio", "0.5"]])
     assert shown["fast"] == (["name", "value"], [["seconds", "1"], ["ok", "yes"]])
     assert shown["runs"] == (
@@ -56,12 +56,12 @@ def test_tables_of_a_record() -> None:
         [["0", "1", "2", "-"], ["0", "2", "1", "-"], ["1", "-", "-", ""]],
     )
     del value["runs"]
-    (_, both) = Record("x", value, {}).tables()
+    (_, both) = module.tables(value)
     assert (both.head, both.rows) == (["name", "seconds", "ok"], [["fast", "1", "yes"], ["slow", "2", "no"]])
 
 
 def test_long_lists_are_cut_between_values() -> None:
-    (table,) = Record("x", {"steps": list(range(1000, 1100)), "pairs": [[i, 2 * i] for i in range(50)]}, {}).tables()
+    (table,) = module.tables({"steps": list(range(1000, 1100)), "pairs": [[i, 2 * i] for i in range(50)]})
     steps, pairs = (row[1] for row in table.rows)
     shown = steps.removesuffix(", … (100 values)").split(", ")
     assert shown == [str(1000 + i) for i in range(len(shown))] and 5 < len(shown) < 20

@@ -15,16 +15,16 @@ from organisms import tiny_model
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention._contraction import Disturbed
-from sinkscope.attention._loop import loop_of
-from sinkscope.attention._shift import tails
-from sinkscope.attention._turn import Turn
+from sinkscope.attention.disturbance import Disturbed
+from sinkscope.attention.generation import loop_of
 from sinkscope.attention.rotary import RotaryInvariance, rotary_invariance
+from sinkscope.attention.rotary_tails import tails
+from sinkscope.attention.rotation import Rotation
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.trace.qk import queries_and_keys
+from sinkscope.trace.attention import queries_and_keys
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -64,12 +64,12 @@ def _looping(prefix: int = 10, period: int = 4, repeats: int = 12) -> Tensor:
     return torch.cat([_ids(prefix, 2), _ids(period, 3).repeat(repeats)])
 
 
-def _before(target: Target, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Turn]:
+def _before(target: Target, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Rotation]:
     """Queries and keys before rotary, one key per query head, and the layer's rotation."""
     kept: dict[str, Any] = {}
 
     def entry(_m: Any, _a: Any, kwargs: dict[str, Any]) -> None:
-        kept.setdefault("turn", Turn.of(kwargs["position_embeddings"][0][0], kwargs["position_embeddings"][1][0]))
+        kept.setdefault("turn", Rotation.of(kwargs["position_embeddings"][0][0], kwargs["position_embeddings"][1][0]))
 
     def keep(_layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
         if not rotated:
@@ -110,7 +110,7 @@ def test_scores_by_offset_give_the_models_own_attention(name: str) -> None:
         with torch.no_grad():
             own = model(ids[None], output_attentions=True).attentions[layer][0]
         torch.testing.assert_close(_rows(target, turn.scores(query, key, at, at), layer), own, rtol=1e-4, atol=1e-5)
-        printed = Turn(turn.angle.conj(), turn.scale).scores(query, key, at, at)  # R(w (t - i)) as Eq. 13 has it
+        printed = Rotation(turn.angle.conj(), turn.scale).scores(query, key, at, at)  # R(w (t - i)) as Eq. 13 has it
         assert float((_rows(target, printed, layer) - own).abs().max()) > 0.01
     assert turn.scale == pytest.approx(1.3 if "yarn" in name else 1.0, rel=1e-5)
     assert turn.turned == (query.shape[-1] if "partial" not in name else int(turn.angle.shape[1]) * 2)
@@ -280,7 +280,7 @@ def test_what_cannot_be_had_is_left_out(tmp_path: Path) -> None:
     assert len(ones.figure().data) == 9
     assert ones.period == 1 and all(h.other_delta_q is None and h.drift == h.step_drift for h in ones.heads)
     none = rotary_invariance(model, tokenizer=tokenizer, ids=_ids(60).tolist())
-    assert none.period is None and none.heads == () and "No loop" in str(none)
+    assert none.period is None and none.heads == () and "no loop" in str(none)
     assert len(none.figure().data) == 0
 
 
@@ -293,7 +293,7 @@ def test_bad_input_is_one_line() -> None:
     with pytest.raises(UnsupportedError, match="TransformerBridge"):
         rotary_invariance(ss.load(None, backend="bridge"), ids=[5] * 40)
     falcon, words = tiny_model("falcon")
-    with pytest.raises(UnsupportedError, match="queries and keys of falcon are not offered: use another model"):
+    with pytest.raises(UnsupportedError, match="queries and keys of falcon are not offered: give another model"):
         rotary_invariance(falcon, ids=[5] * 40, tokenizer=words)
     half, words = tiny_model("llama")
     found = rotary_invariance(half.bfloat16(), ids=_looping().tolist(), tokenizer=words)
@@ -305,7 +305,7 @@ def test_bad_input_is_one_line() -> None:
         ({"ids": [5] * 30, "layers": [7]}, "layer 7 was given: .* has layers 0 to 2"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"prompt": [5, 6], "max_new_tokens": 2000}, "ask for at most 1022 new tokens"),
-        ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected 1 or more"),
+        ({"prompt": [5, 6], "max_new_tokens": 0}, "--max-new-tokens 0: expected a whole number of at least 1"),
     ):
         with pytest.raises(SinkscopeError, match=message):
             rotary_invariance(model, tokenizer=tokenizer, **options)

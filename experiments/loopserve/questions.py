@@ -5,8 +5,8 @@
 The file is Arena-Hard's (github.com/lmarena/arena-hard-auto; Li et al. 2024): 500 prompts that users of Chatbot Arena
 wrote. Of those in ASCII with less than 900 characters and at least two ends of sentence or line, 60 were drawn,
 labelled by hand and used to better the rules (development), and then 60 others (held-out), labelled before the rules
-were run on them; the rules were not changed after. Labels lie beside this file, by the prompts' uid. The sample in the
-package, which is our own writing, is measured beside it.
+were run on them; the rules were not changed after. Labels lie beside this file, by the prompts' uid. A sample of our
+own writing, also beside this file, is measured too; what is found on its held-out part ships with the package.
 """
 
 from __future__ import annotations
@@ -24,12 +24,35 @@ from typing import Any
 from experiments.record import record
 from sinkscope._console import note
 from sinkscope._rate import wilson
-from sinkscope.bench.dialogues.questions import accuracy, locate
+from sinkscope.bench.dialogues import questions
+from sinkscope.bench.dialogues.questions import PLACES, Accuracy, locate
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
 from sinkscope.records import read_rows
 
 LABELS = Path(__file__).with_name("question_labels.jsonl")
+OWN = Path(__file__).with_name("questions.jsonl")
+SHIPPED = Path(questions.__file__).with_name("question_accuracy.json")
+
+
+def sample(part: str) -> tuple[tuple[str, str], ...]:
+    """Labels and messages of our own: of "development", by which the rules were made, or "held-out"."""
+    rows = [row for _, row in read_rows(OWN, "the file that lies beside this one")]
+    return tuple((row["label"], row["text"]) for row in rows if row["part"] == part)
+
+
+def accuracy(part: str = "held-out") -> Accuracy:
+    """The rules against the labels of a part of our own sample."""
+    pairs = [(label, locate(text).place) for label, text in sample(part)]
+    right = sum(label == said for label, said in pairs)
+    rate, counts = wilson(right, len(pairs)), Counter(pairs)
+    confusion = {label: {said: counts[label, said] for said in PLACES} for label in PLACES}
+    return Accuracy(len(pairs), right, rate.share, rate.low, rate.high, confusion)
+
+
+def shipped() -> str:
+    """What the package says of its rules."""
+    return json.dumps(asdict(accuracy())) + "\n"
 
 
 def measure(prompts: dict[str, str], part: str) -> dict[str, Any]:
@@ -68,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = {"file": args.file.name, "sha256": digest, "control": "always_end: the rule that always says end"}
     text = record("loopserve-questions", result, settings, started=started)
     write_atomic(args.out / "loopserve_questions.json", text)
+    write_atomic(SHIPPED, shipped())
     for source, parts in result.items():
         for part, found in parts.items():
             note(f"{source}, {part}: {found['right']} of {found['messages']}")

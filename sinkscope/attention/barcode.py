@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.attention._decode import Mark, decode, joined, loaded, marks
-from sinkscope.attention._live import Live
-from sinkscope.attention._loop import check_room, chosen_layers, healthy_ids, loop_of, opened, prompt_ids
-from sinkscope.attention._record import NEAR, Head, Recorder
+from sinkscope.attention.generation import (
+    Mark,
+    check_room,
+    chosen_layers,
+    decode,
+    healthy_ids,
+    loop_of,
+    marks,
+    prompt_ids,
+    watched,
+)
+from sinkscope.attention.live import Live
+from sinkscope.attention.recorder import NEAR, Head, Recorder
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Intervention
-from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.figures.barcode import draw
+from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.output import check_writable
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.locate import Progress, Setup
 
 RAW_HEADS = 4  # that are kept position by position
 SHOWN = 4  # heads drawn where none are named, each of another layer
@@ -75,10 +82,10 @@ class HeadBarcode:
     near: float
     overlap: float | None
     healthy_overlap: float | None
-    whole: Picture | None
-    late: Picture | None
-    healthy_whole: Picture | None
-    healthy_late: Picture | None
+    whole: Picture | None = None
+    late: Picture | None = None
+    healthy_whole: Picture | None = None
+    healthy_late: Picture | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,18 +129,36 @@ class Barcode(Result):
         names = ("layer", "head", "first", "near", "overlap", "healthy_overlap")
         return [{name: getattr(h, name) for name in names} for h in self.heads[:16]]
 
-    def summary(self) -> str:
-        """What was recorded, in a few lines."""
-        m = self.model
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
-        told = "no loop" if self.period is None else f"a loop of period {self.period} from position {self.onset}"
-        lines.append(f"{self.steps} tokens after a prompt of {self.prompt_tokens}; they end in {told}.")
-        lines.append(f"{_heads(len(self.heads))}, {self.bins} columns, {self.nbytes / 2**20:.1f} MiB of attention.")
+    def conclusion(self) -> str:
+        """How the text ends, and which head repeats its attention most, beside ordinary text."""
+        if self.period is None:
+            near = max(self.heads, key=lambda h: h.near)
+            return (
+                f"The {self.steps} generated tokens end in no loop; L{near.layer}.H{near.head} looks nearest, with "
+                f"{near.near:.0%} of its attention on the last {NEAR} positions."
+            )
+        found = max(self.heads, key=_gain)
+        told = f"The {self.steps} generated tokens end in a loop of period {self.period} from position {self.onset}"
+        if found.overlap is None:
+            return f"{told}, too short to compare one period with the next."
+        plain = found.healthy_overlap
+        beside = "no control was run" if plain is None else f"in ordinary text {plain:.0%}"
+        return (
+            f"{told}: L{found.layer}.H{found.head} repeats most, with {found.overlap:.0%} of its attention on the same "
+            f"offsets as one period before ({beside})."
+        )
+
+    def details(self) -> list[str]:
+        """What was recorded, and what interventions did."""
+        lines = [
+            f"{self.prompt_tokens} prompt tokens; {_heads(len(self.heads))}, {self.bins} columns, "
+            f"{self.nbytes / 2**20:.1f} MiB of attention."
+        ]
         for kind in dict.fromkeys(mark.kind for mark in self.marks):
             steps = [mark.step for mark in self.marks if mark.kind == kind]
             shown = ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
             lines.append(f"{kind}: at {len(steps)} steps ({shown}).")
-        return "\n".join(lines)
+        return lines
 
     def save_arrays(self, path: str | PathLike[str]) -> Path:
         """Write `arrays` as a compressed .npz, with names such as "5.3" (layer, head).
@@ -149,122 +174,80 @@ class Barcode(Result):
         return Path(target)
 
 
+def save_arrays(result: Barcode, path: str) -> None:
+    """Write every step of every head."""
+    result.save_arrays(path)
+
+
+@measurement(
+    group="Loops",
+    figure=draw,
+    loading="whole",
+    edits=True,
+    quick={"max_new_tokens": 24, "layers": [0]},
+    outputs=[Output("npz", "Write every step of every head.", save_arrays)],
+)
 def barcode(
-    model: object = None,
-    prompt: str | Sequence[int] | None = None,
+    setup: Setup,
+    prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
-    layers: Sequence[int] | None = None,
-    heads: Sequence[Head] | None = None,
-    max_new_tokens: int = 512,
-    bins: int = 512,
+    layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
+    heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="LAYER.HEAD", reads="head")] = None,
+    max_new_tokens: Positive = 512,
+    bins: Positive = 512,
     raw: bool = False,
-    interventions: Intervention | None = None,
-    patch: SinkPatch | str | PathLike[str] | None = None,
     control: bool = True,
     live: bool = False,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
 ) -> Barcode:
     """Generate greedily and keep the attention of the last token, step by step.
 
-    Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
-        prompt: text or ids; None: the beginning of the typical text.
-        layers: all heads of these; None: of all layers.
-        heads: (layer, head) instead; up to four of them are shown as they are named.
-        max_new_tokens: steps.
-        bins: columns that positions are summed into.
-        raw: a column per position instead; for up to four heads.
-        interventions: cache policies, guards and others, while generating.
-        patch: a `SinkPatch` or the path of a patch.json.
-        control: also along ordinary text of the same length.
-        live: show the mean over the heads while it grows, on a terminal or in a notebook.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one.
-        text: file of ordinary text; None: the text that ships.
-        seed: kept in the result; nothing is drawn.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
+    The result shows the attention of heads over generation steps, step by position, in a loop beside ordinary text
+    (Xu et al. 2026, appendix E, Fig. 5). Where attention cannot be watched (Falcon), an `UnsupportedError` says so.
 
-    Raises:
-        UnsupportedError: attention that cannot be watched (Falcon).
-        SinkscopeError: bad input; the message is one line and says what to do.
+    Args:
+        prompt: Text that is continued; from Python also ids. By default the beginning of the typical text.
+        layers: All heads of this layer. By default all layers.
+        heads: This head only. Up to four named heads are shown as they are named.
+        max_new_tokens: Generation steps.
+        bins: Columns that positions are summed into.
+        raw: Keep a column per position instead, for up to four heads.
+        control: Record ordinary text of the same length as well.
+        live: Show the mean over the heads while it grows, on a terminal or in a notebook.
     """
-    if bins < 1:
-        raise SinkscopeError(f"--bins {bins}: expected 1 or more")
-    made = opened(
-        model,
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    kept = _chosen(made, layers, heads)
+    kept = _chosen(setup, layers, heads)
     if raw and len(kept) > RAW_HEADS:
         raise SinkscopeError(f"{len(kept)} heads one position at a time: expected up to {RAW_HEADS}; give --head")
-    start = prompt_ids(made, prompt)
-    check_room(made, len(start), max_new_tokens)
-    edit = joined(loaded(patch), interventions)
+    start = prompt_ids(setup, prompt)
+    check_room(setup, len(start), max_new_tokens)
     positions = len(start) + max_new_tokens
-    with Live(f"{made.target.name}, mean over {_heads(len(kept))}", live) as shown:
+    with Live(f"{setup.target.name}, mean over {_heads(len(kept))}", live) as shown:
 
         def told(step: int, row: Tensor) -> None:
             shown(step, row)
-            if progress is not None:
-                progress("steps", step + 1, max_new_tokens)
+            if not live:  # one of them draws
+                setup.progress("steps", step + 1, max_new_tokens)
 
-        own = Recorder(kept, max_new_tokens, positions, None if raw else bins, told if live or progress else None)
-        new, events = decode(made.target, start, max_new_tokens, joined(edit, own.observe()))
+        own = Recorder(kept, max_new_tokens, positions, None if raw else bins, told)
+        new, events = decode(setup.target, start, max_new_tokens, watched(setup.edit, own.observe()))
     loop = loop_of([*start, *new], len(start))
-    ordinary = healthy_ids(made, len(start) + len(new)) if control else None
+    ordinary = healthy_ids(setup, len(start) + len(new)) if control else None
     plain = None
     if ordinary is not None:
         ids = ordinary.tolist()
         plain = Recorder(kept, len(new), positions, COLUMNS)
-        decode(made.target, ids[: len(start)], len(new), joined(edit, plain.observe()), ids[len(start) :])
+        decode(setup.target, ids[: len(start)], len(new), watched(setup.edit, plain.observe()), ids[len(start) :])
     measured = [_head(own, plain, head, loop.period) for head in kept]
     named = set(kept[:SHOWN]) if heads is not None else _picked(measured)
     measured.sort(key=lambda h: (h.layer, h.head) not in named)
+    length = len(start) + len(new)
     result = Barcode(
-        model=made.info(),
-        settings={
-            "prompt": prompt if prompt is None or isinstance(prompt, str) else list(prompt),
-            "layers": layers,
-            "heads": heads,
-            "max_new_tokens": max_new_tokens,
-            "bins": bins,
-            "raw": raw,
-            "control": control,
-            "interventions": None if edit is None else repr(edit),
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "seed": seed,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
         prompt_tokens=len(start),
         steps=len(new),
         bins=own.columns,
         period=loop.period,
         onset=loop.onset,
         ended=len(new) < max_new_tokens,
-        heads=tuple(
-            _pictured(h, own, plain, len(start) + len(new)) if (h.layer, h.head) in named else h for h in measured
-        ),
+        heads=tuple(_pictured(h, own, plain, length) if (h.layer, h.head) in named else h for h in measured),
         marks=marks(events),
         nbytes=own.nbytes,
     )
@@ -276,32 +259,27 @@ def _heads(count: int) -> str:
     return "1 head" if count == 1 else f"{count} heads"
 
 
-def _chosen(made: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> list[Head]:
-    count = made.target.n_heads
+def _chosen(setup: Setup, layers: Sequence[int] | None, heads: Sequence[Head] | None) -> list[Head]:
+    count = setup.target.n_heads
     if heads is None:
-        return [(layer, head) for layer in chosen_layers(made, layers) for head in range(count)]
+        return [(layer, head) for layer in chosen_layers(setup, layers) for head in range(count)]
     if layers is not None:
         raise SinkscopeError("layers and heads are given: expected one of them")
     wanted = list(dict.fromkeys((int(layer), int(head)) for layer, head in heads))
-    chosen_layers(made, [layer for layer, _ in wanted])
+    chosen_layers(setup, [layer for layer, _ in wanted])
     if wrong := [head for _, head in wanted if not 0 <= head < count]:
-        raise SinkscopeError(f"head {wrong[0]} does not exist: {made.target.name} has heads 0 to {count - 1}")
+        raise SinkscopeError(f"head {wrong[0]} does not exist: {setup.target.name} has heads 0 to {count - 1}")
     return wanted
 
 
 def _head(own: Recorder, plain: Recorder | None, head: Head, period: int | None) -> HeadBarcode:
     recent = own.recent(head)
-    first = own.array(head)[-len(recent) :, 0].float().mean()
     return HeadBarcode(
         *head,
-        float(first),
-        float(recent.sum(-1).mean()),
-        _overlap(recent, period),
-        None if plain is None else _overlap(plain.recent(head), period),
-        None,
-        None,
-        None,
-        None,
+        first=float(own.array(head)[-len(recent) :, 0].float().mean()),
+        near=float(recent.sum(-1).mean()),
+        overlap=_overlap(recent, period),
+        healthy_overlap=None if plain is None else _overlap(plain.recent(head), period),
     )
 
 
@@ -312,32 +290,27 @@ def _overlap(rows: Float[Tensor, "step offset"], period: int | None) -> float | 
     return float(torch.minimum(rows[period:], rows[:-period]).sum(-1).mean())
 
 
+def _gain(h: HeadBarcode) -> float:
+    return h.near if h.overlap is None else h.overlap - (h.healthy_overlap or 0.0)
+
+
 def _picked(heads: list[HeadBarcode]) -> set[Head]:
-    """Of each layer the head that the loop changes most; of the layers those where it does most."""
-
-    def gain(h: HeadBarcode) -> float:
-        return h.near if h.overlap is None else h.overlap - (h.healthy_overlap or 0.0)
-
+    """In each layer the head that the loop changes most, and among those the heads that it changes most."""
     best: dict[int, HeadBarcode] = {}
     for h in heads:
-        if h.layer not in best or gain(h) > gain(best[h.layer]):
+        if h.layer not in best or _gain(h) > _gain(best[h.layer]):
             best[h.layer] = h
-    return {(h.layer, h.head) for h in sorted(best.values(), key=gain, reverse=True)[:SHOWN]}
+    return {(h.layer, h.head) for h in sorted(best.values(), key=_gain, reverse=True)[:SHOWN]}
 
 
 def _pictured(h: HeadBarcode, own: Recorder, plain: Recorder | None, length: int) -> HeadBarcode:
     head = h.layer, h.head
-    return HeadBarcode(
-        h.layer,
-        h.head,
-        h.first,
-        h.near,
-        h.overlap,
-        h.healthy_overlap,
-        _whole(own, head, length),
-        _late(own, head, length),
-        None if plain is None else _whole(plain, head, length),
-        None if plain is None else _late(plain, head, length),
+    return replace(
+        h,
+        whole=_whole(own, head, length),
+        late=_late(own, head, length),
+        healthy_whole=None if plain is None else _whole(plain, head, length),
+        healthy_late=None if plain is None else _late(plain, head, length),
     )
 
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sinkscope.attention._decode import Mark, decode, joined, loaded, marks
-from sinkscope.attention._loop import check_room, checked_ids, chosen_layers, healthy_ids, loop_of, opened, prompt_ids
-from sinkscope.attention._overlap import Overlaps, Track
+from sinkscope.attention.generation import (
+    Mark,
+    check_room,
+    checked_ids,
+    chosen_layers,
+    decode,
+    healthy_ids,
+    loop_of,
+    marks,
+    prompt_ids,
+)
+from sinkscope.attention.offset_overlap import Overlaps, Track
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Event, Intervention
-from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.figures.locking import draw
+from sinkscope.interventions.base import Event
 from sinkscope.loops.signals import WINDOW, collapse_point, diversity
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.locate import Progress, Setup
+from sinkscope.measure import Option, Positive, Result, Setup, measurement
 
 SUFFIX = 256  # positions, or three periods if these are more: the window that LoopGuard watches
 LOCKED = 0.2  # gain from which a head counts as locked
@@ -110,169 +116,96 @@ class Locking(Result):
         """One row per head, at most 16."""
         return [vars(h) for h in self.heads[:16]]
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
-        m = self.model
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
+    def conclusion(self) -> str:
+        """How many heads lock onto the loop, beside ordinary text."""
         if self.period is None:
-            lines.append(f"No loop in {self.tokens} tokens: the scores are of steps one apart, and rank nothing.")
-            return "\n".join(lines)
-        if self.loop_onset is None:
-            lines.append(
-                f"No loop of period {self.period} in {self.tokens} tokens: steps {self.period} apart are compared all "
-                "the same."
-            )
-        else:
-            lines.append(f"Loop of period {self.period} from position {self.loop_onset} of {self.tokens}.")
-        locked = [h for h in self.heads if h.locked]
+            return f"The {self.tokens} tokens end in no loop, so no head can lock onto one."
         control = any(h.healthy_score is not None for h in self.heads)
-        than = "in ordinary text" if control else "nothing (no control)"
-        lines.append(
-            f"{len(locked)} of {len(self.heads)} heads are locked: on the same offsets as a period before lie at least "
-            f"{LOCKED:.0%} more of their attention than {than}."
+        than = "than in ordinary text" if control else "than none at all (no control was run)"
+        if self.loop_onset is None:
+            return f"The {self.tokens} tokens are in no loop of period {self.period}, so no head can lock onto one."
+        return (
+            f"{sum(h.locked for h in self.heads)} of {len(self.heads)} heads lock onto the repetition of period "
+            f"{self.period}: at least {LOCKED:.0%} more of their attention lies on the same offsets as one period "
+            f"before {than}."
         )
-        if locked:
-            shown = ", ".join(f"{h.layer}.{h.head} ({h.score:.2f})" for h in locked[:8])
-            lines.append(f"{shown}{', ...' if len(locked) > 8 else ''}.")
-            begins = "" if self.loop_onset is None else f"the loop begins at {self.loop_onset}, "
-            collapsed = "has not collapsed" if self.collapse is None else f"has collapsed at {self.collapse}"
+
+    def details(self) -> list[str]:
+        """Where the loop begins, which heads lock, and when."""
+        if self.period is None:
+            return ["The scores compare rows one step apart and rank nothing."]
+        if self.loop_onset is None:
+            lines = [f"Rows {self.period} steps apart are compared anyway."]
+        else:
+            lines = [f"The loop begins at position {self.loop_onset} of {self.tokens}."]
+        if locked := [h for h in self.heads if h.locked]:
+            shown = ", ".join(f"L{h.layer}.H{h.head} ({h.score:.2f})" for h in locked[:8])
+            lines.append(f"Locked heads and their scores: {shown}{', ...' if len(locked) > 8 else ''}.")
+            collapsed = "has not collapsed" if self.collapse is None else f"collapses at {self.collapse}"
             lines.append(
-                f"They lock at position {_or_dash(self.locking_onset)}; {begins}the last new 4-gram ends at "
-                f"{_or_dash(self.last_new)}, the type-token ratio of the last {self.window} tokens {collapsed}."
+                f"They lock at position {_or_dash(self.locking_onset)}; the last new 4-gram ends at "
+                f"{_or_dash(self.last_new)}; the type-token ratio of the last {self.window} tokens {collapsed}."
             )
-        return "\n".join(lines)
+        return lines
 
 
+@measurement(group="Loops", figure=draw, loading="whole", edits=True, quick={"max_new_tokens": 24, "suffix": 32})
 def locking(
-    model: object = None,
-    prompt: str | Sequence[int] | None = None,
+    setup: Setup,
+    prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
-    ids: Sequence[int] | None = None,
-    max_new_tokens: int = 512,
-    layers: Sequence[int] | None = None,
-    period: int | None = None,
-    suffix: int = SUFFIX,
-    window: int = WINDOW,
-    interventions: Intervention | None = None,
-    patch: SinkPatch | str | PathLike[str] | None = None,
+    ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
+    max_new_tokens: Positive = 512,
+    layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
+    period: Positive | None = None,
+    suffix: Positive = SUFFIX,
+    window: Positive = WINDOW,
     control: bool | Sequence[int] = True,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
 ) -> Locking:
-    """Rank heads by how much of their attention a loop locks onto its own repetition.
+    """Rank heads by how much of their attention a loop locks onto its own repetition, and say when.
 
     At every position the attention on the suffix is laid out by offset (how far back) and compared with the row one
     period earlier: the score is the share that lies on the same offsets, which is mass on the suffix times stability.
-    A head that always looks one token back scores high in any text, so heads are ranked by what the loop adds.
+    A head that always looks one token back scores high in any text, so heads are ranked by what the loop adds. No
+    loop is an answer: `period` is None (Xu et al. 2026, sections 1 and 3.2).
 
     Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
-        prompt: text or ids that are continued greedily; None: the beginning of the typical text.
-        ids: a whole sequence instead of generating one.
-        max_new_tokens: how many to generate.
-        layers: which to measure; None: all.
-        period: where it is known; None: that of the loop at the end.
-        suffix: positions, raised to three periods if they are more.
-        window: of the type-token ratio.
-        interventions: cache policies, guards and others, while generating and measuring.
-        patch: a `SinkPatch` or the path of a patch.json.
-        control: ordinary text of the same length, which the scores are held against; or its ids; False: none.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one.
-        text: file of ordinary text; None: the text that ships.
-        seed: kept in the result; nothing is drawn.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    No loop is an answer: `period` is None.
-
-    Raises:
-        UnsupportedError: attention that cannot be watched (Falcon).
-        SinkscopeError: bad input; the message is one line and says what to do.
+        prompt: Text that is continued greedily until it loops; from Python also ids. By default the beginning of the
+            typical text.
+        ids: A whole sequence instead of generating one.
+        max_new_tokens: Tokens to generate.
+        layers: Measure this layer. By default all layers.
+        period: Period of the loop, if it is known. By default it is found at the end of the text.
+        suffix: Positions that count as the suffix; three periods if these are more.
+        window: Tokens of the type-token ratio.
+        control: Compare with ordinary text of the same length; from Python also the ids of such a text.
     """
     if prompt is not None and ids is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
-    for name, value in (("period", period), ("suffix", suffix), ("window", window)):
-        if value is not None and value < 1:
-            raise SinkscopeError(f"{name} {value}: expected 1 or more")
-    made = opened(
-        model,
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    wanted = chosen_layers(made, layers)
-    edit = joined(loaded(patch), interventions)
-    events: list[Event] = []
-
-    def done(n: int) -> None:
-        if progress is not None:
-            progress("locking", n, 3)
-
-    done(0)
-    if ids is None:
-        start = prompt_ids(made, prompt)
-        check_room(made, len(start), max_new_tokens)
-        _check_period(period, len(start) + max_new_tokens)
-        new, events = decode(made.target, start, max_new_tokens, edit)
-        whole = [*start, *new]
-    else:
-        whole = checked_ids(made, ids)
-        start = whole[:1]
-    _check_period(period, len(whole))
-    loop = loop_of(whole, len(start))
+    wanted = chosen_layers(setup, layers)
+    setup.progress("locking", 0, 3)
+    whole, prompted, events = _sequence(setup, prompt, ids, max_new_tokens, period)
+    loop = loop_of(whole, prompted)
     shift = period or loop.period or 1
     reach = max(suffix, 3 * shift)
-    done(1)
-    own = _tracks(made, whole, len(start), wanted, reach, shift, edit)
-    done(2)
-    ordinary = _control(made, control, len(whole))
-    plain = None if ordinary is None else _tracks(made, ordinary, len(start), wanted, reach, shift, edit)
-    done(3)
-    first = len(start) if loop.onset is None else loop.onset
+    setup.progress("locking", 1, 3)
+    own = _tracks(setup, whole, prompted, wanted, reach, shift)
+    setup.progress("locking", 2, 3)
+    ordinary = _control(setup, control, len(whole))
+    plain = None if ordinary is None else _tracks(setup, ordinary, prompted, wanted, reach, shift)
+    setup.progress("locking", 3, 3)
+    first = prompted if loop.onset is None else loop.onset
     heads = _heads(own, plain, first, shift)
+    some = [(h.layer, h.head) for h in heads if h.locked and (loop.period or period)]
+    rest = [(h.layer, h.head) for h in heads if (h.layer, h.head) not in some]
     positions = tuple(range(0, len(whole) - 1, -(-len(whole) // POINTS)))
-    some = [h for h in heads if h.locked] if loop.period or period else []
-    mean = _mean(own, [(h.layer, h.head) for h in some], shift)
-    rest = _mean(own, [(h.layer, h.head) for h in heads if h not in some], shift)
-    calm = None if plain is None else _mean(plain, [(h.layer, h.head) for h in some], shift)
-    point = collapse_point(whole[len(start) :], window)
-    ratio: list[float | None] = [*([None] * len(start)), *diversity(whole[len(start) :], window)]
+    mean, calm = _mean(own, some, shift), None if plain is None else _mean(plain, some, shift)
+    answer = whole[prompted:]
+    point = collapse_point(answer, window)
+    ratio: list[float | None] = [*([None] * prompted), *diversity(answer, window)]
     return Locking(
-        model=made.info(),
-        settings={
-            "prompt": prompt if prompt is None or isinstance(prompt, str) else list(prompt),
-            "ids": None if ids is None else list(ids),
-            "max_new_tokens": max_new_tokens,
-            "layers": layers,
-            "period": period,
-            "suffix": suffix,
-            "window": window,
-            "interventions": None if edit is None else repr(edit),
-            "control": control if isinstance(control, bool) else list(control),
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "seed": seed,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
         tokens=len(whole),
-        prompt_tokens=len(start),
+        prompt_tokens=prompted,
         period=period or loop.period,
         loop_onset=loop.onset if loop.period is not None and shift % loop.period == 0 else None,
         suffix=reach,
@@ -281,25 +214,39 @@ def locking(
         positions=positions,
         locking_onset=None if mean is None else _onset(mean, 0.0 if calm is None else float(calm[first:].mean())),
         last_new=_last_new(whole, window),
-        collapse=None if point is None else len(start) + point - 1,
+        collapse=None if point is None else prompted + point - 1,
         locked_curve=_at(mean, positions),
-        other_curve=_at(rest, positions),
+        other_curve=_at(_mean(own, rest, shift), positions),
         healthy_curve=_at(calm, positions),
         diversity=tuple(ratio[p] for p in positions),
         marks=marks(events),
     )
 
 
-def _tracks(
-    made: Setup, ids: list[int], prompt: int, layers: list[int], suffix: int, shift: int, edit: Intervention | None
-) -> dict[int, Track]:
+def _sequence(
+    setup: Setup, prompt: str | Sequence[int] | None, ids: Sequence[int] | None, new: int, period: int | None
+) -> tuple[list[int], int, list[Event]]:
+    """Ids, how many of them are the prompt, and what interventions did while the rest was generated."""
+    if ids is not None:
+        whole = checked_ids(setup, ids)
+        _check_period(period, len(whole))
+        return whole, 1, []
+    start = prompt_ids(setup, prompt)
+    check_room(setup, len(start), new)
+    _check_period(period, len(start) + new)  # before the work
+    answer, events = decode(setup.target, start, new, setup.edit)
+    _check_period(period, len(start) + len(answer))
+    return [*start, *answer], len(start), events
+
+
+def _tracks(setup: Setup, ids: list[int], prompt: int, layers: list[int], suffix: int, shift: int) -> dict[int, Track]:
     """In one pass, or token by token where interventions make a difference between the two."""
     watch = Overlaps(layers, suffix, shift)
-    if edit is None:
-        with watch.observe().on(made.target):
-            made.target.forward(torch.tensor([ids[:-1]]))
+    if setup.edit is None:
+        with watch.observe().on(setup.target):
+            setup.target.forward(torch.tensor([ids[:-1]]))
     else:
-        decode(made.target, ids[:prompt], len(ids) - prompt, edit | watch.observe(), ids[prompt:])
+        decode(setup.target, ids[:prompt], len(ids) - prompt, setup.edit | watch.observe(), ids[prompt:])
     return watch.tracks()
 
 
@@ -311,11 +258,11 @@ def _check_period(period: int | None, tokens: int) -> None:
         )
 
 
-def _control(made: Setup, control: bool | Sequence[int], length: int) -> list[int] | None:
+def _control(setup: Setup, control: bool | Sequence[int], length: int) -> list[int] | None:
     if isinstance(control, bool):
-        found = healthy_ids(made, length) if control else None
+        found = healthy_ids(setup, length) if control else None
         return None if found is None else found.tolist()
-    given = checked_ids(made, control)
+    given = checked_ids(setup, control)
     if len(given) < length:
         raise SinkscopeError(f"a control of {len(given)} ids: expected {length}, as many as the sequence has")
     return given[:length]

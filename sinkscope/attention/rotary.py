@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
-from sinkscope.attention._contraction import Decay, Disturbed
-from sinkscope.attention._loop import (
-    Loop,
-    checked_ids,
-    chosen_layers,
-    generated,
-    healthy_ids,
-    loop_of,
-    opened,
-    prompt_ids,
-)
-from sinkscope.attention._shift import tails
-from sinkscope.attention._tail import Drift, RotaryHead, curves_of, heads_of, positions_of
+from sinkscope.attention.disturbance import Decay, Disturbed
+from sinkscope.attention.generation import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
+from sinkscope.attention.rotary_tails import Drift, RotaryHead, curves_of, heads_of, positions_of, tails
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.locate import Progress, Setup
+from sinkscope.figures.rotary import draw
+from sinkscope.measure import Option, Positive, Result, Setup, measurement
+from sinkscope.trace.attention import refuse_opaque
 
 TAIL = 32  # positions of the window, rounded up to whole periods
 PERIODS = 8  # that a disturbance is followed for
@@ -70,16 +60,16 @@ class RotaryInvariance(Result):
 
     tokens: int
     prompt_tokens: int
-    period: int | None
-    onset: int | None
-    repeated: str | None
-    tail: int | None
-    rotary_scale: float | None
-    heads: tuple[RotaryHead, ...]
-    positions: tuple[int, ...]
-    drift: tuple[Drift, ...]
-    decays: tuple[Decay, ...]
-    healthy_decays: tuple[Decay, ...]
+    period: int | None = None
+    onset: int | None = None
+    repeated: str | None = None
+    tail: int | None = None
+    rotary_scale: float | None = None
+    heads: tuple[RotaryHead, ...] = ()
+    positions: tuple[int, ...] = ()
+    drift: tuple[Drift, ...] = ()
+    decays: tuple[Decay, ...] = ()
+    healthy_decays: tuple[Decay, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer: medians over its heads, the bound's tightness and the error at their largest."""
@@ -97,43 +87,39 @@ class RotaryInvariance(Result):
     def _small(self, layer: int) -> list[Decay]:
         return [d for d in self.decays if d.layer == layer and d.size == SMALL and not d.within]
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
-        m = self.model
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers)"]
+    def conclusion(self) -> str:
+        """Whether scores repeat with the loop, beside another shift and ordinary text."""
         if self.period is None:
-            lines.append(
-                f"No loop in {self.tokens} tokens: nothing to measure; more tokens or another prompt may end in one."
-            )
-            return "\n".join(lines)
-        lines.append(
-            f"Loop of period {self.period} from position {self.onset} of {self.tokens}: {self.repeated!r}; "
-            f"tail of {self.tail} positions."
-        )
+            return f"The {self.tokens} tokens end in no loop, so there is nothing to measure."
         h = self.heads
-        lines.append(f"Eq. 13 against the model's own scores: largest error {max(x.error for x in h):.1e} of a score.")
-        lines.append(
-            f"Scores P apart differ by {_of(h, 'change')} of their spread, P + 1 apart by {_of(h, 'other_change')}, "
-            f"P apart in ordinary text by {_of(h, 'healthy_change')} (median over heads)."
+        return (
+            f"Scores one period ({self.period} tokens) apart differ by {_of(h, 'change')} of their spread; one token "
+            f"further apart they differ by {_of(h, 'other_change')}, and in ordinary text by "
+            f"{_of(h, 'healthy_change')} (median over heads)."
         )
+
+    def details(self) -> list[str]:
+        """The loop, the equations against the model, the tail operator and the contraction."""
+        if self.period is None:
+            return ["More tokens or another prompt may end in a loop."]
+        h = self.heads
         tight = max(x.tightness for x in h)
-        said = "holds" if tight <= 1 else "DOES NOT HOLD"
-        lines.append(
-            f"Eq. 15 {said}: differences reach at most {tight:.0%} of the bound; the bound itself is "
-            f"{_of(h, 'bound')} of the spread, without blocks {_of(h, 'whole_bound')}."
-        )
         in_period, in_step, in_text, in_text_step = (
             _median([getattr(x, name) for x in h])
             for name in ("drift", "step_drift", "healthy_drift", "healthy_step_drift")
         )
         moves = in_step is not None and in_period is not None and in_step > max(0.1, 2 * in_period)
-        lines.append(
-            f"The tail operator moves by {_share(in_period)} of its length in a period and {_share(in_step)} in a step "
-            f"(in ordinary text {_share(in_text)} and {_share(in_text_step)})"
-            + (": it is periodic, not constant." if moves else ".")
-        )
-        lines += self._contraction()
-        return "\n".join(lines)
+        return [
+            f"The loop begins at position {self.onset} of {self.tokens} and repeats {self.repeated!r}; the tail has "
+            f"{self.tail} positions.",
+            f"Eq. 13 agrees with the model's own scores to {max(x.error for x in h):.1e} of the largest score.",
+            f"Eq. 15 {'holds' if tight <= 1 else 'DOES NOT HOLD'}: differences reach at most {tight:.0%} of the "
+            f"bound; the bound itself is {_of(h, 'bound')} of the spread, and {_of(h, 'whole_bound')} without blocks.",
+            f"The tail operator moves by {_share(in_period)} of its length in a period and by {_share(in_step)} in a "
+            f"step (in ordinary text {_share(in_text)} and {_share(in_text_step)})"
+            + (": it is periodic, not constant." if moves else "."),
+            *self._contraction(),
+        ]
 
     def _contraction(self) -> list[str]:
         def middle(decays: tuple[Decay, ...], within: bool, size: float = SMALL) -> list[Decay]:
@@ -165,141 +151,65 @@ class RotaryInvariance(Result):
         return lines
 
 
+@measurement(
+    group="Loops", command="rotary", figure=draw, loading="whole", quick={"max_new_tokens": 160, "layers": [0]}
+)
 def rotary_invariance(
-    model: object = None,
-    prompt: str | Sequence[int] | None = None,
+    setup: Setup,
+    prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
-    ids: Sequence[int] | None = None,
-    max_new_tokens: int = 512,
-    layers: Sequence[int] | None = None,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    ids: Annotated[Sequence[int] | None, Option(hidden=True)] = None,
+    max_new_tokens: Positive = 512,
+    layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
 ) -> RotaryInvariance:
-    """Hold the paper's account of persistent loops against a loop that the model is in.
+    """Measure how far queries, keys and scores repeat under rotary positions in a loop that the model is in.
+
+    The paper explains by this why a loop goes on (Xu et al. 2026, section 3.3 and appendix A). No loop is an answer:
+    `period` is None. A model without rotary positions, and one whose queries and keys are not offered, is refused with
+    an `UnsupportedError`.
 
     Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live plain or nnsight model.
-        prompt: text or ids that are continued greedily; None: the beginning of the typical text.
-        ids: a whole sequence that ends in a loop, instead of generating one.
-        max_new_tokens: how many to generate.
-        layers: which to measure; None: all.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one.
-        text: file of ordinary text, the control; None: the text that ships.
-        seed: of the directions of disturbances.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    No loop is an answer: `period` is None.
-
-    Raises:
-        UnsupportedError: a model without rotary positions, or one whose queries and keys cannot be had.
-        SinkscopeError: bad input; the message is one line and says what to do.
+        prompt: Text that is continued greedily until it loops; from Python also ids. By default the beginning of the
+            typical text.
+        ids: A whole sequence that ends in a loop, instead of generating one.
+        max_new_tokens: Tokens to generate.
+        layers: Measure this layer. By default all layers.
     """
     if prompt is not None and ids is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")
-    made = opened(
-        model,
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    target = made.target
+    target = setup.target
     if target.adapter.absolute_positions:
         raise UnsupportedError(
-            f"{target.name} ({target.config.model_type}) has learned absolute positions, nothing turns: rotary is for "
-            "models with rotary positions (barcode and locking work on this one)"
+            f"{target.name} ({target.config.model_type}) has learned absolute positions and no rotation: rotary needs "
+            "a model with rotary positions (barcode and locking work on this one, also with backend='hf')"
         )
-    if target.kind == "bridge" or not target.adapter.attention_interface:
-        if target.kind == "bridge":
-            raise UnsupportedError(
-                "queries and keys of a TransformerBridge are not offered: use a plain model (backend='hf')"
-            )
-        raise UnsupportedError(f"queries and keys of {target.config.model_type} are not offered: use another model")
-    wanted = chosen_layers(made, layers)
-    if progress is not None:
-        progress("loop", 0, 4)
-    loop = (
-        generated(made, prompt_ids(made, prompt), max_new_tokens) if ids is None else loop_of(checked_ids(made, ids), 0)
-    )
-    return _measured(
-        made,
-        loop,
-        wanted,
-        {
-            "prompt": prompt if isinstance(prompt, str) else None if prompt is None else list(prompt),
-            "ids": None if ids is None else list(ids),
-            "max_new_tokens": max_new_tokens,
-            "layers": None if layers is None else list(layers),
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "seed": seed,
-            "revision": revision,
-        },
-        progress,
-    )
-
-
-def _measured(
-    made: Setup, loop: Loop, layers: list[int], settings: dict[str, Any], progress: Progress | None
-) -> RotaryInvariance:
-    def done(n: int) -> None:
-        if progress is not None:
-            progress("loop", n, 4)
-
-    target, period, count = made.target, loop.period, len(loop.ids)
-    common: dict[str, Any] = {
-        "model": made.info(),
-        "settings": settings,
-        "tokens": count,
-        "prompt_tokens": loop.prompt,
-        "period": period,
-        "onset": loop.onset,
-    }
+    refuse_opaque(target)
+    wanted = chosen_layers(setup, layers)
+    setup.progress("loop", 0, 4)
+    given = None if ids is None else loop_of(checked_ids(setup, ids), 0)
+    loop = given or generated(setup, prompt_ids(setup, prompt), max_new_tokens)
+    period, count = loop.period, len(loop.ids)
     if period is None:
-        return RotaryInvariance(
-            **common,
-            repeated=None,
-            tail=None,
-            rotary_scale=None,
-            heads=(),
-            positions=(),
-            drift=(),
-            decays=(),
-            healthy_decays=(),
-            provenance=made.provenance(),
-        )
+        return RotaryInvariance(tokens=count, prompt_tokens=loop.prompt)
     tail = period * max(1, min(-(-TAIL // period), (loop.length - period) // (2 * period)))
     shifts = [period] if period == 1 else [period, period + 1]
     steps = sorted({1, period})
-    done(1)
-    own = tails(target, loop.ids, layers, tail, shifts, steps)
-    done(2)
-    control = healthy_ids(made, count)
-    plain = [None] * len(own) if control is None else tails(target, control, layers, tail, [period], steps)
-    done(3)
+    setup.progress("loop", 1, 4)
+    own = tails(target, loop.ids, wanted, tail, shifts, steps)
+    setup.progress("loop", 2, 4)
+    control = healthy_ids(setup, count)
+    plain = [None] * len(own) if control is None else tails(target, control, wanted, tail, [period], steps)
+    setup.progress("loop", 3, 4)
     periods = min(PERIODS, (loop.length // period - 1) // 2)
-    decays = _decays(made, loop.ids, layers, period, periods)
-    healthy = () if control is None else _decays(made, control, layers, period, periods)
+    decays = _decays(setup, loop.ids, wanted, period, periods)
+    healthy = () if control is None else _decays(setup, control, wanted, period, periods)
     positions = positions_of(count)
-    done(4)
+    setup.progress("loop", 4, 4)
     return RotaryInvariance(
-        **common,
+        tokens=count,
+        prompt_tokens=loop.prompt,
+        period=period,
+        onset=loop.onset,
         repeated=target.tokenizer.decode(loop.ids[-period:].tolist()),
         tail=tail,
         rotary_scale=own[0].scale,
@@ -308,12 +218,11 @@ def _measured(
         drift=tuple(curves_of(part, other, period, positions) for part, other in zip(own, plain, strict=True)),
         decays=decays,
         healthy_decays=healthy,
-        provenance=made.provenance(),
     )
 
 
-def _decays(made: Setup, ids: torch.Tensor, layers: list[int], period: int, periods: int) -> tuple[Decay, ...]:
-    bench = Disturbed(made.target, ids, period, periods, seed=made.seed)
+def _decays(setup: Setup, ids: torch.Tensor, layers: list[int], period: int, periods: int) -> tuple[Decay, ...]:
+    bench = Disturbed(setup.target, ids, period, periods, seed=setup.seed)
     found = [
         bench.decay(layer, size=size, within=within)
         for layer in layers

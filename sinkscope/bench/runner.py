@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sinkscope.bench.methods import Budget, Method
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
@@ -186,7 +185,7 @@ def check_can(to: Asked, methods: Sequence[Method], lengths: Iterable[int], wind
     for edit in (method.make(to.budget, window) for method in methods):
         if edit is not None and lengths:
             for length in lengths:
-                check_budget(edit.decoding if isinstance(edit, LoopServe) and edit.decode else edit, length)
+                (edit.decoding if isinstance(edit, LoopServe) and edit.decode else edit).check_prompt(length)
             with edit.on(to.target):
                 pass
 

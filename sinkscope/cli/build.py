@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_origin
 import typer
 from typer.core import TyperGroup
 
+from sinkscope._console import note
 from sinkscope.cli.common import Backend, check_outputs, deliver, layer_head, read_prompt
 from sinkscope.errors import SinkscopeError
 from sinkscope.progress import ProgressBar
@@ -54,7 +55,7 @@ def add_commands(app: typer.Typer) -> None:
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
-    groups: dict[str, typer.Typer] = {}
+    groups = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
     for words, parts in together.items():
         parts.sort(key=lambda entry: entry.marks.get("flag") is not None)
         home, _, name = words.rpartition(" ")
@@ -96,18 +97,19 @@ def _function(parts: list[Entry]) -> Callable[..., None]:
         main = alone[0] if alone else parts[0]
         backend = values.pop("backend", None) if measures else None
         given = _given(values, parameters)
+        for part in chosen:
+            given |= part.marks.get("sets") or {}
         _refuse_foreign(main, [p for p in parts if p not in chosen], given)
         for name in given:
             if read := _READS.get(parameters[name].option.reads):
-                many = parameters[name].many and parameters[name].option.reads != "commas"
-                given[name] = [read(v) for v in given[name]] if many else read(given[name])
+                given[name] = _read(read, parameters[name], given[name])
         result, also = _measured(main, [p for p in chosen if p is not main], given, backend, measures)
         if delivers:
             deliver(result, **files, also=also)
         saves = {o.name: o.save for part in parts for o in getattr(part.load(), "outputs", ())} if outputs else {}
         for name, path in written.items():
-            if path is not None:
-                saves[name](result, path)
+            if path is not None and isinstance(said := saves[name](result, path), str):
+                note(said)
 
     run.__signature__ = inspect.Signature(signature)  # pyright: ignore[reportFunctionMemberAccess]
     run.__annotations__ = {p.name: p.annotation for p in signature}
@@ -115,10 +117,20 @@ def _function(parts: list[Entry]) -> Callable[..., None]:
     return run
 
 
+def _read(read: Callable[[Any], Any], parameter: Parameter, words: Any) -> Any:
+    """What the words mean; lists with commas that are given several times become one list."""
+    if not parameter.many:
+        return read(words)
+    values = [read(word) for word in words]
+    return [one for part in values for one in part] if parameter.option.reads == "commas" else values
+
+
 def _measured(main: Entry, also: list[Entry], given: dict[str, Any], backend: Any, measures: bool) -> tuple[Any, Any]:
     """The result of a function, and those of the measurements that go with it."""
     takes_progress = measures or any(p.name == "progress" for p in main.parameters)
     function = main.load()
+    if callable(refuse := getattr(function, "refuse", None)):
+        refuse(given)  # before a model is opened
     if any(p.name in given for p in shared_parameters("edit_of")) and getattr(function, "edits", False):
         from sinkscope.measure.setup import edit_of  # a patch or policy is refused before a model is opened
 
@@ -140,12 +152,13 @@ def _measured(main: Entry, also: list[Entry], given: dict[str, Any], backend: An
 def _parameters(parts: list[Entry]) -> dict[str, Parameter]:
     """Every parameter of a command: the functions' own, then those that all measurements share."""
     found: dict[str, Parameter] = {}
+    measures = parts[0].decorator == "measurement"
+    shared = {p.name: p for p in shared_parameters("open")} if measures else {}
     for part in parts:
-        for parameter in part.parameters:
-            found.setdefault(parameter.name, parameter)
-    if parts[0].decorator == "measurement":
-        for parameter in shared_parameters("open"):
-            found.setdefault(parameter.name, parameter)
+        for parameter in part.parameters:  # what all share is described as for all, unless the first one differs
+            found.setdefault(parameter.name, parameter if part is parts[0] else shared.get(parameter.name, parameter))
+    found = {**found, **{name: parameter for name, parameter in shared.items() if name not in found}}
+    if measures:
         for parameter in shared_parameters("edit_of") if any(p.marks.get("edits") for p in parts) else ():
             found.setdefault(parameter.name, parameter)
     return found
@@ -178,15 +191,17 @@ def _refuse_foreign(main: Entry, others: list[Entry], given: dict[str, Any]) -> 
 
 def _typed(parameter: Parameter) -> inspect.Parameter:
     """A parameter as typer reads it."""
-    option, kind = parameter.option, parameter.type
+    option, kind = parameter.option, bool if isinstance(parameter.default, bool) else parameter.type
     if option.reads == "head" or option.reads == "commas" or kind not in (int, float, str, bool, Path):
         kind = kind if get_origin(kind) is Literal and option.reads is None else str
-    empty = parameter.default is inspect.Parameter.empty
+    empty = parameter.required
     default = inspect.Parameter.empty if empty else None if parameter.many else parameter.default
-    many = parameter.many and option.reads != "commas"
+    many = parameter.many
     hint = list[kind] if many else kind  # pyright: ignore[reportInvalidTypeForm]
     text = parameter.help + (" It may be given several times." if many and not option.argument else "")
     more: dict[str, Any] = {"help": text, "metavar": option.metavar, "min": option.min, "max": option.max}
+    if option.max is not None and option.max > 1 << 32:  # in the help it would only be noise
+        more["max"] = None
     if kind is int:
         more |= {key: None if more[key] is None else int(more[key]) for key in ("min", "max")}
     if many and not empty and parameter.default:

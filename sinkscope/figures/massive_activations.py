@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import html
 from collections import Counter
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished, layer_axis, level, panels
 
 
 def draw(result: Any) -> go.Figure:
     """A row per condition: magnitudes per layer, norms of value vectors, and where secondary sinks begin."""
     count = len(result.conditions)
     names = ["with BOS" if c.bos else "without BOS" for c in result.conditions]
-    panels = ("largest activations", "first token's values over others'", "secondary sinks")
-    fig = make_subplots(
-        rows=count,
-        cols=3,
-        subplot_titles=[f"{p}, {name}" for name in names for p in panels],
-        horizontal_spacing=0.075,
-        vertical_spacing=0.16,
-    )
+    kinds = ("largest activations", "first token's values over others'", "secondary sinks")
+    titles = [f"{kind}, {name}" for name in names for kind in kinds]
+    fig = panels(titles, spacing=0.075, rows=count, cols=3, vertical_spacing=0.16)
     for row, condition in enumerate(result.conditions, start=1):
         _magnitudes(fig, condition, row)
         _values(fig, condition, row)
         _secondary(fig, condition, row)
-    fig.update_layout(
-        title={
-            "text": f"{html.escape(result.model.name)}: massive activations, value drain, secondary sinks",
-            "x": 0.01,
-            "xanchor": "left",
-        },
-        template="plotly_white",
+    return finished(
+        fig,
+        result,
+        "massive activations, value drain, secondary sinks",
         width=1400,
         height=120 + 340 * count,
-        margin={"l": 70, "r": 20, "t": 90, "b": 90},
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.12 if count > 1 else -0.2, "x": 0.5, "xanchor": "center", "yanchor": "top"},
+        bottom=90,
+        legend=-0.12 if count > 1 else -0.2,
     )
-    return fig
 
 
 def _magnitudes(fig: Any, condition: Any, row: int) -> None:
@@ -50,7 +38,7 @@ def _magnitudes(fig: Any, condition: Any, row: int) -> None:
     for i, (name, color) in enumerate((("top 1", BLUE), ("top 2", ORANGE), ("top 3", GREEN))):
         fig.add_scatter(x=layers, y=[one.top[i] for one in condition.layers], name=name, line={"color": color}, **style)
     fig.add_scatter(x=layers, y=[one.median for one in condition.layers], name="median", line={"color": GREY}, **style)
-    fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=row, col=1)
+    layer_axis(fig, len(layers), row, 1)
     fig.update_yaxes(title_text="magnitude", type="log", dtick=1, exponentformat="power", row=row, col=1)
 
 
@@ -82,8 +70,8 @@ def _values(fig: Any, condition: Any, row: int) -> None:
         row=row,
         col=2,
     )
-    fig.add_hline(1.0, line={"color": GREY, "dash": "dot", "width": 1}, row=row, col=2)
-    fig.update_xaxes(title_text="layer", dtick=max(1, len(layers) // 12), row=row, col=2)
+    level(fig, 1.0, row, 2, color=GREY)
+    layer_axis(fig, len(layers), row, 2)
     fig.update_yaxes(title_text="ratio of norms", rangemode="tozero", row=row, col=2)
 
 

@@ -6,9 +6,8 @@ import html
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from sinkscope.figures.style import GREY, ORANGE
+from sinkscope.figures.style import GREY, ORANGE, finished, panels
 
 
 def draw(result: Any) -> go.Figure:
@@ -16,12 +15,7 @@ def draw(result: Any) -> go.Figure:
     text = [s for s in result.scores if s.metric == "perplexity"]
     tasks = [s for s in result.scores if s.metric != "perplexity"]
     shown = [p for p in (("perplexity", text), ("benchmarks", tasks)) if p[1]]
-    fig = make_subplots(
-        cols=len(shown),
-        subplot_titles=[name for name, _ in shown],
-        horizontal_spacing=0.12,
-        column_widths=[0.3, 0.7] if len(shown) > 1 else None,
-    )
+    fig = panels([name for name, _ in shown], [0.3, 0.7], spacing=0.12)
     for col, (name, scores) in enumerate(shown, 1):
         ppl = name == "perplexity"
         unit = [s.original / 100 if ppl else 0.01 for s in scores]  # per cent of the perplexity, points of a score
@@ -62,17 +56,5 @@ def draw(result: Any) -> go.Figure:
             row=1,
             col=col,
         )
-    fig.update_layout(
-        title={
-            "text": f"{html.escape(result.model.name)}: cost of the patch (bars: two standard errors; below: original)",
-            "x": 0.01,
-            "xanchor": "left",
-        },
-        template="plotly_white",
-        width=700 + 90 * len(tasks),
-        height=480,
-        margin={"l": 70, "r": 20, "t": 90, "b": 100},
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.25, "x": 0.5, "xanchor": "center", "yanchor": "top"},
-    )
-    return fig
+    found = "cost of the patch (bars: two standard errors; below: original)"
+    return finished(fig, result, found, width=700 + 90 * len(tasks), height=480, bottom=100, legend=-0.25)

@@ -6,47 +6,30 @@ import html
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
-from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, level, panels
 
 
 def draw(result: Any) -> go.Figure:
     """Norms of held-out tokens without and with the patch, the sets that were tried, and the cost."""
-    fig = make_subplots(
-        cols=3,
-        column_widths=[0.5, 0.3, 0.2],
-        horizontal_spacing=0.09,
-        subplot_titles=["Held-out tokens, repeated", "Sets that were tried", "Perplexity"],
-    )
+    fig = panels(["Held-out tokens, repeated", "Sets that were tried", "Perplexity"], [0.5, 0.3, 0.2])
     if result.held_out:
         _norms(fig, result)
     if result.tried:
         _tried(fig, result)
     if result.perplexity is not None:
         _cost(fig, result)
-    title = f"{html.escape(result.model.name)}: {result.verdict}" + (
-        f", {len(result.neurons)} neuron{'s' * (len(result.neurons) > 1)}" if result.neurons else ""
-    )
-    fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1350,
-        height=480,
-        margin={"l": 70, "r": 20, "t": 90, "b": 120},
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.27, "x": 0.4, "xanchor": "center", "yanchor": "top"},
-    )
-    return fig
+    count = f", {len(result.neurons)} neuron{'s' * (len(result.neurons) > 1)}" if result.neurons else ""
+    return finished(fig, result, result.verdict + count, width=1350, height=480, bottom=120, legend={"x": 0.4})
 
 
 def _norms(fig: Any, result: Any) -> None:
     names = [html.escape(repr(t.token)) for t in result.held_out]
     place = {"row": 1, "col": 1}
-    for name, field, color in (("intact", "intact", BLUE), ("patched", "patched", ORANGE)):
+    for name, color in (("intact", BLUE), ("patched", ORANGE)):
         fig.add_scatter(
             x=names,
-            y=[getattr(t, field) for t in result.held_out],
+            y=[getattr(t, name) for t in result.held_out],
             mode="markers",
             name=name,
             marker={"color": color, "size": 10},
@@ -69,7 +52,7 @@ def _norms(fig: Any, result: Any) -> None:
 
 
 def _tried(fig: Any, result: Any) -> None:
-    chosen = {(n.layer, n.neuron) if n.expert is None else (n.layer, n.expert, n.neuron) for n in result.neurons}
+    chosen = {n.site for n in result.neurons}
     fig.add_scatter(
         x=[len(t.neurons) for t in result.tried],
         y=[t.norm for t in result.tried],
@@ -111,13 +94,6 @@ def _cost(fig: Any, result: Any) -> None:
         error_y={"type": "data", "array": [2 * (p.se or 0) / p.before], "visible": True, "color": ORANGE},
         hovertemplate=f"{p.before:.5g} to {p.after:.5g}<extra></extra>",
     )
-    fig.add_hline(
-        result.limit,
-        line={"color": RED, "dash": "dash", "width": 1},
-        annotation_text="limit",
-        annotation_font_color=RED,
-        row=1,
-        col=3,
-    )
+    level(fig, result.limit, col=3, dash="dash", annotation_text="limit", annotation_font_color=RED)
     reach = 1.3 * max(result.limit, abs(p.difference) / p.before)
     fig.update_yaxes(title_text="rise, 2 standard errors", tickformat=".2%", range=[-reach, reach], row=1, col=3)

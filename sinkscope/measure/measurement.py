@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from sinkscope.measure.setup import Loading, Setup, edit_of
-from sinkscope.registry import Parameter, parameter
+from sinkscope.registry import Parameter, command, parameter, shared_parameters
 from sinkscope.results import Result
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
-F = TypeVar("F", bound=Callable[..., Any])
 _OPEN = inspect.signature(Setup.open).parameters
 _EDIT = inspect.signature(edit_of).parameters
 
@@ -31,7 +30,8 @@ class Output:
     Attributes:
         name: of the option, without dashes.
         help: one sentence for the help.
-        save: called with the result and the path; it writes the file whole or not at all.
+        save: called with the result and the path; it writes the file whole or not at all. Text that it returns is a
+            note for standard error.
         required: whether the option must be given.
     """
 
@@ -57,6 +57,7 @@ class Measurement(Generic[P, R]):
         quick: dict[str, Any],
         outputs: Sequence[Output],
         command: str | None,
+        check: Callable[..., object] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self.__name__ = function.__name__
@@ -65,6 +66,7 @@ class Measurement(Generic[P, R]):
         self.edits = edits
         self.quick = quick
         self.outputs = tuple(outputs)
+        self.check = check
         own = list(inspect.signature(function).parameters.values())[1:]
         mine = {p.name for p in own}
         common = [p for name, p in _OPEN.items() if name not in (*mine, "loading")]
@@ -86,23 +88,32 @@ class Measurement(Generic[P, R]):
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Open the model and measure; the arguments are those of the signature."""
         given = self.__signature__.bind(*args, **kwargs).arguments
-        self._check(given)
+        self.refuse(given)
         edit = edit_of(**{k: given[k] for k in _EDIT if k in given}) if self.edits else None
-        opening = {k: given[k] for k in _OPEN if k in given}
-        if "texts" in self._own:
-            opening["texts"] = given.get("texts", self.__signature__.parameters["texts"].default)
+        opening = {k: given[k] for k in _OPEN if k in given and k not in self._own}
+        pieces = given.get("texts", self.__signature__.parameters["texts"].default) if "texts" in self._own else None
+        if isinstance(pieces, int):  # a measurement may also take texts by this name
+            opening["texts"] = pieces
         setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
         return self._measured(setup, {k: given[k] for k in self._own if k in given}, given)
 
     def on(self, setup: Setup, **kwargs: Any) -> R:
         """Measure on an open model; the arguments are the measurement's own."""
-        self._check(kwargs)
+        self.refuse(kwargs)
         return self._measured(setup, kwargs, {})
 
-    def _check(self, given: dict[str, Any]) -> None:
-        for own in self.parameters:
-            if own.name in given:
-                own.check(given[own.name])
+    def refuse(self, given: dict[str, Any]) -> None:
+        """Check arguments before a model is opened.
+
+        Raises:
+            SinkscopeError: one of them is outside its range, or the measurement cannot use them.
+        """
+        shared = [one for one in shared_parameters("open") if one.name not in self._own]
+        for one in (*self.parameters, *shared):
+            if one.name in given:
+                one.check(given[one.name])
+        if self.check is not None:
+            self.check(**{name: given.get(name, self.__signature__.parameters[name].default) for name in self._own})
 
     def _measured(self, setup: Setup, own: dict[str, Any], given: dict[str, Any]) -> R:
         result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
@@ -142,6 +153,8 @@ def measurement(
     edits: bool = False,
     quick: dict[str, Any] | None = None,
     outputs: Sequence[Output] = (),
+    sets: dict[str, Any] | None = None,
+    check: Callable[..., object] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Make a measurement of a function that takes a `Setup` and returns a `Result`.
 
@@ -159,6 +172,9 @@ def measurement(
         edits: Whether it runs under a patch, a policy or a guard; `setup.edit` is what was asked for.
         quick: Arguments with which it takes about a second on a small model; the tests of the matrix use them.
         outputs: Further files that its command writes.
+        sets: With `flag`: arguments that the option gives to the other measurement, too.
+        check: Called with the measurement's own arguments, by name, before a model is opened; it raises
+            `SinkscopeError` for what their types and ranges do not tell.
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:
@@ -166,22 +182,17 @@ def measurement(
         if "kind" not in vars(cls):
             cls.claim(function.__name__.replace("_", "-"))
         cls.drawing = figure
-        return Measurement(function, loading=loading, edits=edits, quick=quick or {}, outputs=outputs, command=command)
+        return Measurement(
+            function,
+            loading=loading,
+            edits=edits,
+            quick=quick or {},
+            outputs=outputs,
+            command=command,
+            check=check,
+        )
 
     return wrap
 
 
-def command(*, group: str, command: str | None = None, outputs: Sequence[Output] = ()) -> Callable[[F], F]:
-    """Give a plain function a command, built from its signature and docstring; what it returns is printed.
-
-    Args:
-        group: The help shows commands of one group together.
-        command: Words of the command; None: the function's name with dashes.
-        outputs: Further files that the command writes from the result.
-    """
-
-    def wrap(function: F) -> F:
-        function.outputs = tuple(outputs)  # pyright: ignore[reportFunctionMemberAccess]
-        return function
-
-    return wrap
+__all__ = ["Measurement", "Output", "command", "measurement"]

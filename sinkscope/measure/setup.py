@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -22,7 +22,7 @@ from sinkscope.models.load import load
 from sinkscope.models.open import PartTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
 from sinkscope.progress import Progress, silent
-from sinkscope.registry import Count, Hidden, Option
+from sinkscope.registry import Hidden, Option
 from sinkscope.results import ModelInfo, Provenance, provenance
 from sinkscope.text import resolve_bos, text_rows, typical_text
 from sinkscope.trace import attention_rows
@@ -46,7 +46,7 @@ class Rows:
     probs: Float[Tensor, "batch head query key"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Setup:
     """An opened model and the text to hold it against; what the function of a measurement receives.
 
@@ -82,7 +82,7 @@ class Setup:
         dtype: torch.dtype | str | None = None,
         bos: bool | None = None,
         text: str | Path | None = None,
-        seed: Count = 0,
+        seed: Annotated[int, Option(min=0, max=(1 << 63) - 1)] = 0,
         tokenizer: Hidden = None,
         texts: Annotated[int, Option(min=1, hidden=True)] = 4,
         trust_remote_code: Annotated[bool, Option(hidden=True)] = False,
@@ -197,16 +197,18 @@ class Setup:
             attention=str(getattr(self.target.config, "_attn_implementation", "unknown")),
         )
 
-    def more(self) -> Setup:
-        """The same with more layers in memory, where only the first ones are (loading "enough")."""
-        assert isinstance(self.target, PartTarget)
-        return replace(self, target=self.target.more())
+    def more(self) -> bool:
+        """Put more layers into memory, where only the first ones are (loading "enough"); false where all are."""
+        if isinstance(self.target, PartTarget):
+            self.target = self.target.more()
+            return True
+        return False
 
 
 def read_whole(made: Setup) -> Setup:
     """The same with every layer, where only the first layers of a file are in memory."""
-    while isinstance(made.target, PartTarget):
-        made = made.more()
+    while made.more():
+        pass
     return made
 
 

@@ -6,16 +6,21 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from sinkscope._console import note
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import check_writable, write_atomic
-from sinkscope.report.page import Section, document, section
-from sinkscope.report.record import Record
+from sinkscope.html import Section, document, result_section, save_document
+from sinkscope.measure import Option, command
+from sinkscope.output import check_writable
+from sinkscope.registry import Hidden, kinds
+from sinkscope.report.record import record_section
 from sinkscope.results import Result, known_kinds, read_json
 
 _BESIDE = {".html", ".png"}  # what commands write next to their JSON
+_ROOMS = ("sinkscope.sinks.first_token", "sinkscope.sinks", "sinkscope")  # in this order
+_TOLD = 20  # skipped files that the command names
 _SHOWN = 5  # skipped files that an error names
 
 
@@ -48,6 +53,29 @@ class Report:
     path: Path
     files: tuple[str, ...]
     skipped: tuple[Skipped, ...]
+
+
+@command(group="Results", command="report")
+def write_report(
+    folder: Annotated[Path, Option(metavar="DIR", argument=True)],
+    *,
+    out: Annotated[Path | None, Option(metavar="FILE")] = None,
+    progress: Hidden = None,
+) -> None:
+    """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
+
+    Args:
+        folder: Folder of results; those below it are read too.
+        out: File to write. By default report.html in the folder.
+        progress: Called with a stage, what is done and how much there is.
+    """
+    made = report(folder, out, progress=progress)
+    for skipped in made.skipped[:_TOLD]:
+        note(f"left out: {skipped}")
+    if len(made.skipped) > _TOLD:
+        note(f"left out: {len(made.skipped) - _TOLD} files more; the report names them all")
+    count = len(made.files)
+    print(f"{folder / 'report.html' if out is None else out}: {count} result{'s' if count != 1 else ''}")
 
 
 def report(
@@ -86,20 +114,20 @@ def report(
         if progress is not None:
             progress("reading", i, len(files))
         name = _name(path, root)
-        try:
-            _read(path, name, sections, skipped)
-        except SinkscopeError as error:
-            skipped.append(Skipped(name, _line(error, path)))
+        for part, data in _parts(path, name):
+            try:
+                sections.append(_section(data, part, path))
+            except SinkscopeError as error:
+                skipped.append(Skipped(part, _line(error, path)))
+            except Exception as error:  # right types do not make a whole result: a damaged one can fail anywhere
+                skipped.append(Skipped(part, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
     skipped.sort(key=lambda s: s.file)
     if not sections:
         raise SinkscopeError(f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote")
-    order = {kind: i for i, kind in enumerate(known_kinds())}
-    sections.sort(key=lambda s: (order.get(s.kind, len(order)), s.file))
-    name = visible(root.resolve().name)
-    whole = document(name, sections, [(s.file, s.reason) for s in skipped])
-    # a lone surrogate, which a token may hold, has no UTF-8
-    written = write_atomic(target, whole.encode(errors="backslashreplace"))
-    return Report(written, tuple(s.file for s in sections), tuple(skipped))
+    sections.sort(key=lambda s: (_place(s.kind), s.file))
+    about = f"{len(sections)} result{'s' if len(sections) != 1 else ''}"
+    whole = document(visible(root.resolve().name), sections, about, [(s.file, s.reason) for s in skipped])
+    return Report(save_document(target, whole), tuple(s.file for s in sections), tuple(skipped))
 
 
 def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
@@ -125,31 +153,31 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
     return sorted(files), skipped
 
 
-def _read(path: Path, name: str, sections: list[Section], skipped: list[Skipped]) -> None:
-    """The results of a file: its own, and those put beside it under a key each."""
-    data = read_json(path)
-    parts: list[tuple[str, Any]] = [(name, data)]
-    if isinstance(data, dict):
-        parts += [
-            (f"{name}, {visible(key)}", v)
-            for key, v in data.items()
-            if isinstance(v, dict) and "schema" in v and "kind" in v
-        ]
-    for part, content in parts:
-        try:
-            sections.append(section(_result(content, path.name), part, path))
-        except SinkscopeError as error:
-            skipped.append(Skipped(part, _line(error, path)))
-        except Exception as error:  # right types do not make a whole result: a damaged one can fail anywhere
-            skipped.append(Skipped(part, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
+def _place(kind: str) -> tuple[int, int]:
+    """First tokens come first, then the other measurements of sinks, then all other kinds of sinkscope."""
+    home = kinds().get(kind, "")
+    room = next((i for i, name in enumerate(_ROOMS) if home.startswith(name)), len(_ROOMS))
+    return room, list(known_kinds()).index(kind) if home else len(known_kinds())
 
 
-def _result(data: Any, name: str) -> Result | Record:
+def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
+    """What a file holds: a result, and those put beside it under a key each; an error in place of what is no JSON."""
+    try:
+        data = read_json(path)
+    except SinkscopeError as error:
+        return [(name, error)]
+    beside = data.items() if isinstance(data, dict) else ()
+    nested = [(key, v) for key, v in beside if isinstance(v, dict) and "schema" in v and "kind" in v]
+    return [(name, data), *((f"{name}, {visible(key)}", v) for key, v in nested)]
+
+
+def _section(data: Any, name: str, path: Path) -> Section:
+    if isinstance(data, SinkscopeError):
+        raise data
+    made = None
     if isinstance(data, dict) and isinstance(data.get("kind"), str) and data["kind"] not in known_kinds():
-        record = Record.of(data)
-        if record is not None:
-            return record
-    return Result.from_dict(data, name)
+        made = record_section(data, name, path)
+    return made or result_section(Result.from_dict(data, path.name), name)
 
 
 def _line(error: Exception, path: Path) -> str:

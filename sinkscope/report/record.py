@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from sinkscope.html import ENVELOPE, Section, picture, section, table
 from sinkscope.results import SCHEMA, cell
 
-_ROWS = 2000  # of a table; the file holds them all
+ROWS = 2000  # of a table; the file holds them all
+PICTURE = 4 << 20  # bytes of a PNG beside a record: a larger one is left out
 _WIDTH = 80  # characters of a list in a cell
 
 
-class Table(NamedTuple):
+class RecordTable(NamedTuple):
     """Part of a record.
 
     Attributes:
@@ -28,36 +31,39 @@ class Table(NamedTuple):
     rows: list[list[str]]
     total: int
 
+    def to_html(self) -> str:
+        """The table under its title, everything escaped."""
+        cut = f" (the first {len(self.rows):,} of {self.total:,} rows)" if len(self.rows) < self.total else ""
+        title = f"<h3>{escape(self.title + cut)}</h3>\n" if self.title or cut else ""
+        return title + table(self.head, self.rows)
 
-@dataclass(frozen=True)
-class Record:
-    """An envelope whose kind no class belongs to.
 
-    Attributes:
-        kind: what it calls itself.
-        result: its data.
-        lists: model, settings and provenance, those that are there.
+def record_section(data: dict[str, Any], file: str, path: Path) -> Section | None:
+    """An envelope whose kind no class belongs to, with the PNG beside it; None if `data` is no envelope.
+
+    Args:
+        data: what the file holds.
+        file: how the file is called.
+        path: the file itself.
     """
-
-    kind: str
-    result: dict[str, Any] | list[Any]
-    lists: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of(cls, data: dict[str, Any]) -> Record | None:
-        """The record in what a JSON file holds; None if that is no envelope with result, settings and provenance."""
-        lists = {name: data[name] for name in ("model", "settings", "provenance") if isinstance(data.get(name), dict)}
-        result = data.get("result")
-        if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or not {*lists} >= {"provenance"}:
-            return None
-        return cls(str(data["kind"]), result, lists)
-
-    def tables(self) -> list[Table]:
-        """All of the data: single values first, then a table per list of records."""
-        return list(_tables(self.result, ""))
+    lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
+    result = data.get("result")
+    if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or "provenance" not in lists:
+        return None
+    shown = "\n".join(part.to_html() for part in tables(result))
+    return section(str(data["kind"]), file, lists, _picture(path.with_suffix(".png")) + shown)
 
 
-def _tables(value: Any, title: str) -> Iterator[Table]:
+def _picture(path: Path) -> str:
+    """The PNG beside a record, which has no other drawing."""
+    if not path.is_file() or path.stat().st_size > PICTURE:
+        return ""
+    content = path.read_bytes()
+    return picture(path.name, content) if content.startswith(b"\x89PNG\r\n\x1a\n") else ""
+
+
+def tables(value: Any, title: str = "") -> Iterator[RecordTable]:
+    """All of the data: single values first, then a table per list of records."""
     if isinstance(value, list):
         if _records(value):
             yield _table(title, [flat for row in value for flat in _flat(row)])
@@ -72,7 +78,7 @@ def _tables(value: Any, title: str) -> Iterator[Table]:
         yield _table(title, [{"name": key, **v} for key, v in inside.items()])
         return
     for key, v in inside.items():
-        yield from _tables(v, f"{title}, {key}" if title else key)
+        yield from tables(v, f"{title}, {key}" if title else key)
 
 
 def _nested(value: dict[str, Any]) -> bool:
@@ -103,10 +109,10 @@ def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {**base, **named, **{f"{key} {n}" if n in base else n: v for n, v in flat.items()}}
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+def _table(title: str, rows: list[dict[str, Any]]) -> RecordTable:
     head = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[_shown(row.get(name)) for name in head] for row in rows[:_ROWS]]
-    return Table(title, [name.replace("_", " ") for name in head], cells, len(rows))
+    cells = [[_shown(row.get(name)) for name in head] for row in rows[:ROWS]]
+    return RecordTable(title, [name.replace("_", " ") for name in head], cells, len(rows))
 
 
 def _shown(value: Any) -> str:

@@ -87,6 +87,7 @@ def make_body(plan: Plan) -> PreTrainedModel:
         share = 0.25 if plan.head_dim == 16 else 0.5
         settings["rope_parameters"]["partial_rotary_factor"] = share
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
+        torch.manual_seed(0)  # nothing is planted in gpt-oss's router biases: they keep their first values
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **settings))
     model.config.architectures = [type(model).__name__]
     return model.float().eval()

@@ -41,7 +41,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.turn import Told
+from sinkscope.kv.loopserve.conversation import Told
 from sinkscope.kv.session import Moment, Rows, Session
 from sinkscope.parallel import Tally
 from sinkscope.progress import Progress

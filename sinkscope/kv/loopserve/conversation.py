@@ -1,26 +1,32 @@
-"""A conversation over turns on one cache (Li et al. 2025, LoopServe, algorithm 4), which can be saved and gone on with.
+"""A conversation over turns on one cache (Li et al. 2025, LoopServe, algorithm 4), which can be saved and continued.
 
-The paper feeds the answer of the turn before again, together with the new input, along the lines of all these queries:
-`answers="recompute"`. What decoding put into the cache is cut off first. `answers="keep"` leaves it there.
+The paper feeds the previous answer again, together with the new input, along the lines of all these queries:
+`answers="recompute"`. The keys and values that decoding put into the cache are cut off first. `answers="keep"` leaves
+them there.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Intervention
-from sinkscope.kv.loopserve import _saved
-from sinkscope.kv.loopserve.turn import Held, Noting, Told, Turn, check_ids
+from sinkscope.interventions import positions
+from sinkscope.interventions.base import Intervention, Run
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopserve import saved
+from sinkscope.kv.loopserve.prefill import follow_lines
+from sinkscope.kv.loopserve.saved import Answers, Held, Turn, check_ids
+from sinkscope.kv.session import Moment, Session
+from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
 
-Answers = Literal["recompute", "keep"]
 _OURS = (
     "input_ids",
     "inputs",
@@ -36,6 +42,88 @@ _OURS = (
 _SINGLE = ("num_beams", "num_return_sequences")
 _DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 _MARK = "ANSWER-0f3b71"
+
+
+@dataclass(eq=False)
+class Noting(Intervention):
+    """Entered before a conversation's edit in every turn: owns the cache, goes on with it, and notes.
+
+    Attributes:
+        before: what was held before the turn.
+        cache: the one that the turn runs on.
+        lines: by layer.
+        reads: tokens attended to, of every decoding step.
+        prompted: what edits knew when the prompt had been read.
+        answered: and at the end.
+    """
+
+    before: Held
+    cache: Any
+    lines: dict[int, HeadLines] = field(default_factory=dict)
+    reads: list[float] = field(default_factory=list)
+    prompted: positions.Sequence | None = None
+    answered: positions.Sequence | None = None
+
+    def enter(self, run: Run, key: int) -> None:
+        """Follow the calls."""
+        session = Session.of(run)
+        session.own_cache()
+        if self.before.sequence is not None:
+            columns = torch.zeros(1, self.before.seen, dtype=torch.int64)
+            call = positions.Call(
+                0, self.before.seen, columns[:, :0], columns, columns.sum(1), self.before.sequence.copy()
+            )
+            run.tracker.bind(call, self.cache)
+        follow_lines(run, self._follow)
+        session.after_call(self._note)
+
+    def _follow(self, layer: int, row: int, lines: HeadLines) -> None:
+        # Kept for every turn, and only looked at.
+        self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
+
+    def _note(self, moment: Moment) -> None:
+        if moment.layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
+            return
+        self.answered = moment.call.sequence
+        if self.prompted is None:  # the first call reads the prompt
+            self.prompted = moment.call.sequence.copy()
+        else:
+            self.reads.append(sum(map(_shown, moment.layers)) / len(moment.layers))
+
+    def held(self, prompt: int, keep: bool) -> Held:
+        """After the turn: with the answer's keys and values, or cut back to a conversation of `prompt` tokens."""
+        layers: list[CacheLayer] = self.cache.layers
+        for layer in layers:
+            layer.crop(0 if keep else prompt - layer.seen)  # also puts everything back that was aside
+        # The cache may be in what `generate` returns, for others to go on with.
+        return Held(tuple(layer.copy() for layer in layers), self.answered if keep else self.prompted)
+
+
+def _shown(kv: CacheLayer) -> float:
+    """Tokens that a single row attends to, mean over kv heads."""
+    if kv.hidden is None and not kv.ragged:
+        return float(kv.slots)
+    return float(kv.readable.sum(-1).float().mean())
+
+
+class Told(LogitsProcessor):
+    """Leaves no token but the next one of an answer, so that `generate` says it whatever the model would have said.
+
+    Args:
+        answers: token ids, of each row.
+        start: tokens before them, padding included.
+        pad: what a row says whose answer is over.
+    """
+
+    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
+        self._answers, self._start, self._pad = answers, start, pad
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Scores `[row vocab]` of which one a row is above minus infinity."""
+        step = input_ids.shape[1] - self._start
+        told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
+        index = torch.tensor(told, device=scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
 
 
 class Conversation:
@@ -136,7 +224,7 @@ class Conversation:
         Raises:
             SinkscopeError: nothing was said yet, or the folder cannot be written.
         """
-        _saved.write(path, self._state())
+        saved.write(path, self.target, self._edit, self.answers, self.chat, self.turns, self._held)
 
     @classmethod
     def load(
@@ -155,13 +243,10 @@ class Conversation:
             SinkscopeError: another model, a conversation held under an edit and none given, and files that are damaged,
                 foreign, or of another version.
         """
-        state = _saved.read(path, Target.of(model, tokenizer), edit)
-        chat = cls(model, edit, answers=state.answers, tokenizer=tokenizer, chat=state.chat)
-        chat.turns, chat._held = list(state.turns), state.held
+        answers, in_template, turns, held = saved.read(path, Target.of(model, tokenizer), edit)
+        chat = cls(model, edit, answers=answers, tokenizer=tokenizer, chat=in_template)
+        chat.turns, chat._held = turns, held
         return chat
-
-    def _state(self) -> _saved.State:
-        return _saved.State(self.target, self._edit, self.answers, self.chat, tuple(self.turns), self._held)
 
     def _turn(
         self, new: list[int], max_new_tokens: int, generation: dict[str, Any], gold: list[int] | None = None
@@ -186,15 +271,15 @@ class Conversation:
         sequences: Tensor = getattr(output, "sequences", output)
         answer = sequences[0, len(whole) :].tolist() if gold is None else gold
         turn = Turn(
-            tuple(new),
-            tuple(answer),
-            None if self.tokenizer is None else self._decode(answer),
-            len(whole),
-            len(whole) - before.seen,
-            tuple(noting.lines.get(layer) for layer in range(target.n_layers)),
-            tuple(run.events),
-            sum(noting.reads) / len(noting.reads) if noting.reads else None,
-            output,
+            prompt=tuple(new),
+            ids=tuple(answer),
+            text=None if self.tokenizer is None else str(self.tokenizer.decode(answer, skip_special_tokens=True)),
+            prompt_tokens=len(whole),
+            queries=len(whole) - before.seen,
+            events=tuple(run.events),
+            read=sum(noting.reads) / len(noting.reads) if noting.reads else None,
+            lines=tuple(noting.lines.get(layer) for layer in range(target.n_layers)),
+            output=output,
         )
         held = noting.held(len(whole), self.answers == "keep")
         self.turns, self._held = [*self.turns, turn], held
@@ -267,9 +352,6 @@ class Conversation:
             raise SinkscopeError(f"turn {turn}: the {what} is empty: write at least one word")
         check_ids(ids, self.target, f"turn {turn}")
         return ids
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _pad(self) -> int:
         """Never seen, but `generate` warns where it has to choose one itself."""

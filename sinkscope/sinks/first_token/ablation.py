@@ -17,6 +17,11 @@ DRAWS = 20  # random sets of as many neurons that every ablation is held against
 CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
 
 
+def numbers(layer: int, expert: int | None, neuron: int) -> tuple[int, ...]:
+    """(layer, neuron) or (layer, expert, neuron), as interventions take a neuron."""
+    return (layer, neuron) if expert is None else (layer, expert, neuron)
+
+
 @dataclass(frozen=True)
 class Neuron:
     """One candidate; drops are shares of the norm at the sink layer that vanish when it is zeroed.
@@ -50,7 +55,7 @@ class Neuron:
     @property
     def site(self) -> tuple[int, ...]:
         """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
-        return (self.layer, self.neuron) if self.expert is None else (self.layer, self.expert, self.neuron)
+        return numbers(self.layer, self.expert, self.neuron)
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,7 @@ def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, f
 
 
 def _site(target: Target, layer: int, flat: int) -> tuple[int, ...]:
-    expert, neuron = split(target, layer, flat)
-    return (layer, neuron) if expert is None else (layer, expert, neuron)
+    return numbers(layer, *split(target, layer, flat))
 
 
 def _norm_at(target: Target, layer: int, ids: Tensor) -> Tensor:

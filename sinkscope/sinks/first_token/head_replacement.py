@@ -20,8 +20,7 @@ from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.around_sink import view_layer
 from sinkscope.sinks.first_token.layer import columns
 from sinkscope.sinks.first_token.walk import Progress
-from sinkscope.trace.attention import attention_rows
-from sinkscope.trace.qk import queries_and_keys
+from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
 _HELD = 1 << 26  # numbers of one activation of the sink layer in memory at a time

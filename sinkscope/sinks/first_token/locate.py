@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from sinkscope.measure.setup import PIECE, Setup, read_whole
-from sinkscope.models.open import PartTarget
 from sinkscope.sinks.first_token.ablation import Neuron, prove
 from sinkscope.sinks.first_token.walk import Progress, Walk, walk
 
@@ -23,9 +21,8 @@ def walk_far_enough(made: Setup, *, whole: bool, progress: Progress | None = Non
     while True:
         seen = walk(made.target, made.ids, whole=whole, progress=progress)
         enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
-        if enough or not isinstance(made.target, PartTarget):
+        if enough or not made.more():
             return made, seen
-        made = replace(made, target=made.target.more())
 
 
 def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:

@@ -17,7 +17,7 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import Neuron, prove, prove_stage
+from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove, prove_stage
 from sinkscope.sinks.first_token.around_sink import repeat_until_half
 from sinkscope.sinks.first_token.locate import Setup, setup
 from sinkscope.sinks.first_token.tokens import pick_tokens
@@ -37,6 +37,11 @@ class PatchedNeuron:
     expert: int | None
     neuron: int
     calibrated: float
+
+    @property
+    def site(self) -> tuple[int, ...]:
+        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
+        return numbers(self.layer, self.expert, self.neuron)
 
 
 @dataclass(frozen=True)
@@ -118,10 +123,7 @@ class PatchMade(Result):
         """
         if self.verdict != "made":
             raise SinkscopeError(f"no patch was made for {self.model.name}: {self.reason}", page="no-sink")
-        sites: dict[Any, float] = {
-            (n.layer, n.neuron) if n.expert is None else (n.layer, n.expert, n.neuron): n.calibrated
-            for n in self.neurons
-        }
+        sites: dict[Any, float] = {n.site: n.calibrated for n in self.neurons}
         return SinkPatch(sites=tuple(sites), calibrated=sites, model=asdict(self.model))
 
     def rows(self) -> list[dict[str, Any]]:

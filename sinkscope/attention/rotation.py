@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     """The rotation of one layer.
 
     Attributes:
@@ -22,7 +22,7 @@ class Turn:
     scale: float
 
     @classmethod
-    def of(cls, cos: Float[Tensor, "pos turned"], sin: Float[Tensor, "pos turned"]) -> Turn:
+    def of(cls, cos: Float[Tensor, "pos turned"], sin: Float[Tensor, "pos turned"]) -> Rotation:
         """From the tables that the model hands to its attention, of positions 0, 1, 2, ...
 
         Most families write each frequency twice, one behind the other; gpt-oss writes it once.

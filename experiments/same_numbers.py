@@ -1,0 +1,285 @@
+"""Shows that a change of the code changes no number: the JSON of every command is recorded and compared.
+
+The models are made once, so that both trees measure the very same folders. Each tree is recorded into a folder of its
+own, and the two folders are compared; the exit code is 1 if anything differs:
+
+    python -m experiments.same_numbers models --out MODELS
+    python -m experiments.same_numbers record --models MODELS --out BEFORE --tree OLD_TREE
+    python -m experiments.same_numbers record --models MODELS --out AFTER
+    python -m experiments.same_numbers compare BEFORE AFTER
+
+Only the command line of sinkscope is used, so the script does not depend on where things are in the package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HERE = Path(__file__).resolve()
+BUNDLED = "bundled"  # the model inside the package, which needs no folder
+TIMES = ("seconds",)  # fields inside a result that measure time, so that they differ from run to run
+
+# What a user types. `{all}` stands for `{model} {text} {json}`, and `{model}` and `{text}` for nothing where the model
+# is the bundled one; `{some}` chooses a few tokens of a large vocabulary.
+_PROMPT = "--prompt-file {inputs}/prompt.txt {model}"
+_TURNS = "--dialogues talks.jsonl --methods full,streaming,h2o,snapkv,tova,adakv,loopserve --budget 80 {model}"
+COMMANDS = {
+    "find-sinks": "find-sinks --max-repeats 256 {all}",
+    "find-sinks-all": "find-sinks --all --max-repeats 256 {all}",
+    "find-sinks-all-layers": "find-sinks --all-layers --max-repeats 256 {all}",
+    "repeat": "repeat --max-repeats 256 {all}",
+    "repeat-attention": "repeat --attention --max-repeats 256 {all}",
+    "repeat-ablate": "repeat --ablate --max-repeats 256 {all}",
+    "heads": "heads --count 8 {all}",
+    "separate": "separate --count 64 --texts 8 {all}",
+    "converge": "converge --max-repeats 256 {model} {json}",
+    "converge-all-layers": "converge --all-layers --max-repeats 32 {model} {json}",
+    "clusters": "clusters --sample 16 {some} {all}",
+    "attack": "attack --length 8 --length 24 --sequences 16 --searched 2 {all}",
+    "attack-detect": "attack --detect --length 8 --length 24 --sequences 16 {all}",
+    "atlas": "atlas --max-repeats 256 {some} {all}",
+    "divergence": "divergence --max-repeats 256 --repeats 20 --repeats 60 --new-tokens 16 --controls 4 {all}",
+    "patch-make": "patch make --out patch.json --max-repeats 256 --pieces 2 --length 64 {all}",
+    "patch-eval": "patch eval --patch patch.json --pieces 4 --length 64 {all}",
+    "patch-generate": f"generate {_PROMPT} --max-new-tokens 16 --patch patch.json",
+    "barcode": "barcode --prompt-file {inputs}/prompt.txt --max-new-tokens 48 --bins 32 {all}",
+    "barcode-policy": "barcode --max-new-tokens 32 --policy h2o:32 --no-control --bins 16 {all}",
+    "locking": "locking --prompt-file {inputs}/prompt.txt --max-new-tokens 96 --suffix 64 --window 32 {all}",
+    "locking-period": "locking --max-new-tokens 48 --period 8 --suffix 32 --window 32 --no-control {all}",
+    "rotary": "rotary --prompt-file {inputs}/prompt.txt --max-new-tokens 96 {all}",
+    "lines": "lines --count 2 --length 128 --eta 0.05 --eta 0.2 {all}",
+    "overlap": "overlap --count 2 --length 128 --eta 0.1 --max-new-tokens 16 {all}",
+    "generate": f"generate {_PROMPT} --max-new-tokens 32",
+    "generate-sampled": f"generate {_PROMPT} --max-new-tokens 32 --temperature 1",
+    "generate-policy": f"generate {_PROMPT} --max-new-tokens 32 --policy snapkv:72",
+    "generate-guard": f"generate {_PROMPT} --max-new-tokens 400 --guard",
+    "loopbench-build-dc": "loopbench build --bench dc --count 2 --target-tokens 450 --out dc.jsonl {source}",
+    "loopbench-build-ri": "loopbench build --bench ri --count 2 --target-tokens 800 --out ri.jsonl {source}",
+    "loopbench-run": "loopbench run --out loops --bench dc.jsonl --methods full,streaming,h2o,loopguard "
+    "--max-new-tokens 80 --budget 64 --window 32 {model}",
+    "loopbench-table": "loopbench table loops {json}",
+    "loopbench-show": "loopbench show loops --prompt 1 {json}",
+    "dialogues-build": "dialogues build --task qasper --count 2 --turns 2 --out talks.jsonl {source}",
+    "dialogues-run": f"dialogues run --out talks --max-new-tokens 12 {_TURNS}",
+    "dialogues-table": "dialogues table talks {json}",
+    "dialogues-fidelity": f"dialogues fidelity --out fidelity --answer-tokens 12 {_TURNS}",
+    "dialogues-fidelity-table": "dialogues table fidelity {json}",
+}
+ONCE = {  # these measure no model, or the recall model of the package
+    "dialogues-recall": "dialogues run --out recall --count 1 --settings equal --budget 0.25 --cache grow",
+    "dialogues-recall-table": "dialogues table recall {json}",
+    "dialogues-build-recall": "dialogues build --task recall --out recall.jsonl --count 3",
+    "dialogues-positions": "dialogues positions {inputs}/chat.jsonl --examples 2 {json}",
+    "loops": "loops {inputs}/outputs.jsonl --max-new 300 {json}",
+    "models": "models {json}",
+}
+app = typer.Typer(help=__doc__, add_completion=False, pretty_exceptions_enable=False)
+Only = Annotated[str, typer.Option(help="Only the results whose names begin so: a command, such as patch.")]
+
+
+# --- the models and what they read -----------------------------------------------------------------------------------
+
+
+@app.command("models")
+def make_models(out: Annotated[Path, typer.Option(help="A new folder.")]) -> None:
+    """Write ten organisms and the inputs of all models. The same call writes the same files."""
+    sys.path.insert(0, str(HERE.parents[1] / "tests"))
+    import torch
+    from longbench_files import prose
+    from organisms import loop_organism, organism
+
+    torch.set_num_threads(1)
+    made = {
+        "llama-gate": organism("llama", 0, kind="gate"),
+        "llama-none": organism("llama", 2, kind="none"),
+        "gpt2": organism("gpt2", 3),
+        "neox-two-stage": organism("neox", 4, kind="two_stage"),
+        "gemma2": organism("gemma2", 5),
+        "mixtral": organism("mixtral", 6),
+        "qwen2-no-bos": organism("qwen2", 7, bos=False),
+        "qwen3-spread": organism("qwen3", 8, kind="spread"),
+        "gpt-oss-up": organism("gpt_oss", 9, kind="up"),
+    }
+    for name, o in made.items():
+        o.save(out / name)
+        texts = [o.tokenizer.decode(row, skip_special_tokens=True) for row in o.natural(n=60, length=100)]
+        write_inputs(out, name, texts, " ".join([*texts[0].split()[:40], *texts[1].split()[:8] * 6]))
+    loop = loop_organism(1, vocab_size=512)
+    loop.model.save_pretrained(out / "loop")
+    loop.tokenizer.save_pretrained(out / "loop")
+    walks = [loop.tokenizer.decode(loop.walk(loop.truth.ring[start], 100)) for start in range(60)]
+    write_inputs(out, "loop", walks, loop.tokenizer.decode(loop.looping_prompt(8).ids[0, 1:]))
+    write_inputs(out, BUNDLED, [prose(80, seed) for seed in range(60)], "The cat sat on the mat. " * 12)
+
+
+def write_inputs(out: Path, name: str, texts: list[str], prompt: str) -> None:
+    """Write typical text, a prompt, and files as LongBench and chat logs have them, all made of `texts`."""
+    from longbench_files import record, save
+
+    folder = out / f"{name}-inputs"
+    folder.mkdir(parents=True)
+    (folder / "text.txt").write_text("\n".join(texts))
+    (folder / "prompt.txt").write_text(prompt)
+    beginnings = [" ".join(text.split()[:4]) for text in texts]
+    for task, length in (("multi_news", 240), ("narrativeqa", 240), ("qasper", 30)):
+        contexts = [" ".join(" ".join(texts[i : i + 3]).split()[:length]) for i in range(8)]
+        asked = [{"input": f"{beginnings[i]} ?", "answers": [beginnings[i + 1]]} for i in range(8)]
+        save(folder / f"{task}.jsonl", [record(task, i, contexts[i], **asked[i]) for i in range(8)])
+    said = ["How is that done?", *(f"{text} How is that done? {text}" for text in texts[:4])]
+    chat = [[{"role": "user", "content": one}, {"role": "assistant", "content": "Thus."}] for one in said]
+    save(folder / "chat.jsonl", [{"messages": turn * (1 + i)} for i, turn in enumerate(chat)])
+    save(folder / "outputs.jsonl", [{"text": texts[0]}, {"text": texts[1] + texts[2][:40] * 20}])
+
+
+# --- recording -------------------------------------------------------------------------------------------------------
+
+
+@app.command("record")
+def record_tree(
+    models: Annotated[Path, typer.Option(help="The folder that `models` wrote.")],
+    out: Annotated[Path, typer.Option(help="Where the recording is written.")],
+    tree: Annotated[Path, typer.Option(help="The tree whose sinkscope runs.")] = HERE.parents[1],
+    only: Only = "",
+    model: Annotated[list[str] | None, typer.Option(help="This model only (may be given again).")] = None,
+) -> None:
+    """Run every command on every model, each model in a process of its own, and keep the results."""
+    folders = sorted(file.parent.name for file in models.glob("*/config.json"))
+    env = {**os.environ, "PYTHONPATH": str(tree.resolve()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    failed = False
+    for name in model or [BUNDLED, *folders]:
+        words = [str(models.resolve()), str(out.resolve()), name, "--only", only]
+        failed |= bool(
+            subprocess.run([sys.executable, "-P", str(HERE), "one", *words], env=env, check=False).returncode
+        )
+    raise typer.Exit(int(failed))
+
+
+@app.command("one", hidden=True)
+def record_model(models: Path, out: Path, name: str, only: str = "") -> None:
+    """Record one model in this process."""
+    import numpy as np
+    import torch
+
+    from sinkscope import __file__ as package
+
+    torch.set_num_threads(1)
+    commands = COMMANDS | (ONCE if name == BUNDLED else {})
+    (out / name).mkdir(parents=True, exist_ok=True)
+    print(f"{name}: recorded with {Path(package).parent}")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for label in filter(lambda one: one.startswith(only), commands):
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(0)
+            started = time.perf_counter()
+            kept = run(words_of(commands[label], models, name))
+            print(f"{name}: {label}: exit {kept['exit']}, {time.perf_counter() - started:.1f} s", flush=True)
+            (out / name / f"{label}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def words_of(command: str, models: Path, name: str) -> list[str]:
+    """The command line: `command` with its placeholders filled in."""
+    folder, inputs = f"{models}/{name}", f"{models}/{name}-inputs"
+    model, text, some, tokenizer = f"--model {folder}", f"--text {inputs}/text.txt", "", folder
+    if name == BUNDLED:
+        model, text, some, tokenizer = "", "", "--token the --token and --token of --token you", name
+    source, out = f"--source {inputs} --model {tokenizer}", "--json result.json"
+    filled = {"all": f"{model} {text} {out}", "model": model, "json": out, "source": source}
+    return command.format(inputs=inputs, some=some, **filled).split()
+
+
+def run(words: list[str]) -> dict[str, Any]:
+    """Run one command in the current folder and return what is kept: the exit code and the result."""
+    from sinkscope.cli import main
+
+    said, noted = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(noted):
+        try:
+            code: Any = main(words)
+        except Exception as error:  # a crash is recorded as well; the other commands go on
+            code = type(error).__name__
+    if code != 0:
+        return {"exit": code, "refused": noted.getvalue().strip()}
+    if words[-1] == "result.json":
+        return {"exit": 0, **json.loads(Path("result.json").read_text())}
+    if words[0] == "generate":
+        return {"exit": 0, "result": {"text": said.getvalue(), "events": noted.getvalue().splitlines()}}
+    if written := re.search(r"--out (\S+\.jsonl)", " ".join(words)):
+        return {"exit": 0, "result": [json.loads(line) for line in Path(written[1]).read_text().splitlines()]}
+    return {"exit": 0}
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+def essence(recorded: Any) -> Any:
+    """What must be equal: all but the settings and the provenance of results, measured times, and texts of errors."""
+    if isinstance(recorded, list):
+        return [essence(item) for item in recorded]
+    if not isinstance(recorded, dict):
+        return recorded
+    aside = (*TIMES, "refused", *(("settings", "provenance") if "result" in recorded else ()))
+    return {key: essence(value) for key, value in recorded.items() if key not in aside}
+
+
+def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """One line for every place in which two JSON values differ; numbers are equal only if every digit is."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in dict.fromkeys([*before, *after]):
+            place = f"{path}.{key}" if path else key
+            if key not in after:
+                yield f"{place}: missing, was {short(before[key])}"
+            elif key not in before:
+                yield f"{place}: new, {short(after[key])}"
+            else:
+                yield from differences(before[key], after[key], place)
+    elif isinstance(before, list) and isinstance(after, list):
+        if len(before) != len(after):
+            yield f"{path}: {len(before)} items, now {len(after)}"
+        for i, (one, other) in enumerate(zip(before, after, strict=False)):
+            yield from differences(one, other, f"{path}[{i}]")
+    elif type(before) is not type(after) or before != after:
+        yield f"{path}: {short(before)}, now {short(after)}"
+
+
+def short(value: Any) -> str:
+    """The value in at most 100 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+@app.command("compare")
+def compare(
+    before: Path,
+    after: Path,
+    only: Only = "",
+    model: Annotated[str, typer.Option(help="This model only.")] = "*",
+    shown: Annotated[int, typer.Option(help="Differences to print of each result.")] = 20,
+) -> None:
+    """Say for every model and command whether both recordings are equal. The exit code is 1 if any differs."""
+    found: dict[str, list[str]] = {}
+    for name in sorted({str(file.relative_to(d)) for d in (before, after) for file in d.glob(f"{model}/{only}*.json")}):
+        one, other = (essence(json.loads(f.read_text())) if (f := d / name).exists() else {} for d in (before, after))
+        found[name] = list(differences(one, other))
+        print(f"{'DIFFERS' if found[name] else 'equal  '} {name.removesuffix('.json')}")
+        print(*(f"    {line}" for line in found[name][:shown]), sep="\n", end="\n" if found[name] else "")
+    equal = sum(not lines for lines in found.values())
+    print(f"{equal} of {len(found)} results are equal.")
+    raise typer.Exit(int(equal < len(found) or not found))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,259 @@
+"""Results as one HTML file that needs nothing else, and as a PNG.
+
+Text is escaped, data stands in blocks of JSON, only the scripts of the page may run, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from sinkscope import __version__
+from sinkscope._plain import visible
+from sinkscope.errors import SinkscopeError
+from sinkscope.output import write_atomic
+from sinkscope.results import Result
+
+ENVELOPE = ("model", "settings", "provenance")
+# plotly renders a few tags; any other came from a file, and shall be read
+_TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.I)
+_SCRIPTS = re.compile(r"<script>(.*?)</script>", re.S)  # those that run; blocks of data have a type
+
+
+@dataclass(frozen=True)
+class Section:
+    """A result as it stands on a page.
+
+    Attributes:
+        kind: of the result.
+        model: name of the model, "" where there is none.
+        file: where it was read, as it is shown; "" if it was not.
+        html: the section without its heading, everything escaped.
+    """
+
+    kind: str
+    model: str
+    file: str
+    html: str
+
+
+def page(result: Result, *more: Result) -> str:
+    """One HTML document with summary, table, figures, settings and provenance; plotly.js is inside it.
+
+    All text is escaped: names, tokens and settings come from files. `more` results follow the first.
+    """
+    return document(f"{result.kind}: {result.model.name}", [result_section(one) for one in (result, *more)])
+
+
+def save_html(result: Result, path: str | os.PathLike[str], *more: Result) -> Path:
+    """Write `page(result, *more)` to `path`, whole or not at all.
+
+    Raises:
+        SinkscopeError: the file cannot be written.
+    """
+    return save_document(path, page(result, *more))
+
+
+def save_document(path: str | os.PathLike[str], text: str) -> Path:
+    """Write a page, whole or not at all.
+
+    Raises:
+        SinkscopeError: the file cannot be written.
+    """
+    # a lone surrogate, which a token may hold, has no UTF-8
+    return write_atomic(path, text.encode(errors="backslashreplace"))
+
+
+def result_section(result: Result, file: str = "") -> Section:
+    """A result: how it was made, what it says, its table, its figure, and model, settings and provenance."""
+    data = result.to_dict()
+    return section(result.kind, file, {name: data[name] for name in ENVELOPE}, result.to_html() + _figure(result))
+
+
+def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown: str) -> Section:
+    """Part of a page.
+
+    Args:
+        kind: of what is shown.
+        file: how its file is called.
+        lists: model, settings and provenance, those that are there.
+        shown: HTML, everything escaped.
+    """
+    details = (
+        f"<details><summary>{name}</summary><dl>{_entries(values)}</dl></details>" for name, values in lists.items()
+    )
+    html = "\n".join([_made(file, lists["provenance"]), shown, *details])
+    # Control characters, which HTML does not know, are written out.
+    clean = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", html)
+    return Section(kind, str(lists.get("model", {}).get("name", "")), file, clean)
+
+
+def document(
+    heading: str, sections: Sequence[Section], about: str = "", skipped: Sequence[tuple[str, str]] = ()
+) -> str:
+    """The whole file: contents, sections, what was left out, and plotly.js once.
+
+    Args:
+        heading: what the page is of.
+        sections: in their order.
+        about: a few words beside the heading.
+        skipped: names of files that were left out, and why.
+    """
+    from plotly.io import templates
+    from plotly.offline import get_plotlyjs
+
+    themes = {mode: templates[f"plotly_{mode}"].to_plotly_json() for mode in ("white", "dark")}
+    # A page of one result has its name as heading.
+    heads = [f"<h2>{text(one.kind)} <small>{text(one.model)}</small></h2>\n" for one in sections]
+    if not about and len(sections) == 1:
+        heads = [""]
+    parts = enumerate(zip(heads, sections, strict=True), 1)
+    body = "".join(f'<section id="r{i}">\n{head}{one.html}\n</section>\n' for i, (head, one) in parts)
+    places = [(f"r{i}", one.kind, one.file) for i, one in enumerate(sections, 1)]
+    words = [about, f"sinkscope {__version__}"] if about else []
+    if skipped:
+        left = "".join(f"<li><b>{text(file)}</b>: {text(reason)}</li>" for file, reason in skipped)
+        body += f'<section id="skipped">\n<h2>Left out</h2>\n<ul>{left}</ul>\n</section>\n'
+        places.append(("skipped", "left out", ""))
+        words[0] += f', <a href="#skipped">{len(skipped)} file{"s" if len(skipped) != 1 else ""} left out</a>'
+    links = (f'<li><a href="#{to}">{text(kind)} <small>{text(file)}</small></a></li>' for to, kind, file in places)
+    scripts = [*([get_plotlyjs()] if '<div class="plot"' in body else []), _asset("page.js")]
+    return Template(_asset("page.html")).substitute(
+        allowed=" ".join(dict.fromkeys(map(_hash, [*scripts, *_SCRIPTS.findall(body)]))),
+        title=escape(f"{heading}: {about}" if about else heading),
+        heading=escape(heading),
+        about=" · ".join(words),
+        contents=f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>' if about else "",
+        style=_asset("page.css"),
+        body=body,
+        themes=_inert(json.dumps(themes, separators=(",", ":"))),
+        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
+    )
+
+
+def text(words: str) -> str:
+    """Words as HTML, control characters written out."""
+    return escape(visible(words))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as HTML, everything escaped."""
+
+    def cells(tag: str, line: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in line)}</tr>"
+
+    body = "".join(cells("td", row) for row in rows)
+    return f"<table><thead>{cells('th', head)}</thead><tbody>{body}</tbody></table>"
+
+
+def picture(name: str, content: bytes) -> str:
+    """A PNG as HTML."""
+    data = base64.b64encode(content).decode()
+    return f'<div class="picture"><img alt="{text(name)}" src="data:image/png;base64,{data}"></div>'
+
+
+def _entries(data: Mapping[str, object]) -> str:
+    """Names and values as the inside of a `<dl>`, everything escaped."""
+
+    def show(value: object) -> str:
+        if isinstance(value, list):
+            return " ".join(map(str, value))
+        if isinstance(value, dict):
+            return ", ".join(f"{k} {v}" for k, v in value.items())
+        return "-" if value is None else str(value)
+
+    return "".join(f"<dt>{escape(str(key))}</dt><dd>{escape(show(value))}</dd>" for key, value in data.items())
+
+
+def _made(file: str, made: Mapping[str, Any]) -> str:
+    """The file, what it took to make it, and the command, as far as the provenance knows."""
+    argv = [str(word) for word in made.get("argv") or ()]
+    if argv and argv[0].endswith("__main__.py"):
+        argv[0] = "sinkscope"
+    command = f"<code>{escape(shlex.join(argv))}</code>" if len(argv) > 1 else ""
+    facts = [*([file] if file else []), *(str(made[key]) for key in ("device", "dtype") if made.get(key))]
+    if isinstance(seconds := made.get("seconds"), int | float):
+        facts.append(f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.0f} min")
+    if isinstance(peak := made.get("peak_memory_bytes"), int):
+        facts.append(f"{peak / 1e9:.2g} GB")
+    if made.get("seed") is not None:
+        facts.append(f"seed {made['seed']}")
+    return f'<p class="made">{text(" · ".join(facts))}<br>{command}</p>'
+
+
+def _figure(result: Result) -> str:
+    """The figure as JSON, without its template: each page has one of light and one of dark."""
+    try:
+        figure = result.figure()
+    except SinkscopeError:  # not every kind has a drawing
+        return ""
+    # Six digits are more than a screen has pixels, and a third of the file.
+    drawn = json.loads(str(figure.to_json()), parse_float=lambda number: float(f"{float(number):.6g}"))
+    layout = drawn["layout"]
+    layout.pop("template", None)
+    layout = {"height": 480, "width": 1000, **layout}
+    data = _TAG.sub("&lt;", json.dumps({"data": drawn["data"], "layout": layout}, separators=(",", ":")))
+    style = f"min-height:{int(layout['height'])}px"
+    return f'<div class="plot" style="{style}"><script type="application/json">{_inert(data)}</script></div>'
+
+
+def _inert(data: str) -> str:
+    """JSON that may stand in a `<script>`: nothing in it can end the block or begin a comment."""
+    return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(script: str) -> str:
+    """What lets a browser run just this script."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def _asset(name: str) -> str:
+    return (files("sinkscope.html") / name).read_text(encoding="utf-8")
+
+
+def check_png() -> None:
+    """Say now, before the work, if no PNG can be made here.
+
+    Raises:
+        SinkscopeError: kaleido or the browser it draws with is missing.
+    """
+    if importlib.util.find_spec("kaleido") is None:
+        raise SinkscopeError(
+            'a PNG needs kaleido: pip install "sinkscope[png]" (and a browser: plotly_get_chrome); --html always works',
+            page="png",
+        )
+    chromium: Any = importlib.import_module("choreographer.browsers.chromium").Chromium
+    if chromium.find_browser(skip_local=False) is None:
+        raise SinkscopeError(
+            "a PNG needs Chrome or Chromium on this machine: plotly_get_chrome installs one; --html always works",
+            page="png",
+        )
+
+
+def save_png(result: Result, path: str | os.PathLike[str]) -> Path:
+    """Write the figure as a PNG at twice its size on screen, whole or not at all.
+
+    Raises:
+        SinkscopeError: there is no kaleido or no browser, it does not start, or the file cannot be written.
+    """
+    check_png()
+    drawn = result.figure()
+    try:
+        image = drawn.to_image(format="png", scale=2)
+    except Exception as error:  # whatever a browser may say
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works", page="png") from error
+    return write_atomic(path, image)

@@ -1,0 +1,338 @@
+"""What a conversation holds between turns, and its folder: conversation.json beside a safetensors file that it names.
+
+The tensor file's name is the sha256 of its content. A new one never takes the place of the old one, and the JSON is
+replaced last, in one step. The folder therefore holds one whole conversation whenever the power fails.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from sinkscope._plain import build, plain
+from sinkscope._provenance import versions
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Event, Intervention
+from sinkscope.interventions.positions import Memory, Sequence
+from sinkscope.kv.cache import CacheLayer
+from sinkscope.lines.choice import HeadLines
+from sinkscope.models.checkpoint import fingerprint
+from sinkscope.models.target import Target
+from sinkscope.output import check_writable, write_atomic
+
+Answers = Literal["recompute", "keep"]
+SCHEMA, KIND, NAME = 1, "conversation", "conversation.json"
+_PAGE = "saved-conversation"
+_PROBED = 16  # tokens
+
+
+@dataclass(frozen=True, eq=False)
+class TurnRecord:
+    """One turn of a conversation, without tensors.
+
+    Attributes:
+        prompt: token ids of the prompt.
+        ids: token ids of the answer, with the end of sequence if it was generated.
+        text: the answer as text, without special tokens; None: there is no tokenizer.
+        prompt_tokens: length of the whole conversation when the answer begins.
+        queries: tokens read before the answer, all in one pass: the part of the previous answer that has to be read,
+            and `prompt`.
+        events: what the edit did; `step` counts the forward calls of the turn.
+        read: tokens that a decoding step attended to, its own included: mean over steps, layers and kv heads; None:
+            the answer is a single token, which the prompt gives.
+    """
+
+    prompt: tuple[int, ...]
+    ids: tuple[int, ...]
+    text: str | None
+    prompt_tokens: int
+    queries: int
+    events: tuple[Event, ...] = field(repr=False)
+    read: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Turn(TurnRecord):
+    """One turn of a conversation.
+
+    Attributes:
+        lines: for each layer the lines along which these queries attended; None where attention was dense.
+        output: what `model.generate` returned; None in a conversation that was loaded.
+    """
+
+    lines: tuple[HeadLines | None, ...] = field(repr=False)
+    output: Any = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The cache after a turn, and what edits know of its tokens. It never changes, so a turn can be abandoned.
+
+    Attributes:
+        layers: layers of the cache; none before the first turn.
+        sequence: its tokens.
+    """
+
+    layers: tuple[CacheLayer, ...] = ()
+    sequence: Sequence | None = None
+
+    @property
+    def seen(self) -> int:
+        """Tokens that went through the model, evicted or not."""
+        return self.layers[0].seen if self.layers else 0
+
+    def cache(self) -> Any:
+        """A cache to continue with. Tensors are shared: whatever happens to a layer, new ones take their place."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()
+        if self.layers:
+            cache.layers = [layer.copy() for layer in self.layers]
+            cache.layer_class_to_replicate = None
+        return cache
+
+
+@dataclass(frozen=True)
+class _Content:
+    """conversation.json without "schema" and "kind"."""
+
+    model: str
+    fingerprint: str
+    edit: str | None
+    answers: Answers
+    chat: bool
+    turns: tuple[TurnRecord, ...]
+    layers: tuple[dict[str, Any], ...]
+    partial: bool
+    settled: bool
+    memory: tuple[Any, ...]  # keys of what edits know of earlier tokens
+    tensors: str
+    sha256: str
+    versions: dict[str, str]
+
+
+def check_ids(ids: Iterable[Any], target: Target, where: str) -> None:
+    """Refuse token ids for which the model has no embedding.
+
+    Raises:
+        SinkscopeError: an id that is no whole number, or out of range; `where` begins the message.
+    """
+    size = int(target.config.vocab_size)
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+            raise SinkscopeError(
+                f"{where}: {token!r} is no token id of {target.name}: expected whole numbers from 0 to {size - 1}"
+            )
+
+
+def write(
+    path: str | os.PathLike[str],
+    target: Target,
+    edit: Intervention | None,
+    answers: Answers,
+    chat: bool,
+    turns: list[Turn],
+    held: Held,
+) -> None:
+    """Write the folder.
+
+    Raises:
+        SinkscopeError: there is nothing to save, or the folder cannot be written.
+    """
+    if (sequence := held.sequence) is None:
+        raise SinkscopeError("nothing was said yet, so there is nothing to save: ask something first")
+    folder = Path(path)
+    check_writable(folder / NAME)
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        before = folder / Path(_content(folder).tensors).name  # of an earlier save
+    except SinkscopeError:
+        before = None
+    data = {"real": sequence.real, "bos": sequence.bos, "probe": _probe(target, turns)}
+    for i, kept in enumerate(sequence.memory.values()):
+        data |= {f"memory.{i}.{name}": tensor for name, tensor in kept.items()}
+    flags: list[dict[str, int]] = []
+    for i, layer in enumerate(held.layers):
+        known, tensors = layer.state()
+        flags.append(known)
+        data |= {f"layer.{i}.{name}": tensor for name, tensor in tensors.items()}
+    for i, turn in enumerate(turns):
+        for number, lines in enumerate(turn.lines):
+            if lines is not None:
+                data |= {f"turn.{i}.{number}.vertical": lines.vertical, f"turn.{i}.{number}.slash": lines.slash}
+    name, sha256 = _write_tensors(folder, data)
+    content = _Content(
+        model=target.name,
+        fingerprint=fingerprint(target.hf),
+        edit=None if edit is None else repr(edit),
+        answers=answers,
+        chat=chat,
+        turns=tuple(TurnRecord(**{f.name: getattr(turn, f.name) for f in fields(TurnRecord)}) for turn in turns),
+        layers=tuple(flags),
+        partial=sequence.partial,
+        settled=sequence.settled,
+        memory=tuple(sequence.memory),
+        tensors=name,
+        sha256=sha256,
+        versions=versions(),
+    )
+    whole = {"schema": SCHEMA, "kind": KIND, **plain(content)}
+    write_atomic(folder / NAME, json.dumps(whole, allow_nan=False) + "\n")
+    if before is not None and before.name != name:
+        before.unlink(missing_ok=True)
+
+
+def read(
+    path: str | os.PathLike[str], target: Target, edit: Intervention | None
+) -> tuple[Answers, bool, list[Turn], Held]:
+    """Read the folder: how answers are kept, whether texts go into the chat template, the turns, and the cache.
+
+    Raises:
+        SinkscopeError: the folder holds no conversation, one of another model or version, or damaged files; or `edit`
+            is missing.
+    """
+    folder = Path(path)
+    content = _content(folder)
+    here = fingerprint(target.hf)
+    file = folder / content.tensors
+    if content.fingerprint != here:
+        raise SinkscopeError(
+            f"{folder.name} was held with {content.model} (fingerprint {content.fingerprint}), and this is "
+            f"{target.name} ({here}): give the same model",
+            page=_PAGE,
+        )
+    if content.edit is not None and edit is None:
+        raise SinkscopeError(
+            f"{folder.name} was held under {content.edit}: give edit=..., the same or another one; Full() for none",
+            page=_PAGE,
+        )
+    if file.parent != folder or not file.is_file() or _sha256(file) != content.sha256:
+        raise SinkscopeError(
+            f"{content.tensors[:80]} in {folder.name} is missing or damaged (its sha256 is not that in {NAME}): copy "
+            "the folder again, both files of one save",
+            page=_PAGE,
+        )
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(file)
+        probe = tensors["probe"]
+        turns = [_turn(i, record, tensors, target) for i, record in enumerate(content.turns)]
+        held = _held(content, tensors, target, None if edit is None else repr(edit))
+    except SinkscopeError:
+        raise
+    except Exception as error:  # files that were put together by hand may fail in any way
+        raise _foreign(folder, f"its two files do not fit ({type(error).__name__})") from None
+    now, tolerance = _probe(target, turns), 1e-3 if target.dtype in (torch.float32, torch.float64) else 0.05
+    if probe.shape != now.shape or not float((probe - now).norm()) <= tolerance * float(probe.norm()):
+        raise SinkscopeError(
+            f"{folder.name} was held with {content.model}, and this model has its shape and other weights: give the "
+            "same model",
+            page=_PAGE,
+        )
+    return content.answers, content.chat, turns, held
+
+
+def _content(folder: Path) -> _Content:
+    try:
+        data = json.loads((folder / NAME).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SinkscopeError(
+            f"cannot read {NAME} in {folder}: {(error.strerror or str(error)).lower()}; give a folder that "
+            "Conversation.save wrote",
+            page=_PAGE,
+        ) from None
+    except ValueError:
+        raise _foreign(folder, f"{NAME} is not JSON") from None
+    if not isinstance(data, dict) or data.get("kind") != KIND or data.get("schema") != SCHEMA:
+        kind = (data.get("kind"), data.get("schema")) if isinstance(data, dict) else type(data).__name__
+        raise _foreign(folder, f"{NAME} has kind and schema {kind!r}, expected {(KIND, SCHEMA)!r}")
+    return build(_Content, data, f"{NAME} in {folder.name}")
+
+
+def _foreign(folder: Path, why: str) -> SinkscopeError:
+    return SinkscopeError(
+        f"{folder.name} holds no conversation that this version reads: {why}; give a folder that Conversation.save "
+        "wrote",
+        page=_PAGE,
+    )
+
+
+def _turn(number: int, record: TurnRecord, tensors: dict[str, Tensor], target: Target) -> Turn:
+    check_ids((*record.prompt, *record.ids), target, f"{NAME}, turn {number + 1}")
+    lines: list[HeadLines | None] = []
+    for layer in range(target.n_layers):
+        vertical = tensors.get(f"turn.{number}.{layer}.vertical")
+        slash = None if vertical is None else tensors[f"turn.{number}.{layer}.slash"]
+        lines.append(None if vertical is None or slash is None else HeadLines(vertical, slash, record.queries))
+    return Turn(**vars(record), lines=tuple(lines))
+
+
+def _held(content: _Content, tensors: dict[str, Tensor], target: Target, edit: str | None) -> Held:
+    said = sum(len(turn.prompt) + len(turn.ids) for turn in content.turns)
+    seen = content.layers[0]["seen"]
+    layers: list[CacheLayer] = []
+    if len(content.layers) != target.n_layers or not content.turns or not 0 < seen <= said:
+        raise ValueError
+    for i, flags in enumerate(content.layers):
+        if flags["seen"] != seen:
+            raise ValueError
+        device = next(target.layers[i].parameters()).device
+        layers.append(CacheLayer())
+        layers[-1].load_state(flags, _under(f"layer.{i}.", tensors, device))
+    real, bos = tensors["real"].to(target.device), tensors["bos"].to(target.device)
+    same = edit == content.edit  # to another edit all tokens are new
+    sequence = Sequence.of(real, bos, content.partial or not same, content.settled)
+    for i, key in enumerate(content.memory if same else ()):
+        known = Memory(_under(f"memory.{i}.", tensors, target.device))
+        sequence.memory[tuple(key) if isinstance(key, list) else key] = known
+    return Held(tuple(layers), sequence)
+
+
+def _under(start: str, tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors whose names begin so, under the rest of their names."""
+    return {name.removeprefix(start): held.to(device) for name, held in tensors.items() if name.startswith(start)}
+
+
+def _probe(target: Target, turns: list[Turn]) -> Tensor:
+    """The model's output for the first tokens, which distinguishes models of one shape."""
+    ids = [token for turn in turns for token in (*turn.prompt, *turn.ids)][:_PROBED]
+    return target.forward(torch.tensor([ids])).last_hidden_state[0, -1].detach().float().cpu()
+
+
+def _write_tensors(folder: Path, data: dict[str, Tensor]) -> tuple[str, str]:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    # Cropped and shared tensors are parts of larger ones.
+    whole = {name: held.detach().cpu().clone(memory_format=torch.contiguous_format) for name, held in data.items()}
+    temporary = folder / f".sinkscope-{secrets.token_hex(6)}.tmp"
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(whole, temporary)
+        temporary.chmod(mode)  # some versions make it readable to its owner alone
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        sha256 = _sha256(temporary)
+        name = f"cache-{sha256[:16]}.safetensors"
+        temporary.replace(folder / name)
+    except (OSError, SafetensorError) as error:
+        raise SinkscopeError(f"cannot write in {folder}: {error}; make room or choose another place") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return name, sha256
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
