@@ -374,5 +374,7 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bo
             hint = Union[tuple(inner)]  # noqa: UP007 - made of a tuple
         elif isinstance(origin, type) and issubclass(origin, Sequence) and args[1:] in ((), (...,)) and not many:
             many, hint = True, args[0]
+        elif len(args) == 2 and args[1] == Sequence[args[0]]:  # one value, or several
+            hint = args[1]
         else:
             return Parameter(name, hint, option, default, help, many, keyword)
