@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from sinkscope._rate import wilson
 from sinkscope.bench.store import Contents, Finished, read_folder
 from sinkscope.loops.signals import (
     collapse_point,
@@ -20,6 +19,7 @@ from sinkscope.loops.signals import (
     survival,
     type_token_ratio,
 )
+from sinkscope.rate import wilson
 
 SLACK = 20  # the loop rule's length is this much below the cap: 2,480 of 2,500 (section 4.3)
 EARLY = 400  # of 2,500 tokens; the same share of any other cap. Fig. 4 b calls 0 to 400 early

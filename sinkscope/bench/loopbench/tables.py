@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
-from sinkscope._grid import Grid, aligned
 from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, Detection, Group, detection, group, read_run
 from sinkscope.bench.loopbench.prompts import TITLES
@@ -18,6 +17,7 @@ from sinkscope.bench.methods import block_of, order_of
 from sinkscope.bench.scorers import best_f1
 from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
+from sinkscope.grid import Grid, aligned
 from sinkscope.results import Result, cell
 
 LOOPS = ("dc", "ri")

@@ -10,5 +10,5 @@ TAIL = "\n\nUsing the passages above, reply with the answer alone, without any f
 
 
 def wiki2_prompt(passages: str, question: str) -> str:
-    """The form of LongBench's prompt, in words of our own: instruction, passages, instruction, question."""
+    """LongBench's prompt in our own words: instruction, passages, instruction, question."""
     return f"{HEAD}{passages}{TAIL.format(question)}"
