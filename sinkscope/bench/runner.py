@@ -17,7 +17,6 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
-from sinkscope.models.load import load
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
 from sinkscope.parallel import Pool, Tally, check_workers, finish
@@ -36,6 +35,12 @@ class NamedModel:
 
     name: str | None
     options: dict[str, Any] = field(default_factory=dict)
+
+    def open(self) -> Any:
+        """The model itself."""
+        from sinkscope.models.load import load
+
+        return load(self.name, **self.options)
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,7 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
     Raises:
         SinkscopeError: it carries no tokenizer.
     """
-    target = Target.of(load(model.name, **model.options) if isinstance(model, NamedModel) else model, tokenizer)
+    target = Target.of(model.open() if isinstance(model, NamedModel) else model, tokenizer)
     if target.tokenizer is None:
         raise SinkscopeError(
             f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
