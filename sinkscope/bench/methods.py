@@ -28,9 +28,8 @@ class MethodKind:
     """What a name stands for.
 
     Attributes:
-        home: module of the class or function.
-        made: its name: of a class whose instances are entered on the model, or, of samplers and stoppers, of a function
-            of what they may know (`SampledRow`, `WatchedRows`).
+        home: module of the class.
+        made: name of the class whose instances are entered on the model; samplers and stoppers have none.
         about: one line on what it does.
         fixed: fields that the name decides.
         without: fields that cannot be given.
@@ -50,7 +49,7 @@ class MethodKind:
 
     @property
     def cls(self) -> Any:
-        """The class or function; importing it imports torch."""
+        """The class; importing it imports torch."""
         return getattr(import_module(self.home), self.made)
 
     def settable(self) -> dict[str, tuple[Any, ...]]:
@@ -65,7 +64,6 @@ class MethodKind:
 
 
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
-_SAMPLERS = "sinkscope.bench.loopbench.samplers"
 _DECODING = ("budget", "interval", "first")
 _PROMPTS = ("alpha", "sample", "recent", "variant", "shortest", "dense_above", "kernel")
 
@@ -74,8 +72,8 @@ def _guard(about: str, **fixed: Any) -> MethodKind:
     return MethodKind(_GUARD, "LoopGuard", about, fixed, ("window",), block="guard")
 
 
-def _rule(block: Block, made: str, about: str) -> MethodKind:
-    return MethodKind(_SAMPLERS, made, about, sized=False, block=block)
+def _rule(block: Block, about: str) -> MethodKind:
+    return MethodKind("", "", about, sized=False, block=block)
 
 
 METHODS: dict[str, MethodKind] = {
@@ -115,13 +113,13 @@ METHODS: dict[str, MethodKind] = {
     "loopguard-cr": _guard("pruning on the compression ratio alone", variant="cr"),
     "loopguard-stall": _guard("pruning on stalled novelty alone", variant="stall"),
     "loopguard-tail": _guard("pruning on a repeating tail alone", variant="tail"),
-    "repetition-penalty": _rule("sampler", "repetition_penalty", "repetition penalty 1.1, prompt included"),
-    "presence-penalty": _rule("sampler", "presence_penalty", "presence penalty 1.5 on generated tokens"),
-    "no-repeat-4-gram": _rule("sampler", "no_repeat_4_gram", "no four tokens twice, prompt included"),
-    "dry": _rule("sampler", "dry_penalty", "DRY, multiplier 0.8, base 1.75, allowed length 2"),
-    "temperature": _rule("sampler", "temperature", "sampling at temperature 0.7"),
-    "stop-pattern": _rule("stopper", "stop_at_pattern", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens"),
-    "stop-monitor": _rule("stopper", "stop_like_monitor", "stops where LoopGuard would prune"),
+    "repetition-penalty": _rule("sampler", "repetition penalty 1.1, prompt included"),
+    "presence-penalty": _rule("sampler", "presence penalty 1.5 on generated tokens"),
+    "no-repeat-4-gram": _rule("sampler", "no four tokens twice, prompt included"),
+    "dry": _rule("sampler", "DRY, multiplier 0.8, base 1.75, allowed length 2"),
+    "temperature": _rule("sampler", "sampling at temperature 0.7"),
+    "stop-pattern": _rule("stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens"),
+    "stop-monitor": _rule("stopper", "stops where LoopGuard would prune"),
 }
 """By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope._plain import plain
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, Ended
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
-from sinkscope.bench.loopbench.samplers import PerRow, SampledRow, StopRows, WatchedRows
+from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, SampledRow, StopRows, WatchedRows, stopper
 from sinkscope.bench.methods import Method, check_budget, check_methods
 from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, check_whole, run_batches
 from sinkscope.bench.store import open_folder
@@ -158,16 +158,15 @@ def _continue(to: Asked, batch: Batch, plan: _Plan, tell: Callable[[int], None] 
     started, rows = time.perf_counter(), [ids for _, ids in batch.rows]
     lengths, width = [len(row) for row in rows], max(map(len, rows))
     options: dict[str, Any] = {}
-    stopper = None
+    stopped = None
     if method.kind.block == "sampler":
-        make = method.kind.cls
-        own = [make(SampledRow(each.id, to.target.tokenizer, plan.seed)) for each, _ in batch.rows]
+        own = [SAMPLERS[method.name](SampledRow(each.id, to.target.tokenizer, plan.seed)) for each, _ in batch.rows]
         options["logits_processor"] = [PerRow(own, lengths, width)]
     elif method.kind.block == "stopper":
-        watch = method.kind.cls
-        watching, criterion = watch(WatchedRows(width, tuple(sorted({*to.ends, to.pad})), plan.window))
-        stopper = StopRows(criterion, len(rows), width)
-        options.update(logits_processor=watching, stopping_criteria=[stopper])
+        rows_seen = WatchedRows(width, tuple(sorted({*to.ends, to.pad})), plan.window)
+        watching, criterion = stopper(method.name, rows_seen)
+        stopped = StopRows(criterion, len(rows), width)
+        options.update(logits_processor=watching, stopping_criteria=[stopped])
     held = PerCall(lambda layer: layer.slots - layer.holes(), own=False)
     edit = method.make(to.budget, plan.window) | held if _edited(method) else None
     top = _Top(lambda step: None if tell is None else tell(step * len(rows)))
@@ -177,7 +176,7 @@ def _continue(to: Asked, batch: Batch, plan: _Plan, tell: Callable[[int], None] 
     seconds = round(time.perf_counter() - started, 3)
     records: list[Continued] = []
     for i, ((each, ids), row) in enumerate(zip(batch.rows, made, strict=True)):
-        new, ended = _ending(to, row, None if stopper is None else stopper.at[i])
+        new, ended = _ending(to, row, None if stopped is None else stopped.at[i])
         # The last token never went through the model, so it is in no cache, and nothing happened after it.
         steps = [float(len(ids) + k) for k in range(len(new))] if sizes is None else sizes[i][: len(new)]
         sure = [round(p, 4) for p in confidence[i][: len(new)]]

@@ -47,38 +47,20 @@ class WatchedRows:
     window: int
 
 
-def repetition_penalty(row: SampledRow) -> RowProcessor:
-    """Repetition penalty 1.1, prompt included."""
-    return stock(RepetitionPenaltyLogitsProcessor(1.1))
+SAMPLERS: dict[str, Callable[[SampledRow], RowProcessor]] = {
+    "repetition-penalty": lambda row: stock(RepetitionPenaltyLogitsProcessor(1.1)),
+    "presence-penalty": lambda row: presence(1.5),
+    "no-repeat-4-gram": lambda row: stock(NoRepeatNGramLogitsProcessor(4)),
+    "dry": lambda row: dry(0.8, 1.75, 2, dry_breakers(row.tokenizer)),
+    "temperature": lambda row: sampled(0.7, row.seed, row.prompt),
+}
+"""What each sampler of the table of methods does to the scores of a row."""
 
 
-def presence_penalty(row: SampledRow) -> RowProcessor:
-    """Presence penalty 1.5 on generated tokens."""
-    return presence(1.5)
-
-
-def no_repeat_4_gram(row: SampledRow) -> RowProcessor:
-    """No four tokens twice, prompt included."""
-    return stock(NoRepeatNGramLogitsProcessor(4))
-
-
-def dry_penalty(row: SampledRow) -> RowProcessor:
-    """DRY with its published settings."""
-    return dry(0.8, 1.75, 2, dry_breakers(row.tokenizer))
-
-
-def temperature(row: SampledRow) -> RowProcessor:
-    """Sampling at temperature 0.7."""
-    return sampled(0.7, row.seed, row.prompt)
-
-
-def stop_at_pattern(rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
-    """Logits processors that look on (none), and what stops rows at a pattern that repeats."""
-    return [], PatternStop(rows.width)
-
-
-def stop_like_monitor(rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
-    """Logits processors that look on, and what stops rows where LoopGuard would prune."""
+def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
+    """Logits processors that look on, and what stops rows: at a pattern, or where LoopGuard would prune."""
+    if name == "stop-pattern":
+        return [], PatternStop(rows.width)
     settings = MonitorSettings(window=rows.window, relapse=rows.window)
     reporter = LoopReporter(settings, eos_token_id=rows.ends)
     return [reporter], LoopStopper(reporter=reporter)
