@@ -18,8 +18,7 @@ from sinkscope.sinks.attack.chunks import Columns, Opened, hold_layers, in_chunk
 from sinkscope.sinks.attack.clusters import clusters_of, table_settings
 from sinkscope.sinks.attack.sequences import make_pools
 from sinkscope.sinks.attack.vocabulary import vocabulary
-from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.around_sink import view_layer
+from sinkscope.sinks.first_token.ablation import Neuron, view_layer
 from sinkscope.sinks.first_token.locate import Progress, Setup
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # before the attack where there is no chat template

@@ -238,8 +238,7 @@ def token_clusters(
 
 def sink_of(made: Setup) -> tuple[Setup, int | None, tuple[Neuron, ...]]:
     """Sink layer and causal neurons, and the setup with as many layers open as that takes."""
-    made, seen = walk_far_enough(made, whole=made.target.resident)
-    layer = seen.sink_layer()
+    layer = walk_far_enough(made, whole=made.target.resident).sink_layer()
     return made, layer, () if layer is None else causal_neurons(made, layer)[1]
 
 

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.around_sink import view_layer
-from sinkscope.sinks.first_token.layer import columns
+from sinkscope.sinks.first_token.ablation import Neuron, columns, view_layer
 from sinkscope.sinks.first_token.walk import Progress
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.qk import queries_and_keys

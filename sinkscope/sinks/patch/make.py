@@ -16,12 +16,12 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.progress import silent
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove, prove_stage
-from sinkscope.sinks.first_token.around_sink import repeat_until_half
+from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove
 from sinkscope.sinks.first_token.locate import Setup, setup
 from sinkscope.sinks.first_token.tokens import pick_tokens
-from sinkscope.sinks.first_token.walk import Progress, Walk, walk
+from sinkscope.sinks.first_token.walk import Progress, Walk, repeat_until_half, walk
 from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, whole
 
 HEADROOM = 1.5  # times the 95 % line: one position of ordinary text in twenty lies above that line anyway
@@ -267,7 +267,7 @@ def make_patch(
     }
     drawn = pick_tokens(target.tokenizer, made.ids, tokens, seed, 2 * words)
     prefixes = [made.bos if made.bos is not None else _other(made.ids, w) for w in drawn]
-    found = repeat_until_half(target, sink_layer, drawn, prefixes, most, progress).repeats
+    found = repeat_until_half(target, sink_layer, drawn, prefixes, most, progress or silent).repeats
     reached = [(w, p, n) for w, p, n in zip(drawn, prefixes, found, strict=True) if n is not None]
     fields["unreached"] = len(drawn) - len(reached)
     if len(reached) < 2:
@@ -355,14 +355,7 @@ def _check(tokens: Sequence[str] | None, words: int, limit: float, pieces: int, 
 def _candidates(made: Setup, seen: Walk, sink_layer: int) -> list[Neuron]:
     """Causal neurons of the sink layer, largest contribution first, then those of other stages."""
     generator = torch.Generator().manual_seed(made.seed)
-    proof = prove(made.target, made.ids, sink_layer, TOP_K, generator, None)
-    others = [
-        n
-        for stage in seen.stages()
-        if stage != sink_layer
-        for n in prove_stage(made.target, made.ids, stage, sink_layer, generator)
-    ]
-    return [n for n in (*proof.neurons, *others) if n.causal]
+    return list(prove(made.target, made.ids, sink_layer, TOP_K, generator, None, seen.stages()).causal)
 
 
 def _smallest(
