@@ -161,7 +161,7 @@ def record_tree(
     env = {**os.environ, "PYTHONPATH": str(tree.resolve()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     failed = False
     for name in model or [BUNDLED, *folders]:
-        words = [str(models.resolve()), str(out.resolve()), name, only]
+        words = [str(models.resolve()), str(out.resolve()), name, "--only", only]
         failed |= bool(
             subprocess.run([sys.executable, "-P", str(HERE), "one", *words], env=env, check=False).returncode
         )

@@ -9,7 +9,7 @@ from typing import Any
 from sinkscope.output import write_atomic
 from sinkscope.progress import ProgressBar as Progress
 
-__all__ = ["Progress", "emit", "note", "print_models", "print_result"]
+__all__ = ["Progress", "emit", "note", "print_result", "print_rows"]
 
 
 def note(message: str) -> None:
@@ -35,10 +35,8 @@ def print_result(result: Any) -> None:
     Console().print(result.table())
 
 
-def print_models(entries: Sequence[Any]) -> None:
-    """Name, hub id, published sink location and its source."""
-    rows = [(e.name, e.hub_id, *_published(e.published)) for e in entries]
-    head = ("name", "hub id", "published sink", "source")
+def print_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows of words: a rich table on a terminal, plain aligned text anywhere else."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table
@@ -52,14 +50,3 @@ def print_models(entries: Sequence[Any]) -> None:
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
         print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _published(sink: Any) -> tuple[str, str]:
-    if sink is None:
-        return "-", "-"
-    parts = [f"layer {', '.join(map(str, sink.layers))}"] if sink.layers else []
-    if sink.neurons:
-        parts.append("neurons " + ", ".join(f"{layer}:{neuron}" for layer, neuron in sink.neurons))
-    if sink.residual_dims:
-        parts.append("dims " + ", ".join(map(str, sink.residual_dims)))
-    return "; ".join(parts) or "-", sink.source

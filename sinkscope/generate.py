@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
-from operator import or_
 from os import PathLike
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from transformers import TextStreamer
 
+from sinkscope.checked import Natural, Number, Whole, conform
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.kv import Policy, policy_named
+from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.measure.setup import edit_of
 from sinkscope.models.target import Target
 
 
@@ -81,66 +82,53 @@ def generate(
             policy, a budget that is too small for a prompt.
     """
     target = Target.of(model, tokenizer)
-    tok: Any = target.tokenizer
+    tok = target.need_tokenizer()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if tok is None:
-        raise SinkscopeError(
-            f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
-            page="no-tokenizer",
-        )
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
     _check_loaded(target)
     rows = [_encode(tok, i, prompt, bos, target.name) for i, prompt in enumerate(prompts)]
+    edit = edit_of(patch=patch, policy=policy, guard=guard is True, interventions=interventions)
+    if isinstance(guard, LoopGuard):
+        edit = guard if edit is None else edit | guard
     for i, ids in enumerate(rows):
         _check_length(i, len(ids), max_new_tokens, target)
-    loaded = patch if patch is None or isinstance(patch, SinkPatch) else SinkPatch.load(patch)
-    cache: Intervention | None = policy_named(policy) if isinstance(policy, str) else policy
-    watch = (LoopGuard() if guard else None) if isinstance(guard, bool) else guard
-    parts: list[Intervention] = [part for part in (loaded, interventions, cache, watch) if part is not None]
-    for part in parts:
-        for ids in rows:
-            check_budget(part, len(ids))
-    edit = reduce(or_, parts) if parts else None
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        for part in () if edit is None else edit.parts:
+            part.check_prompt(len(ids))
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    options |= {"temperature": temperature} if temperature > 0 else {}
     results: list[Generated] = []
-    device = target.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(seed)
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            ids, mask = _pad(batch, _pad_id(tok, target))
-            streamer = None if on_text is None else _Streamer(tok, start, on_text)
-            with edit.on(target) if edit is not None else nullcontext() as run, torch.no_grad():
-                out = target.hf.generate(
-                    input_ids=ids.to(device),
-                    attention_mask=mask.to(device),
-                    max_new_tokens=max_new_tokens,
-                    pad_token_id=_pad_id(tok, target),
-                    streamer=streamer,
-                    **sampling,
-                )
+            options["streamer"] = None if on_text is None else _Streamer(tok, start, on_text)
+            with nullcontext() if edit is None else edit.on(target) as run:
+                written = _continued(target, batch, options)
             events = [] if run is None else run.events
-            ends = _ends(target)
-            for i, row in enumerate(out[:, ids.shape[1] :].tolist()):
-                new = row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))]
-                # A row that has ended goes on as padding until the last one ends: nothing that is there was generated.
-                last = len(batch[i]) + len(new) - 1
+            for i, (prompt, ids, new) in enumerate(zip(prompts[start:], batch, written, strict=False)):
+                # A row that has ended goes on as padding until the last one ends: what happened there is not its own.
+                last = len(ids) + len(new) - 1
                 own = [replace(e, row=start + i) for e in events if e.row == i and e.position <= last]
                 text = tok.decode(new, skip_special_tokens=True)
-                results.append(Generated(prompts[start + i], text, new, len(batch[i]), own))
+                results.append(Generated(prompt, text, new, len(ids), own))
     return results
 
 
-def check_budget(part: Intervention, prompt_tokens: int) -> None:
-    """Refuse before the first token a budget that would be refused after it.
-
-    Raises:
-        SinkscopeError: a fraction of this prompt is less than a policy or a guard always keeps.
-    """
-    if isinstance(part, Policy):
-        part.tokens(torch.tensor([prompt_tokens]))
-    if isinstance(part, LoopGuard):
-        part.retention(prompt_tokens)
+@torch.no_grad()
+def _continued(target: Target, rows: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
+    """The new tokens of each row, up to and with the end of sequence."""
+    end = getattr(target.hf.generation_config, "eos_token_id", None)
+    ends = set(end) if isinstance(end, list | tuple) else set() if end is None else {int(end)}
+    known = target.need_tokenizer().pad_token_id
+    pad = min(ends, default=0) if known is None else int(known)
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    out = target.hf.generate(
+        input_ids=ids.to(target.device), attention_mask=mask.to(target.device), pad_token_id=pad, **options
+    )
+    new = out[:, width:].tolist()
+    return [row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))] for row in new]
 
 
 class _Streamer(TextStreamer):
@@ -157,36 +145,14 @@ def _encode(tok: Any, number: int, prompt: str, bos: bool | None, name: str) -> 
     if not prompt.strip():
         raise SinkscopeError(f"prompt {number + 1} is empty: write at least one word", page="generate")
     ids = [int(i) for i in tok(prompt)["input_ids"]]
-    if bos is None:
+    if bos and tok.bos_token_id is None:
+        raise SinkscopeError(
+            f"--bos: the tokenizer of {name} has no BOS token; leave --bos out or use --no-bos", page="generate"
+        )
+    if bos is None or tok.bos_token_id is None:
         return ids
-    if tok.bos_token_id is None:
-        if bos:
-            raise SinkscopeError(
-                f"--bos: the tokenizer of {name} has no BOS token; leave --bos out or use --no-bos", page="generate"
-            )
-        return ids
-    begins = ids[:1] == [tok.bos_token_id]
-    if bos and not begins:
-        return [tok.bos_token_id, *ids]
-    return ids[1:] if begins and not bos else ids
-
-
-def _pad(rows: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
-def _pad_id(tok: Any, target: Target) -> int:
-    if tok.pad_token_id is not None:
-        return int(tok.pad_token_id)
-    return min(_ends(target), default=0)
-
-
-def _ends(target: Target) -> set[int]:
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    return set(end) if isinstance(end, list | tuple) else set() if end is None else {int(end)}
+    rest = ids[1:] if ids[:1] == [tok.bos_token_id] else ids
+    return [tok.bos_token_id, *rest] if bos else rest
 
 
 def _check_length(number: int, length: int, new: int, target: Target) -> None:
@@ -194,25 +160,18 @@ def _check_length(number: int, length: int, new: int, target: Target) -> None:
     if limit is None or length + new <= limit:
         return
     if length >= limit:
-        raise SinkscopeError(
-            f"prompt {number + 1} has {length} tokens and the context of {target.name} is {limit}: shorten the prompt",
-            page="generate",
-        )
-    raise SinkscopeError(
-        f"prompt {number + 1} has {length} tokens and {new} more were asked for, {length + new} in all, but the "
-        f"context of {target.name} is {limit}: shorten the prompt or ask for at most {limit - length} new tokens",
-        page="generate",
-    )
+        problem, remedy = f"and the context of {target.name} is {limit}", "shorten the prompt"
+    else:
+        problem = f"and {new} more were asked for, {length + new} in all, but the context of {target.name} is {limit}"
+        remedy = f"shorten the prompt or ask for at most {limit - length} new tokens"
+    raise SinkscopeError(f"prompt {number + 1} has {length} tokens {problem}: {remedy}", page="generate")
 
 
 def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_size: int, on_text: object) -> None:
-    for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0), ("batch_size", batch_size, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}", page="generate")
-    if seed >= 1 << 63:
-        raise SinkscopeError(f"seed={seed!r}: expected a number below 2**63", page="generate")
-    if not 0 <= temperature < float("inf"):
-        raise SinkscopeError(f"temperature={temperature!r}: expected 0 (greedy) or a positive number", page="generate")
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        conform(Natural, value, name, page="generate")
+    conform(Annotated[Whole, Field(lt=1 << 63)], seed, "seed", page="generate")
+    conform(Annotated[Number, Field(ge=0)], temperature, "temperature", page="generate")
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",

@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, and it is said before the work begins if they cannot be."""
+"""Files of commands: written whole or not at all, refused before the work begins, and read with one-line errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import os
 import secrets
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -91,3 +92,22 @@ def _cannot(name: str, error: OSError) -> SinkscopeError:
     }.get(error.errno or 0, f"{(error.strerror or str(error)).lower()}; choose another place")
     shown = name if len(name) <= 120 else f"{name[:60]}..."
     return SinkscopeError(f"cannot write {shown}: {remedy}")
+
+
+def read_text(name: str) -> str:
+    """Text of a file, or of standard input for "-"; or one line that says why not."""
+    path = Path(name)
+    try:
+        if name != "-":
+            return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        if sys.stdin is None:  # closed
+            return ""
+        raw = getattr(sys.stdin, "buffer", None)  # the terminal's encoding may be another
+        return sys.stdin.read() if raw is None else raw.read().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError:
+        if name == "-":
+            raise SinkscopeError("standard input is not UTF-8 text: convert it, or give a file") from None
+        raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SinkscopeError(f"cannot read {path}: {reason}; give the path of a text file") from None

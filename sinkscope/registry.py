@@ -18,10 +18,11 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from sinkscope.errors import SinkscopeError
 
+F = TypeVar("F", bound=Callable[..., Any])
 ENTRY_POINTS = "sinkscope.measurements"
 _ROOT = Path(__file__).parent
 _MARK = re.compile(r"^@(?:measurement|command)\b", re.MULTILINE)
@@ -75,6 +76,22 @@ _NAMES: dict[str, Any] = {
     "object": Any,
     "torch": SimpleNamespace(device=str, dtype=str),  # the command line names them
 }
+
+
+def command(*, group: str, command: str | None = None, outputs: Sequence[Any] = ()) -> Callable[[F], F]:
+    """Give a plain function a command, built from its signature and docstring; what it returns is printed.
+
+    Args:
+        group: The help shows commands of one group together.
+        command: Words of the command; None: the function's name with dashes.
+        outputs: Further files that the command writes from the result.
+    """
+
+    def wrap(function: F) -> F:
+        function.outputs = tuple(outputs)  # pyright: ignore[reportFunctionMemberAccess]
+        return function
+
+    return wrap
 
 
 @dataclass(frozen=True)

@@ -290,9 +290,7 @@ def test_generate_text_on_stdout_events_on_stderr(
     assert asked == {
         "model": ((None,), {"backend": "hf"}),
         "prompt": "the prompt\n",
-        "patch": Path("patch.json"),
-        "policy": None,
-        "guard": False,
+        "interventions": SinkPatch(layer=1, neurons=[7]),
         "max_new_tokens": 2,
         "temperature": 0.0,
         "seed": 0,

@@ -55,7 +55,7 @@ def add_commands(app: typer.Typer) -> None:
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
-    groups: dict[str, typer.Typer] = {}
+    groups = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
     for words, parts in together.items():
         parts.sort(key=lambda entry: entry.marks.get("flag") is not None)
         home, _, name = words.rpartition(" ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 
 from sinkscope._console import emit, print_result
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import check_writable
+from sinkscope.output import check_writable, read_text
 
 
 class Backend(StrEnum):
@@ -127,22 +126,3 @@ def read_prompt(name: str) -> str:
     if not text.strip():
         raise SinkscopeError("the prompt is empty: write at least one word into the file")
     return text
-
-
-def read_text(name: str) -> str:
-    """Text of a file, or of standard input for "-"; or one line that says why not."""
-    path = Path(name)
-    try:
-        if name != "-":
-            return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-        if sys.stdin is None:  # closed
-            return ""
-        raw = getattr(sys.stdin, "buffer", None)  # the terminal's encoding may be another
-        return sys.stdin.read() if raw is None else raw.read().decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError:
-        if name == "-":
-            raise SinkscopeError("standard input is not UTF-8 text: convert it, or give a file") from None
-        raise SinkscopeError(f"{path.name} is not UTF-8 text: convert it, or give another file") from None
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SinkscopeError(f"cannot read {path}: {reason}; give the path of a text file") from None

@@ -192,6 +192,13 @@ class Intervention(ABC):
             "`with ....on(bridge):` instead"
         )
 
+    def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
+        """Refuse a prompt of so many tokens before it is read; most interventions take any.
+
+        Raises:
+            SinkscopeError: a budget that is a fraction of this prompt is less than what is always kept.
+        """
+
     @property
     def parts(self) -> tuple[Intervention, ...]:
         """What is entered, in order."""

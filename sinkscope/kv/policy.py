@@ -115,6 +115,10 @@ class Policy(Intervention):
 
     # Done here ----------------------------------------------------------------------------------------------------
 
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a fraction of the prompt that is less than what is always kept."""
+        self.tokens(torch.tensor([tokens]))
+
     def enter(self, run: Run, key: int) -> None:
         """Own the cache and act at the right moments."""
         session = Session.of(run)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from sinkscope.measure.setup import Loading, Setup, edit_of
-from sinkscope.registry import Parameter, parameter, shared_parameters
+from sinkscope.registry import Parameter, command, parameter, shared_parameters
 from sinkscope.results import Result
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R", bound=Result)
-F = TypeVar("F", bound=Callable[..., Any])
 _OPEN = inspect.signature(Setup.open).parameters
 _EDIT = inspect.signature(edit_of).parameters
 
@@ -194,17 +193,4 @@ def measurement(
     return wrap
 
 
-def command(*, group: str, command: str | None = None, outputs: Sequence[Output] = ()) -> Callable[[F], F]:
-    """Give a plain function a command, built from its signature and docstring; what it returns is printed.
-
-    Args:
-        group: The help shows commands of one group together.
-        command: Words of the command; None: the function's name with dashes.
-        outputs: Further files that the command writes from the result.
-    """
-
-    def wrap(function: F) -> F:
-        function.outputs = tuple(outputs)  # pyright: ignore[reportFunctionMemberAccess]
-        return function
-
-    return wrap
+__all__ = ["Measurement", "Output", "command", "measurement"]

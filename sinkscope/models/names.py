@@ -37,6 +37,15 @@ class PublishedSink:
     secondary: bool = False
     note: str = ""
 
+    def shown(self) -> tuple[str, str]:
+        """Where the sink is, in words, and who says so."""
+        parts = [f"layer {', '.join(map(str, self.layers))}"] if self.layers else []
+        if self.neurons:
+            parts.append("neurons " + ", ".join(f"{layer}:{neuron}" for layer, neuron in self.neurons))
+        if self.residual_dims:
+            parts.append("dims " + ", ".join(map(str, self.residual_dims)))
+        return "; ".join(parts) or "-", self.source
+
 
 @dataclass(frozen=True)
 class ModelEntry:

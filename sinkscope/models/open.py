@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.models.checkpoint import (
     TOKENIZER_FILES,
     ModelSource,
@@ -152,13 +152,9 @@ def _with_tokenizer(target: Target) -> Target:
         with contextlib.suppress(Exception):  # what a live model says of its origin need not be true any more
             found = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
             found = found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
-    if found is None:
-        raise SinkscopeError(
-            f"{target.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
-            "tokenizer's files beside the weights",
-            page="no-tokenizer",
-        )
-    return replace(target, tokenizer=found)
+    target = replace(target, tokenizer=found)
+    target.need_tokenizer()
+    return target
 
 
 def _tokenizer_folder(source: SafetensorsSource) -> Path:

@@ -80,6 +80,20 @@ class Target:
         label = name or getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or type(hf).__name__
         return cls(model, hf, kind, adapter, tokenizer, str(label).rstrip("/").split("/")[-1])
 
+    def need_tokenizer(self) -> Any:
+        """The tokenizer.
+
+        Raises:
+            SinkscopeError: there is none.
+        """
+        if self.tokenizer is None:
+            raise SinkscopeError(
+                f"{self.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
+                "tokenizer's files beside the weights",
+                page="no-tokenizer",
+            )
+        return self.tokenizer
+
     @property
     def config(self) -> Any:
         """The text part of the configuration."""

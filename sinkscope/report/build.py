@@ -6,18 +6,21 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from sinkscope._console import note
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import Section, document, result_section, save_document
+from sinkscope.measure import Option, command
 from sinkscope.output import check_writable
-from sinkscope.registry import kinds
+from sinkscope.registry import Hidden, kinds
 from sinkscope.report.record import record_section
 from sinkscope.results import Result, known_kinds, read_json
 
 _BESIDE = {".html", ".png"}  # what commands write next to their JSON
 _ROOMS = ("sinkscope.sinks.first_token", "sinkscope.sinks", "sinkscope")  # in this order
+_TOLD = 20  # skipped files that the command names
 _SHOWN = 5  # skipped files that an error names
 
 
@@ -50,6 +53,29 @@ class Report:
     path: Path
     files: tuple[str, ...]
     skipped: tuple[Skipped, ...]
+
+
+@command(group="Results", command="report")
+def write_report(
+    folder: Annotated[Path, Option(metavar="DIR", argument=True)],
+    *,
+    out: Annotated[Path | None, Option(metavar="FILE")] = None,
+    progress: Hidden = None,
+) -> None:
+    """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
+
+    Args:
+        folder: Folder of results; those below it are read too.
+        out: File to write. By default report.html in the folder.
+        progress: Called with a stage, what is done and how much there is.
+    """
+    made = report(folder, out, progress=progress)
+    for skipped in made.skipped[:_TOLD]:
+        note(f"left out: {skipped}")
+    if len(made.skipped) > _TOLD:
+        note(f"left out: {len(made.skipped) - _TOLD} files more; the report names them all")
+    count = len(made.files)
+    print(f"{folder / 'report.html' if out is None else out}: {count} result{'s' if count != 1 else ''}")
 
 
 def report(

@@ -13,7 +13,6 @@ from torch import Tensor
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.methods import Budget, Method, check_methods
 from sinkscope.errors import SinkscopeError
-from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
@@ -154,7 +153,8 @@ def check_can(to: Asked, methods: Sequence[Method], lengths: Iterable[int]) -> N
         edit = method.make(to.budget)
         part = edit.decoding if isinstance(edit, LoopServe) and edit.decode else edit
         for length in lengths:
-            check_budget(part, length)
+            if part is not None:
+                part.check_prompt(length)
         with edit.on(to.target):
             pass
 

@@ -8,15 +8,30 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from statistics import fmean
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from sinkscope import __version__
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, Position
+from sinkscope._console import note
+from sinkscope.bench.dialogues.form import (
+    NOT_COUNTED,
+    POSITIONS,
+    Dialogue,
+    DialogueTurn,
+    Position,
+    dialogue_line,
+    sizes,
+    split_at_middle,
+)
+from sinkscope.bench.dialogues.recall import TASK as RECALL
+from sinkscope.bench.dialogues.recall import recall_dialogues
+from sinkscope.bench.dialogues.scbench import build_shared
 from sinkscope.bench.dialogues.tasks import PAPER_TURNS, PAPER_WORDS_PER_TURN, Task, task_of
-from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource
-from sinkscope.bench.sets import BuiltSet
+from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, read_longbench
+from sinkscope.bench.loopbench.tokens import open_tokenizer
+from sinkscope.bench.sets import BuiltSet, check_out, write_set
 from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Count, Option, Positive, command
 
 Form = Literal["faithful", "repaired"]
 SYSTEM = "Answer the question based on the given passages. Only give me the answer and do not output any other words."
@@ -24,7 +39,74 @@ HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
 _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
 _TITLE_WORDS = 12
-NOT_COUNTED = "not counted: give a tokenizer"
+
+
+@command(group="Benchmarks", command="dialogues build")
+def build_dialogues(
+    *,
+    task: str,
+    out: Annotated[str, Option(metavar="FILE")],
+    source: Annotated[str | None, Option(metavar="PATH|hub")] = None,
+    form: Literal["faithful", "repaired"] = "repaired",
+    turns: Positive | None = None,
+    count: Positive | None = None,
+    model: str | None = None,
+    revision: str | None = None,
+    tokenizer: Annotated[Path | None, Option(metavar="FOLDER")] = None,
+    total_tokens: Positive | None = None,
+    hops: Positive | None = None,
+    force: bool = False,
+    seed: Count = 0,
+) -> None:
+    """Make dialogues from files of LongBench or SCBench, or for the recall model, with a manifest beside them.
+
+    Args:
+        task: A task of LongBench (qasper), of SCBench (scbench_kv), or recall.
+        out: Where the dialogues are written, as JSON lines.
+        source: The task's file, its folder, LongBench's data.zip, or hub.
+        form: Follow the paper's algorithms as printed (faithful) or repaired.
+        turns: Turns of a dialogue. By default the paper's 2 or 3; recall has 3, SCBench all.
+        count: Number of dialogues. By default the paper's 500 or 199; recall has 100, SCBench all.
+        model: Count tokens with the tokenizer of this model.
+        revision: Branch, tag or commit on the hub.
+        tokenizer: Count tokens with this tokenizer, instead of --model.
+        total_tokens: For recall: tokens of all turns, which have unequal lengths. By default 768.
+        hops: For recall: facts that an answer runs through. By default 2.
+        force: Replace --out if it is there.
+        seed: Seed of every random choice.
+    """
+    check_out(out, force=force)
+    counted = model is not None or tokenizer is not None
+    recall, shared = task == RECALL, task.startswith("scbench")
+    refused = {
+        "--source, --model and --tokenizer mean nothing for recall, which is made up": recall and (source or counted),
+        f"--total-tokens and --hops are of recall: leave them out for {task}": not recall and (total_tokens or hops),
+        f"--form means nothing for {task}, whose dialogues are there already": shared and form != "repaired",
+    }
+    if not recall and not shared:
+        task_of(task)
+    for message, wrong in refused.items():
+        if wrong:
+            raise SinkscopeError(message)
+    if recall:
+        n, total, facts = turns or 3, total_tokens or 768, hops or 2
+        made = recall_dialogues(count or 100, turns=n, total=total, hops=facts, seed=seed)
+        manifest = {"schema": 1, "kind": "dialogues", "task": task, "seed": seed, "hops": facts, **sizes(made, None)}
+        rows = (("recall", f"{len(made)} dialogues of {n} turns, {total} tokens, {facts} hops"),)
+        built = BuiltSet(made, manifest, rows)
+    elif source is None:
+        whose = "SCBench" if shared else "LongBench"
+        raise SinkscopeError(f"--task {task} is made from {whose}'s {task}.jsonl: give --source PATH or hub")
+    else:
+        counting = open_tokenizer(model, tokenizer, revision)[0] if counted else None
+        if shared:
+            built = build_shared(task, source, turns=turns, count=count, tokenizer=counting)
+        else:
+            records = read_longbench(task, source)
+            built = build(task, records, form=form, turns=turns, count=count, seed=seed, tokenizer=counting)
+    written = write_set([dialogue_line(dialogue) for dialogue in built.made], built.manifest, out, force=force)
+    print(built.text())
+    note("wrote " + " and ".join(path.name for path in written))
 
 
 def build(
@@ -81,17 +163,6 @@ def _variants(question: str, context: str, *, before: str = "") -> dict[Position
     first, second = split_at_middle(context)
     parts = {"begin": (question, context), "middle": (first, question, second), "end": (context, question)}
     return {position: "\n\n".join(part for part in (before, *parts[position]) if part) for position in POSITIONS}
-
-
-def split_at_middle(text: str) -> tuple[str, str]:
-    """Two halves, parted at the line break or, where none is near, the space nearest to the middle."""
-    middle, reach = len(text) // 2, max(len(text) // 10, 1)
-    for gap, far in (("\n", reach), (" ", len(text))):
-        found = [i for i in (text.rfind(gap, 0, middle), text.find(gap, middle)) if i >= 0 and abs(i - middle) <= far]
-        if found:
-            at = min(found, key=lambda i: abs(i - middle))
-            return text[:at].rstrip(), text[at:].lstrip()
-    return text[:middle], text[middle:]
 
 
 def _question_answering(
@@ -262,20 +333,6 @@ def _manifest(
             "commit": source.commit,
         },
         "versions": {"sinkscope": __version__},
-    }
-
-
-def sizes(made: Sequence[Dialogue], tokenizer: Any) -> dict[str, Any]:
-    """How many dialogues, turns and questions there are, and the mean words and tokens of a turn and of a dialogue."""
-    texts = [turn.prompts["end"] for dialogue in made for turn in dialogue.turns]
-    words = [len(text.split()) for text in texts]
-    tokens = None if tokenizer is None else [len(tokenizer(text)["input_ids"]) for text in texts]
-    return {
-        "dialogues": len(made),
-        "turns": len(texts) / len(made),
-        "questions": len(texts),
-        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
-        "tokens": None if tokens is None else {"turn": fmean(tokens), "dialogue": sum(tokens) / len(made)},
     }
 
 

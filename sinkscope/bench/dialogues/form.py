@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from statistics import fmean
+from typing import Any, Literal, get_args
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
@@ -15,6 +16,7 @@ from sinkscope.records import read_records
 
 Position = Literal["begin", "middle", "end"]
 POSITIONS: tuple[Position, ...] = get_args(Position)
+NOT_COUNTED = "not counted: give a tokenizer"
 
 
 @dataclass(frozen=True)
@@ -94,3 +96,28 @@ def read_dialogues(path: str | os.PathLike[str]) -> tuple[Dialogue, ...]:
         SinkscopeError: no such file, or a line is no dialogue, has no turns or a damaged one (with the line).
     """
     return tuple(read_records(path, Dialogue, "a file that `sinkscope dialogues build` wrote", key="id"))
+
+
+def split_at_middle(text: str) -> tuple[str, str]:
+    """Two halves, parted at the line break or, where none is near, the space nearest to the middle."""
+    middle, reach = len(text) // 2, max(len(text) // 10, 1)
+    for gap, far in (("\n", reach), (" ", len(text))):
+        found = [i for i in (text.rfind(gap, 0, middle), text.find(gap, middle)) if i >= 0 and abs(i - middle) <= far]
+        if found:
+            at = min(found, key=lambda i: abs(i - middle))
+            return text[:at].rstrip(), text[at:].lstrip()
+    return text[:middle], text[middle:]
+
+
+def sizes(made: Sequence[Dialogue], tokenizer: Any) -> dict[str, Any]:
+    """How many dialogues, turns and questions there are, and the mean words and tokens of a turn and of a dialogue."""
+    texts = [turn.prompts["end"] for dialogue in made for turn in dialogue.turns]
+    words = [len(text.split()) for text in texts]
+    tokens = None if tokenizer is None else [len(tokenizer(text)["input_ids"]) for text in texts]
+    return {
+        "dialogues": len(made),
+        "turns": len(texts) / len(made),
+        "questions": len(texts),
+        "words": {"turn": fmean(words), "dialogue": sum(words) / len(made)},
+        "tokens": None if tokens is None else {"turn": fmean(tokens), "dialogue": sum(tokens) / len(made)},
+    }

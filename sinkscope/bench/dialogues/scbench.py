@@ -14,8 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sinkscope import __version__
-from sinkscope.bench.dialogues.build import NOT_COUNTED, sizes, split_at_middle
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, Position
+from sinkscope.bench.dialogues.form import (
+    NOT_COUNTED,
+    POSITIONS,
+    Dialogue,
+    DialogueTurn,
+    Position,
+    sizes,
+    split_at_middle,
+)
 from sinkscope.bench.dialogues.tasks import Metric
 from sinkscope.bench.sets import HUB, BuiltSet, find_file
 from sinkscope.errors import SinkscopeError

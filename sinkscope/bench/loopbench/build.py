@@ -10,15 +10,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from sinkscope import __version__
+from sinkscope._console import note
 from sinkscope.bench.loopbench.forms import dc_prompt, dirty, ri_prompt, seed_history
-from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource
+from sinkscope.bench.loopbench.longbench import ARCHIVE, REPO, LongBenchRecord, LongBenchSource, read_longbench
 from sinkscope.bench.loopbench.prompts import TITLES, Bench, BenchPrompt
+from sinkscope.bench.loopbench.tokens import open_tokenizer
 from sinkscope.bench.loopbench.wiki2 import wiki2_prompt
-from sinkscope.bench.sets import BuiltSet
+from sinkscope.bench.sets import HUB, BuiltSet, check_out, write_set
 from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Count, Option, Positive, command
+from sinkscope.registry import Hidden
 
 TASKS: dict[Bench, str] = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
 PAPER_COUNTS: dict[Bench, int] = {"dc": 300, "ri": 200}
@@ -38,6 +43,60 @@ class _Draft:
     seed: int
     body: str
     form: Callable[[str], str]
+
+
+@command(group="Benchmarks", command="loopbench build")
+def build_prompts(
+    *,
+    bench: Literal["dc", "ri", "2wiki"],
+    source: Annotated[str, Option(metavar="PATH|hub")],
+    out: Annotated[str, Option(metavar="FILE")],
+    model: str | None = None,
+    revision: str | None = None,
+    tokenizer: Annotated[Path | None, Option(metavar="FOLDER")] = None,
+    count: Positive | None = None,
+    target_tokens: Positive | None = None,
+    repo: str | None = None,
+    file: str | None = None,
+    force: bool = False,
+    seed: Count = 0,
+    progress: Hidden = None,
+) -> None:
+    """Make prompts of LoopBench from LongBench's files, with the mean length reached beside the paper's.
+
+    Args:
+        bench: LoopBench-DC, LoopBench-RI or 2WikiMultihopQA.
+        source: LongBench's .jsonl file, its folder or data.zip, or hub.
+        out: Where the prompts are written, as JSON lines.
+        model: Count tokens with the tokenizer of this model.
+        revision: Branch, tag or commit on the hub.
+        tokenizer: Count tokens with this tokenizer, instead of --model.
+        count: Number of prompts. By default the paper's: 300 of dc, 200 of ri.
+        target_tokens: Mean length; for 2wiki the longest. By default the paper's: 3853 for dc, 5376 for ri.
+        repo: Dataset, with --source hub. By default zai-org/LongBench.
+        file: File in it. By default data.zip.
+        force: Replace --out if it is there.
+        seed: Seed of every random choice.
+        progress: Called with a stage, what is done and how much there is.
+    """
+    if source != HUB and (repo or file):
+        raise SinkscopeError(f"--repo and --file belong to --source {HUB}; --source is {source!r}")
+    check_out(out, force=force)
+    counting, name = open_tokenizer(model, tokenizer, revision)
+    records = read_longbench(TASKS[bench], source, repo=repo or REPO, file=file or ARCHIVE)
+    built = build(
+        bench,
+        records,
+        counting,
+        tokenizer_name=name,
+        count=count,
+        seed=seed,
+        target_tokens=target_tokens,
+        progress=progress,
+    )
+    written = write_set([prompt.to_json() for prompt in built.made], built.manifest, out, force=force)
+    print(built.text())
+    note("wrote " + " and ".join(path.name for path in written))
 
 
 def build(

@@ -20,7 +20,6 @@ from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
 from sinkscope.bench.loopbench.samplers import PerRow, StopRows
 from sinkscope.bench.loopbench.store import Ended, Record, Store
 from sinkscope.errors import SinkscopeError
-from sinkscope.generate import check_budget
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
@@ -121,7 +120,7 @@ def run_loopbench(
     for prompt, row in written:
         _check_length(prompt.id, len(row), new, target)
         for edit in edits:
-            check_budget(edit, len(row))
+            edit.check_prompt(len(row))
     for edit in edits if written else []:  # what does not work on this model is refused before anything is computed
         with edit.on(target):
             pass

@@ -113,6 +113,10 @@ class LoopGuard(Intervention):
         relapse = {} if "relapse" in self.monitor else {"relapse": self.window}
         return MonitorSettings.variant(self.variant, window=self.window, **relapse, **self.monitor)
 
+    def check_prompt(self, tokens: int) -> None:
+        """Refuse a fraction of the prompt that leaves nothing beside the anchors."""
+        self.retention(tokens)
+
     def retention(self, prompt: int) -> Retention:
         """What is kept of a row whose prompt has so many tokens."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)

@@ -1,0 +1,131 @@
+"""Commands beside the measurements: names of models, generated text, and repetition loops in files; loads no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from sinkscope._console import emit, note, print_rows
+from sinkscope.output import read_text
+from sinkscope.registry import Count, Hidden, Option, Positive, command
+
+if TYPE_CHECKING:
+    from sinkscope.loops import LoopCheck
+
+
+@command(group="Models", command="models")
+def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="FILE|-")] = None) -> None:
+    """List the short names of public models, and where papers found their sinks.
+
+    Args:
+        json_file: Write the list as JSON; - is standard output.
+    """
+    from sinkscope._plain import plain
+    from sinkscope.models.names import models
+
+    if json_file is not None:
+        emit(json_file, json.dumps({"schema": 1, "kind": "models", "result": plain(models())}, indent=1) + "\n")
+    if json_file != "-":
+        rows = [(e.name, e.hub_id, *(e.published.shown() if e.published else ("-", "-"))) for e in models()]
+        print_rows(("name", "hub id", "published sink", "source"), rows)
+
+
+@command(group="Generation", command="generate")
+def print_generated(
+    prompt: Annotated[str, Option("--prompt-file", metavar="FILE|-", reads="text")],
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    bos: bool | None = None,
+    patch: Annotated[str | None, Option(metavar="FILE")] = None,
+    policy: Annotated[str | None, Option(metavar="NAME[:BUDGET]")] = None,
+    guard: bool = False,
+    max_new_tokens: Positive = 100,
+    temperature: Annotated[float, Option(min=0)] = 0.0,
+    seed: Count = 0,
+) -> None:
+    """Continue a prompt, under a patch, a cache policy or a guard if asked: text on stdout, events on stderr.
+
+    Args:
+        prompt: The prompt; - is standard input.
+        model: A short name, hub id, folder or .gguf file. By default the model in the package.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        bos: Whether the prompt begins with BOS. By default the tokenizer decides.
+        patch: The patch.json to run under.
+        policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512.
+        guard: Break repetition loops with LoopGuard.
+        max_new_tokens: Longest answer.
+        temperature: 0 takes the likeliest token.
+        seed: Seed of the sampling.
+    """
+    import sinkscope.generate as generation
+    import sinkscope.models.load as loading
+    from sinkscope.measure.setup import edit_of
+
+    edit = edit_of(patch=patch, policy=policy, guard=guard)
+    options = {"revision": revision, "device": device, "dtype": dtype}
+    given = {name: value for name, value in options.items() if value is not None}
+    made = generation.generate(
+        loading.load(model, backend=backend, **given),
+        prompt,
+        interventions=edit,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        bos=bos,
+        on_text=lambda _, piece: print(piece, end="", flush=True),  # it stays on the screen, also after Ctrl-C
+    )[0]
+    print()
+    for event in made.events:
+        note(_line(event))
+
+
+def _line(event: Any) -> str:
+    """An event in one line; ranges of positions are counted rather than listed."""
+    data: dict[str, Any] = {} if event.layer is None else {"layer": event.layer}
+    data |= {name: value for name, value in event.data.items() if name not in ("signals", "kept")}
+    data |= event.data.get("signals", {})
+    told = [f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in data.items()]
+    return ", ".join([f"{event.kind}: step {event.step}", f"position {event.position}", *told])
+
+
+@command(group="Repetition loops", command="loops")
+def check_loops(
+    file: Annotated[str, Option(argument=True, metavar="FILE|-")],
+    *,
+    form: Annotated[Literal["auto", "text", "jsonl"], Option("--format")] = "auto",
+    window: int | None = None,
+    theta_ttr: float | None = None,
+    theta_cr: float | None = None,
+    warmup: int | None = None,
+    max_new: int | None = None,
+    progress: Hidden = None,
+) -> LoopCheck:
+    """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
+
+    Args:
+        file: Text, or JSON lines with text, output or tokens; - is standard input.
+        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text.
+        window: Tokens that the signals look at; 256 by default.
+        theta_ttr: Type-token ratio below which a window is repetitive; 0.2 by default.
+        theta_cr: Compression ratio below which a window is repetitive; 0.12 by default.
+        warmup: First token at which a loop may be found; 64 by default.
+        max_new: Tokens that were allowed: adds the loop rule with length.
+        progress: Called as `progress(what, done, total)`.
+    """
+    from sinkscope.loops.checker import check
+    from sinkscope.loops.monitor import MonitorSettings
+    from sinkscope.loops.records import parse
+
+    given = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
+    settings = MonitorSettings().with_(**{name: value for name, value in given.items() if value is not None})
+    name = "standard input" if file == "-" else Path(file).name
+    records = parse(read_text(file), name, form)
+    return check(records, settings=settings, max_new=max_new, name=name, progress=progress)
