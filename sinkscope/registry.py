@@ -216,7 +216,7 @@ class Entry:
         """What an annotation or a default means; its module is imported only where it names something else."""
         code = compile(ast.Expression(node), self.module, "eval")
         try:
-            return eval(code, {**_NAMES, **self.names})
+            return eval(code, {**_NAMES, **_imported(self.module, code.co_names), **self.names})
         except NameError:
             return eval(code, vars(import_module(self.module)))
 
@@ -278,10 +278,7 @@ def read_entries(module: str, text: str) -> list[Entry]:
         text: its source.
     """
     tree = ast.parse(text)
-    names: dict[str, Any] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names.update((node.targets[0].id, value) for value in _literal(node.value))
+    names = _constants(tree)
     found: list[Entry] = []
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef):
@@ -306,6 +303,26 @@ def kinds() -> dict[str, str]:
     for entry in entries().values():
         if entry.decorator == "measurement" and entry.module not in found.values():
             found[entry.name.replace("_", "-")] = entry.module
+    return found
+
+
+def _constants(tree: ast.Module) -> dict[str, Any]:
+    """The literals that a file gives names to."""
+    named = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
+    return {getattr(n.targets[0], "id", ""): value for n in named for value in _literal(n.value)}
+
+
+@cache
+def _imported(module: str, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """Those of the wanted names that a file of the package imports from another one, where they are literals."""
+    found: dict[str, Any] = {}
+    file = _ROOT.parent.joinpath(*module.split(".")).with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body if wanted and file.is_file() else ():
+        names = {alias.name for alias in getattr(node, "names", ())} & {*wanted} - {*_NAMES}
+        if isinstance(node, ast.ImportFrom) and names and (node.module or "").startswith(_ROOT.name):
+            source = _ROOT.parent.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+            constants = _constants(ast.parse(source.read_text(encoding="utf-8"))) if source.is_file() else {}
+            found |= {name: constants[name] for name in names & {*constants}}
     return found
 
 

@@ -90,7 +90,7 @@ def test_arguments_arrive(calls: list[Any]) -> None:
         "top_k": 3,
         "seed": 5,
         "max_repeats": 9,
-        "text": Path("t.txt"),
+        "text": "t.txt",
         "tokens": ["cat", "dog"],
     }
 
