@@ -12,7 +12,7 @@ from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.head_replacement import Replacement
 from sinkscope.sinks.first_token.locate import causal_neurons
 from sinkscope.sinks.first_token.marking import First, Head, Marking
-from sinkscope.sinks.first_token.tokens import first_tokens, single_token
+from sinkscope.sinks.first_token.tokens import first_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,7 @@ def marking_heads(
         batch_size: Rows of a pass. By default as many as a bounded memory allows.
     """
     target = setup.target
-    words = (
-        first_tokens(target, setup.ids, count, setup.seed)
-        if not tokens
-        else list(dict.fromkeys(single_token(target.tokenizer, t) for t in tokens))
-    )
+    words = first_tokens(target, setup.ids, count, setup.seed, tokens)
     layer, neurons = causal_neurons(setup)
     place: dict[str, Any] = {"sink_layer": layer, "neurons": tuple(n.site[1:] for n in neurons if n.layer == layer)}
     if layer is None:

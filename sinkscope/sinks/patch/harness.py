@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
-from sinkscope.sinks.first_token.locate import Setup
+from sinkscope.measure import Setup
+from sinkscope.sinks.patch.loss import under
 
 _SEED = 1234  # of the examples before a question; the harness's own
 
@@ -34,10 +37,7 @@ class Tasks:
 
     def __init__(self, names: Sequence[str]) -> None:
         files = {name: _is_file(name) for name in names}
-        manager_class = _harness("lm_eval.tasks").TaskManager
-        with _quiet():
-            # Reading the index of all tasks takes seconds: not for files alone.
-            self._manager = manager_class(include_defaults=not all(files.values()))
+        self._manager = _index(_harness("lm_eval.tasks").TaskManager, not all(files.values()))
         for name, is_file in files.items():
             if not is_file and name not in self._manager.all_tasks:
                 near = get_close_matches(name, self._manager.all_tasks, 3, 0.5)
@@ -67,7 +67,7 @@ class Tasks:
         model = _harness("lm_eval.models.huggingface").HFLM
         out: dict[tuple[str, str], Tensor] = {}
         target = made.target
-        with _quiet(), edit.on(target) if edit is not None else nullcontext():
+        with _quiet(), under(edit, target):
             lm = model(  # it changes the tokenizer it is given
                 pretrained=target.hf,
                 tokenizer=copy.deepcopy(target.tokenizer),
@@ -90,6 +90,13 @@ class Tasks:
                     out[label, metric] = torch.tensor(values, dtype=torch.float64)
                 self.shots[label] = max(found.get("n-shot", {}).values(), default=0)
         return out
+
+
+@cache
+def _index(manager_class: Any, everything: bool) -> Any:
+    """Reading the index of all tasks takes seconds: once, and not for files alone."""
+    with _quiet():
+        return manager_class(include_defaults=everything)
 
 
 def _set_shots(tasks: Any, shots: int | None) -> None:
@@ -121,8 +128,6 @@ def _is_file(name: str) -> bool:
 
 
 def _harness(module: str) -> Any:
-    from importlib import import_module
-
     try:
         with _quiet():
             return import_module(module)
