@@ -34,7 +34,7 @@ from torch import Tensor
 
 from experiments.record import record
 from sinkscope.attention._line_tap import scores_of
-from sinkscope.attention.lines import ETAS, _weighed
+from sinkscope.attention.lines import ETAS, weighed
 from sinkscope.lines.sums import Scores, line_sums
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
@@ -120,7 +120,7 @@ def run(arm: str, target: Target, ids: Tensor, *, dense: bool = False) -> dict[i
 
         def see(layer: int, scores: Scores) -> None:
             if arm == "mass":
-                _weighed(scores, ETAS, generator)
+                weighed(scores, ETAS, generator)
             else:
                 found[layer] = line_sums(scores)
 

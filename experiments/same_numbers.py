@@ -266,11 +266,12 @@ def compare(
     before: Path,
     after: Path,
     only: Only = "",
+    model: Annotated[str, typer.Option(help="This model only.")] = "*",
     shown: Annotated[int, typer.Option(help="Differences to print of each result.")] = 20,
 ) -> None:
     """Say for every model and command whether both recordings are equal. The exit code is 1 if any differs."""
     found: dict[str, list[str]] = {}
-    for name in sorted({str(file.relative_to(d)) for d in (before, after) for file in d.glob(f"*/{only}*.json")}):
+    for name in sorted({str(file.relative_to(d)) for d in (before, after) for file in d.glob(f"{model}/{only}*.json")}):
         one, other = (essence(json.loads(f.read_text())) if (f := d / name).exists() else {} for d in (before, after))
         found[name] = list(differences(one, other))
         print(f"{'DIFFERS' if found[name] else 'equal  '} {name.removesuffix('.json')}")

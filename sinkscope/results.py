@@ -191,6 +191,8 @@ class Result:
         Raises:
             SinkscopeError: there is no drawing of this kind.
         """
+        if type(self).drawing is None and self.kind in kinds():
+            import_module(kinds()[self.kind])  # the command that draws it
         draw = type(self).drawing
         if draw is None:
             from sinkscope import figures

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from organisms import Organism, organism, tiny_model
 from torch import nn
 
-import sinkscope.sinks.repetition.converge
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import load
@@ -248,14 +247,14 @@ def test_bad_input_is_refused_in_one_line() -> None:
         ({"tokens": ["poem book"]}, "is 2 tokens"),
         ({"prefix": "", "bos": False}, "--prefix is empty"),
         ({"batch_size": 0}, "--batch-size 0"),
-        ({"seed": -1}, "negative"),
+        ({"seed": -1}, "--seed -1: expected"),
     ):
         with pytest.raises(SinkscopeError, match=message) as caught:
             _measured(o, 20, **options)
         assert "\n" not in str(caught.value)
     half = convergence(copy.deepcopy(o.model).bfloat16(), tokenizer=o.tokenizer, max_repeats=20)
     assert half.holds and all(s.expected is None for c in half.curves for s in c.same)  # rounded already
-    with pytest.raises(SinkscopeError, match="at least one repetition"):
+    with pytest.raises(SinkscopeError, match="--max-repeats 0"):
         _measured(o, 0)
     with pytest.raises(SinkscopeError, match=f"the largest is {largest}"):
         _measured(o, largest + 1)
@@ -272,16 +271,12 @@ def test_result_survives_a_file_and_is_drawn(tmp_path: Path) -> None:
     assert first.name == "'cat'" and "no head exceeds" in result.figure().layout.title.text
 
 
-def test_arguments_of_the_command_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    got: list[Any] = []
-    made = _measured(organism("llama", 0), 20)
-    monkeypatch.setattr(sinkscope.sinks.repetition.converge, "convergence", lambda *a, **k: got.append((a, k)) or made)
-    words = (
-        "converge --model m --token cat --token dog --prefix poem --max-repeats 9 --batch-size 2 --no-bos --all-layers"
-    )
+def test_arguments_of_the_command_arrive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "converge --token the --token of --prefix poem --max-repeats 9 --batch-size 2 --no-bos --all-layers"
     assert main([*words.split(), "--json", str(tmp_path / "c.json")]) == 0
-    (model,), arguments = got[0]
-    wanted = {"tokens": ["cat", "dog"], "prefix": ["poem"], "max_repeats": 9, "batch_size": 2, "bos": False}
-    assert model == "m" and wanted.items() <= arguments.items() and arguments["all_layers"]
-    assert Result.load(tmp_path / "c.json") == made
-    assert main(["converge"]) == 0 and got[1][1]["prefix"] == "some prefix:"
+    made = Result.load(tmp_path / "c.json")
+    asked = {"tokens": ["the", "of"], "prefix": ["poem"], "max_repeats": 9, "batch_size": 2, "all_layers": True}
+    assert asked.items() <= made.settings.items() and made.settings["bos"] is False
+    assert isinstance(made, Convergence) and made.counts[-1] == 9 and made.layers_read == made.model.n_layers
+    assert main(["converge", "--max-repeats", "4", "--json", "-"]) == 0
+    assert '"some prefix:"' in capsys.readouterr().out

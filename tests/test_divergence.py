@@ -175,7 +175,7 @@ def test_words_that_are_drawn_are_not_those_of_the_prefix() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"tokens": ["cat"]}, "the prefix 'cat the' contains the repeated token 'cat'"),
+        ({"tokens": ["cat"]}, "--prefix 'cat the' contains the repeated token 'cat'"),
         ({"max_repeats": 2046}, "the largest is 2045"),
         ({"repeats": [2040]}, "2040 repetitions and 8 new tokens do not fit the context of 2048"),
         ({"prefix": ""}, "--prefix '' has no tokens"),
@@ -183,7 +183,7 @@ def test_words_that_are_drawn_are_not_those_of_the_prefix() -> None:
         ({"new_tokens": 3000}, "leaves no room"),
         ({"index": "none.npz"}, "give --corpus DIR or --corpus stdlib"),
         ({"patch": "none.json"}, "cannot read none.json"),
-        ({"batch_size": 0}, "batch size 0"),
+        ({"batch_size": 0}, "--batch-size 0"),
     ],
 )
 def test_bad_input(options: dict[str, Any], says: str) -> None:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from sinkscope.attention._line_tap import scores_of
 from sinkscope.errors import UnsupportedError
-from sinkscope.kv import Full
 from sinkscope.lines import sums
 from sinkscope.lines.sums import Scores, crossings, line_sums
 from sinkscope.models.target import Target
@@ -172,8 +171,6 @@ def test_refused_where_lines_cannot_be_had() -> None:
         pass
     model, tokenizer = tiny_model("llama")
     target = Target.of(model, tokenizer)
-    with Full().on(model), pytest.raises(UnsupportedError, match="cache policy"), scores_of(target, print, [0]):
-        pass
     ids = torch.randint(4, 90, (1, 12))
     mask = torch.ones(1, 12, dtype=torch.long)
     mask[0, :3] = 0

@@ -221,9 +221,9 @@ def test_a_wrapped_model_and_half_precision_give_the_same() -> None:
 def test_short_texts_and_other_models_are_refused() -> None:
     with pytest.raises(SinkscopeError, match=r"text 0 has \d tokens, at least 16"):
         line_weights(None, ["too short"])
-    with pytest.raises(SinkscopeError, match="expected one of them"):
+    with pytest.raises(SinkscopeError, match="only one of them"):
         line_weights(None, ["x"], data="y.jsonl")
-    with pytest.raises(SinkscopeError, match="a list of them"):
+    with pytest.raises(SinkscopeError, match="expected a list of them"):
         line_weights(None, "one text")
     falcon, tokenizer = tiny_model("falcon")
     with pytest.raises(UnsupportedError, match="falcon"):

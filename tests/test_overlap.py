@@ -13,13 +13,13 @@ from organisms.lines import line_organism
 from test_lines import _chosen, _dense
 from torch import Tensor
 
-from sinkscope.attention._line_data import Question
-from sinkscope.attention._line_tokens import token_overlap
-from sinkscope.attention.overlap import LineOverlap, covered, jaccard, line_overlap
+from sinkscope.attention.line_texts import Question
+from sinkscope.attention.overlap import LineOverlap, covered, jaccard, line_overlap, token_overlap
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines import HeadLines
 from sinkscope.models.target import Target
+from sinkscope.progress import silent
 from sinkscope.results import Result
 
 Sets = tuple[set[int], set[int]]
@@ -144,8 +144,8 @@ def test_important_tokens_equal_their_definition() -> None:
     assert asked.placed("end") == [1, *asked.context, *asked.question]
     layers, window, budgets, n, new = [0, 2], 4, (0.1, 0.3), 40, 12
     model.generation_config.eos_token_id = None
-    found = token_overlap(Target.of(model, tokenizer), [asked], layers, new, budgets, window)
-    assert found.answer_tokens == new and found.random == pytest.approx(budgets)
+    found = token_overlap(Target.of(model, tokenizer), [asked], layers, new, budgets, window, silent)
+    assert found is not None and found.answer_tokens == new and found.random == pytest.approx(budgets)
     for place in found.positions:
         ids = torch.tensor([asked.placed(place.position)])
         model.set_attn_implementation("sdpa")

@@ -12,7 +12,7 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.trace import attention_rows, trace
-from sinkscope.trace.qk import queries_and_keys
+from sinkscope.trace.attention import queries_and_keys
 
 LAYERS = [0, 2]
 

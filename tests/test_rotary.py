@@ -24,7 +24,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.trace.qk import queries_and_keys
+from sinkscope.trace.attention import queries_and_keys
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +11,11 @@ from torch import Tensor
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines.sums import Scores
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attend, attending, refuse_in_session, refuse_opaque
+from sinkscope.trace.attention import refuse_opaque
+from sinkscope.trace.tap import Attention, listening
 
-NAME = "sinkscope-lines"
 ScoresObserver = Callable[[int, Scores], None]
 """Called as `observer(layer, scores)` for a pass of a single sequence."""
-
-_observer: ContextVar[tuple[ScoresObserver, frozenset[int]] | None] = ContextVar("sinkscope_lines", default=None)
 
 
 @contextmanager
@@ -33,39 +29,27 @@ def scores_of(target: Target, observer: ScoresObserver, layers: list[int]) -> It
 
     Raises:
         UnsupportedError: a TransformerBridge, whose attention is its own, or an architecture outside transformers'
-            attention interface (Falcon); inside a `with` of a cache policy or an attention observer; attention that
-            is neither causal nor a window.
+            attention interface (Falcon); attention that is neither causal nor a window; a cache from which tokens were
+            evicted.
     """
     refuse_opaque(target)
-    refuse_in_session(target)
-    token = _observer.set((observer, frozenset(layers)))
-    try:
-        with attending(target, NAME, _shown):
-            yield
-    finally:
-        _observer.reset(token)
 
+    def see(call: Attention) -> None:
+        if (layer := call.layer) not in layers:
+            return
+        if call.evicted:
+            raise UnsupportedError(
+                "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
+                "anything was generated"
+            )
+        given, scale = call.settings.get("scaling"), call.query.shape[-1] ** -0.5
+        scale, window = float(scale if given is None else given), _window(call.mask, call.key.shape[2])
+        capped = call.settings.get("softcap"), call.settings.get("s_aux")
+        with torch.no_grad():
+            observer(layer, Scores(call.query[0], call.key[0], scale, window, *capped))
 
-@torch.no_grad()
-def _shown(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function transformers calls: stock output, and the scores' parts for the observer."""
-    watching = _observer.get()
-    layer = int(module.layer_idx)
-    if watching is not None and layer in watching[1]:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = _window(attention_mask, key.shape[2])
-        watching[0](layer, Scores(query[0], key[0], float(scale), window, softcap, s_aux))
-    return attend(module, query, key, value, attention_mask, scaling=scaling, softcap=softcap, s_aux=s_aux, **kwargs)
+    with listening(target, see):
+        yield
 
 
 def _window(mask: Tensor | None, keys: int) -> int | None:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.attention._line_data import Input, Text, checked_etas, inputs
-from sinkscope.attention._line_picture import Picture, pictured
 from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention.generation import chosen_layers
+from sinkscope.attention.line_texts import Input, inputs, means, shares
 from sinkscope.errors import SinkscopeError
+from sinkscope.figures.lines import draw_weights
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums
-from sinkscope.measure import Setup
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.locate import Progress
+from sinkscope.measure import Positive, Result, Setup, measurement
+from sinkscope.models.target import Target
+from sinkscope.registry import Hidden, Option
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 MOST = 0.9  # share of the attention that the paper says a tenth of the lines carries
 SHOWN = 8  # heaviest lines of a head that are kept
+PICTURED = 96  # tokens of the attention map
+DRAWN = 0.05  # share of the lines drawn over it; more would hide the map below them
+_NAMES = ("mass", "line_sums", "random_mass", "cells")
 
 
 @dataclass(frozen=True)
@@ -34,225 +36,205 @@ class Line:
 
     Attributes:
         at: key position of a vertical line, offset (query less key position) of a slash line.
-        share: of the head's attention.
+        share: share of the head's attention.
     """
 
     at: int
     share: float
 
 
-@dataclass(frozen=True)
-class HeadWeights:
-    """One query head; means over the texts, and one number per eta where there are several.
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """What the chosen lines carry, one number per eta.
+
+    Attributes:
+        mass: share of the attention that lies on the chosen lines; cells at crossings count once.
+        line_sums: the same with the weights of the lines added up, so that cells at crossings count twice.
+        random_mass: `mass` of random lines; lines of each kind have the same length together as the chosen ones.
+        cells: share of all cells that the chosen lines cover.
+    """
+
+    mass: tuple[float, ...]
+    line_sums: tuple[float, ...]
+    random_mass: tuple[float, ...]
+    cells: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadWeights(Weights):
+    """One query head; means over the texts.
 
     Attributes:
         layer: its layer.
-        head: which head.
-        mass: share of its attention on the chosen lines, cells at crossings once.
-        line_sums: the same with the weights of the lines added up, so cells at crossings twice.
-        random_mass: `mass` of random lines: of each kind as many as have the same length together.
-        cells: share of all cells that the chosen lines cover.
-        vertical: share of the chosen lines that are vertical.
+        head: its number.
+        vertical: share of the chosen lines that are vertical, one number per eta.
         top_vertical: the heaviest in the first text.
         top_slash: the heaviest in the first text.
     """
 
     layer: int
     head: int
-    mass: tuple[float, ...]
-    line_sums: tuple[float, ...]
-    random_mass: tuple[float, ...]
-    cells: tuple[float, ...]
     vertical: tuple[float, ...]
     top_vertical: tuple[Line, ...]
     top_slash: tuple[Line, ...]
 
 
+@dataclass(frozen=True)
+class LinePicture:
+    """The attention map of one head over the first tokens of the first text, with its lines.
+
+    A query's attention does not depend on what comes after it, so the beginning of a text can stand for itself.
+
+    Attributes:
+        layer: layer of the head.
+        head: its number.
+        words: the tokens as text.
+        shares: one string per query: thousandths of its attention, one number per key that it sees.
+        eta: share of the lines of this map that is drawn.
+        vertical: key positions of the lines.
+        slash: offsets of the lines.
+    """
+
+    layer: int
+    head: int
+    words: tuple[str, ...]
+    shares: tuple[str, ...]
+    eta: float
+    vertical: tuple[int, ...]
+    slash: tuple[int, ...]
+
+    def values(self) -> list[list[float]]:
+        """The shares as numbers, query by query."""
+        return [[int(word) / 1000 for word in line.split()] for line in self.shares]
+
+
 @dataclass(frozen=True, kw_only=True)
-class LineWeights(Result):
-    """What the heaviest lines carry.
+class LineWeights(Weights, Result):
+    """What the heaviest lines carry, mean over the heads.
 
     Attributes:
         etas: shares of all lines that were chosen.
         inputs: the texts.
-        mass: mean over the heads, per eta; so the next three.
-        line_sums: see `HeadWeights`.
-        random_mass: see `HeadWeights`.
-        cells: see `HeadWeights`.
         heads: every head that was measured, by layer.
         picture: the attention map of one of them with its lines.
     """
 
-    kind: ClassVar[str] = "line-weights"
-    percent: ClassVar[tuple[str, ...]] = ("mass", "line_sums", "random_mass", "cells", "vertical")
+    percent: ClassVar[tuple[str, ...]] = (*_NAMES, "vertical")
 
     etas: tuple[float, ...]
     inputs: tuple[Input, ...]
-    mass: tuple[float, ...]
-    line_sums: tuple[float, ...]
-    random_mass: tuple[float, ...]
-    cells: tuple[float, ...]
     heads: tuple[HeadWeights, ...]
-    picture: Picture
+    picture: LinePicture
 
-    def _at(self) -> int:
-        """Which eta tables show: that of the paper, or the nearest."""
+    @property
+    def shown(self) -> int:
+        """Number of the eta that tables show: the paper's, or the nearest."""
         return min(range(len(self.etas)), key=lambda i: abs(self.etas[i] - 0.1))
 
     def rows(self) -> list[dict[str, Any]]:
         """Up to 16 heads at eta 0.1 (or the nearest), those whose lines carry least first."""
-        i = self._at()
-        names = ("mass", "line_sums", "random_mass", "cells", "vertical")
+        i = self.shown
         heads = sorted(self.heads, key=lambda h: h.mass[i])[:16]
         return [
-            {"layer": h.layer, "head": h.head, "eta": self.etas[i], **{name: getattr(h, name)[i] for name in names}}
+            {"layer": h.layer, "head": h.head, "eta": self.etas[i], **{n: getattr(h, n)[i] for n in self.percent}}
             for h in heads
         ]
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
-        m, i = self.model, self._at()
-        tokens = sorted(x.tokens for x in self.inputs)
-        size = f"{tokens[0]}" if tokens[0] == tokens[-1] else f"{tokens[0]} to {tokens[-1]}"
-        many = len(self.inputs) != 1
-        whole = sum(h.mass[i] >= MOST for h in self.heads)
-        fewest = next((eta for eta, mass in zip(self.etas, self.mass, strict=True) if mass >= MOST), None)
-        need = f"up to eta {self.etas[-1]:g} none" if fewest is None else f"eta {fewest:g} is the first that"
-        return "\n".join(
-            [
-                f"{m.name} ({m.family}, {m.n_layers} layers), {len(self.inputs)} text{'s' * many} of {size} tokens, "
-                f"{len(self.heads)} heads",
-                f"The heaviest {self.etas[i]:.0%} of all vertical and slash lines carry {self.mass[i]:.1%} of the "
-                f"attention (line by line, crossings twice, {self.line_sums[i]:.1%}); they cover {self.cells[i]:.1%} "
-                f"of the cells, and random lines of the same length together carry {self.random_mass[i]:.1%}.",
-                f"{whole} of {len(self.heads)} heads reach {MOST:.0%} there; on average {need} does.",
-            ]
+    def conclusion(self) -> str:
+        """What the heaviest lines carry, beside random lines of the same length."""
+        i = self.shown
+        return (
+            f"The heaviest {self.etas[i]:.0%} of all vertical and slash lines carry {self.mass[i]:.1%} of the "
+            f"attention; they cover {self.cells[i]:.1%} of the cells, and random lines of the same total length carry "
+            f"{self.random_mass[i]:.1%}."
         )
 
+    def details(self) -> list[str]:
+        """The texts, the sum over lines, and how many heads reach the paper's share."""
+        m, i = self.model, self.shown
+        tokens = sorted(x.tokens for x in self.inputs)
+        size = f"{tokens[0]}" if tokens[0] == tokens[-1] else f"{tokens[0]} to {tokens[-1]}"
+        whole = sum(h.mass[i] >= MOST for h in self.heads)
+        fewest = next((eta for eta, mass in zip(self.etas, self.mass, strict=True) if mass >= MOST), None)
+        need = f"no eta up to {self.etas[-1]:g}" if fewest is None else f"eta {fewest:g} is the first that"
+        return [
+            f"{m.name} ({m.family}, {m.n_layers} layers), {len(self.inputs)} text{'s' * (len(self.inputs) != 1)} of "
+            f"{size} tokens, {len(self.heads)} heads",
+            f"Added up line by line, with cells at crossings counted twice, the lines carry {self.line_sums[i]:.1%}.",
+            f"{whole} of {len(self.heads)} heads reach {MOST:.0%} there; on average {need} does.",
+        ]
 
+
+@measurement(
+    group="Attention",
+    figure=draw_weights,
+    command="lines",
+    loading="whole",
+    quick={"count": 1, "length": 48, "layers": [1]},
+)
 def line_weights(
-    model: object = None,
-    texts: Sequence[Text] | None = None,
+    setup: Setup,
+    texts: Hidden = None,
     *,
-    data: str | os.PathLike[str] | None = None,
-    count: int = 4,
+    data: str | Path | None = None,
+    count: Positive = 4,
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,
-    head: tuple[int, int] | None = None,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    head: Annotated[tuple[int, int] | None, Option(reads="head", metavar="LAYER.HEAD")] = None,
 ) -> LineWeights:
-    """Weigh every vertical and slash line of every head, and say what the heaviest carry together.
+    """Measure how much of the attention of every head the heaviest vertical and slash lines carry.
 
-    Attention is made again from queries and keys, some rows at a time, while the model runs on its own: memory grows
-    with the length, never with its square. A second time it is made to count what lies where chosen lines cross.
+    Attention is computed again from queries and keys, some rows at a time, while the model runs on its own. Memory
+    grows with the length, never with its square. A second computation counts what lies where chosen lines cross.
 
     Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live plain or nnsight model.
-        texts: texts or ids; None: pieces of ordinary text.
-        data: file of prompts instead: LongBench's `samsum.jsonl`, LongEval's topic retrieval, or JSON lines with a
-            "prompt".
-        count: pieces of ordinary text, or prompts of the file.
-        length: most tokens of each text, at least 16; longer ones lose their middle. None: what the context holds, for
-            ordinary text 512.
-        etas: shares of all `2 n` lines to choose.
-        layers: which to measure; None: all.
-        head: (layer, head) whose attention map is shown; None: one with both kinds of lines.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one.
-        text: file of ordinary text; None: the text that ships.
-        seed: of the random lines.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
+        texts: Texts or lists of ids. By default pieces of ordinary text.
+        data: File of prompts instead: LongBench's samsum.jsonl, LongEval's topics, or JSON lines with a "prompt".
+        count: Pieces of ordinary text, or prompts of the file.
+        length: Most tokens of each text, at least 16; longer ones lose their middle. By default the context, or 512
+            for ordinary text.
+        etas: Share of all lines to choose.
+        layers: Layer to measure. By default all are measured.
+        head: Show the attention map of this head. By default one with both kinds of lines is shown.
 
     Raises:
-        UnsupportedError: a model whose queries and keys cannot be had (a TransformerBridge, Falcon).
-        SinkscopeError: bad input; the message is one line and says what to do.
+        UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
+        SinkscopeError: Bad input; the message is one line and says what to do.
     """
-    shares = checked_etas(etas)
-    made = Setup.open(
-        model,
-        loading="whole",
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    target, wanted = made.target, chosen_layers(made, layers)
+    chosen = shares(etas)
+    setup.record(etas=chosen)
+    target, wanted = setup.target, chosen_layers(setup, layers)
     if head is not None and not (head[0] in wanted and 0 <= head[1] < target.n_heads):
         raise SinkscopeError(
             f"head {head[0]}.{head[1]} is not measured: expected one of layers {wanted[0]} to {wanted[-1]}, heads 0 to "
             f"{target.n_heads - 1}"
         )
-    rows = inputs(made, texts, data, count, length)
-    generator = torch.Generator().manual_seed(seed)
-    found: dict[int, list[_Found]] = {layer: [] for layer in wanted}
-    done = 0
+    rows = inputs(setup, texts, data, count, length)
+    generator = torch.Generator().manual_seed(setup.seed)
+    found: dict[int, list[dict[str, Tensor]]] = {layer: [] for layer in wanted}
 
     def weigh(layer: int, scores: Scores) -> None:
-        nonlocal done
-        found[layer].append(_weighed(scores, shares, generator))
-        done += 1
-        if progress is not None:
-            progress("layers", done, len(wanted) * len(rows))
+        found[layer].append(weighed(scores, chosen, generator))
+        setup.progress("layers", sum(map(len, found.values())), len(wanted) * len(rows))
 
     with scores_of(target, weigh, wanted):
         for _, ids in rows:
             target.forward(ids[None])
     heads = tuple(_head(layer, h, found[layer]) for layer in wanted for h in range(target.n_heads))
-    shown = head or _both_kinds(heads)
     return LineWeights(
-        model=made.info(),
-        settings={
-            "texts": None if texts is None else [t if isinstance(t, str) else list(t) for t in texts],
-            "data": None if data is None else Path(data).name,
-            "count": count,
-            "length": length,
-            "etas": list(shares),
-            "layers": None if layers is None else list(layers),
-            "head": None if head is None else list(head),
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "seed": seed,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
-        etas=shares,
+        etas=chosen,
         inputs=tuple(one for one, _ in rows),
         heads=heads,
-        picture=pictured(target, rows[0][1], *shown),
-        **{name: _mean([getattr(h, name) for h in heads]) for name in ("mass", "line_sums", "random_mass", "cells")},
+        picture=_pictured(target, rows[0][1], *(head or _both_kinds(heads))),
+        **{name: means([getattr(h, name) for h in heads]) for name in _NAMES},
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """One layer and text, shares of each head's attention."""
-
-    mass: Float[Tensor, "choice head"]
-    line_sums: Float[Tensor, "choice head"]
-    random_mass: Float[Tensor, "choice head"]
-    cells: Float[Tensor, "choice head"]
-    vertical: Float[Tensor, "choice head"]
-    tops: tuple[Float[Tensor, "2 head place"], Float[Tensor, "2 head place"]]  # vertical, slash: share and where
-
-
-def _weighed(scores: Scores, etas: Sequence[float], generator: torch.Generator) -> _Found:
+def weighed(
+    scores: Scores, etas: Sequence[float], generator: torch.Generator
+) -> dict[str, Float[Tensor, "choice head"] | Float[Tensor, "2 head place"]]:
+    """The numbers of `HeadWeights` for one layer and text; "top_*" are shares of the heaviest lines, and where."""
     vertical, slash = line_sums(scores)
     total = vertical.sum(1)
     own = top_lines(vertical, slash, etas)
@@ -261,47 +243,31 @@ def _weighed(scores: Scores, etas: Sequence[float], generator: torch.Generator) 
     summed = (vertical * both.vertical).sum(2) + (slash * both.slash).sum(2)
     mass = (summed - crossings(scores, both.vertical, both.slash)) / total
     n = len(etas)
-    tops = [
-        torch.stack([top.values / total[:, None], top.indices.float()]).cpu()
-        for top in (kind.topk(min(SHOWN, kind.shape[1]), 1) for kind in (vertical, slash))
-    ]
-    return _Found(
-        mass[:n].cpu(),
-        (summed[:n] / total).cpu(),
-        mass[n:].cpu(),
-        own.density().cpu(),
-        (own.vertical.sum(2) / own.counts()).cpu(),
-        (tops[0], tops[1]),
-    )
+    found = {
+        "mass": mass[:n],
+        "line_sums": summed[:n] / total,
+        "random_mass": mass[n:],
+        "cells": own.density(),
+        "vertical": own.vertical.sum(2) / own.counts(),
+    }
+    for name, kind in (("top_vertical", vertical), ("top_slash", slash)):
+        top = kind.topk(min(SHOWN, kind.shape[1]), 1)
+        found[name] = torch.stack([top.values / total[:, None], top.indices.float()])
+    return {name: value.cpu() for name, value in found.items()}
 
 
-def _head(layer: int, head: int, found: list[_Found]) -> HeadWeights:
-    def mean(name: str) -> tuple[float, ...]:
-        return _mean([getattr(one, name)[:, head].tolist() for one in found])
-
-    def top(kind: int) -> tuple[Line, ...]:
-        shares, places = found[0].tops[kind][:, head].tolist()
-        return tuple(Line(int(at), share) for share, at in zip(shares, places, strict=True))
-
-    return HeadWeights(
-        layer,
-        head,
-        mean("mass"),
-        mean("line_sums"),
-        mean("random_mass"),
-        mean("cells"),
-        mean("vertical"),
-        top(0),
-        top(1),
-    )
-
-
-def _mean(series: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    return tuple(sum(values) / len(values) for values in zip(*series, strict=True))
+def _head(layer: int, head: int, found: list[dict[str, Tensor]]) -> HeadWeights:
+    made: dict[str, Any] = {
+        name: means([one[name][:, head].tolist() for one in found]) for name in (*_NAMES, "vertical")
+    }
+    for name in ("top_vertical", "top_slash"):
+        top, places = found[0][name][:, head].tolist()
+        made[name] = tuple(Line(int(at), share) for share, at in zip(top, places, strict=True))
+    return HeadWeights(layer=layer, head=head, **made)
 
 
 def _both_kinds(heads: Sequence[HeadWeights]) -> tuple[int, int]:
-    """The head in which the lighter kind of line weighs most; the first position, where sinks are, is no line here."""
+    """The head whose lighter kind of line weighs most; the first position, where sinks are, does not count here."""
 
     def weight(h: HeadWeights) -> float:
         kinds = [[line.share for line in h.top_vertical if line.at > 0][:4], [line.share for line in h.top_slash[:4]]]
@@ -309,3 +275,21 @@ def _both_kinds(heads: Sequence[HeadWeights]) -> tuple[int, int]:
 
     best = max(heads, key=weight)
     return best.layer, best.head
+
+
+def _pictured(target: Target, ids: Int[Tensor, " pos"], layer: int, head: int) -> LinePicture:
+    """The map of a head of `layer` over the first tokens of `ids`."""
+    ids = ids[:PICTURED]
+    found: list[LinePicture] = []
+    words = tuple(str(target.tokenizer.decode([i])) for i in ids.tolist())
+
+    def picture(_: int, scores: Scores) -> None:
+        lines = top_lines(*line_sums(scores), [DRAWN])
+        rows = [line_sums(scores.part(i, i + 1))[0][head] for i in range(len(ids))]
+        told = tuple(" ".join(str(round(1000 * p)) for p in row.tolist()) for row in rows)
+        chosen = [tuple(kind[0, head].nonzero().flatten().tolist()) for kind in (lines.vertical, lines.slash)]
+        found.append(LinePicture(layer, head, words, told, DRAWN, *chosen))
+
+    with scores_of(target, picture, [layer]):
+        target.forward(ids[None])
+    return found[0]

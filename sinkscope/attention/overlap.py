@@ -2,51 +2,52 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.attention._line_data import Input, Text, checked_etas, inputs, questions
 from sinkscope.attention._line_tap import scores_of
-from sinkscope.attention._line_tokens import BUDGETS, TokenOverlap, token_overlap
 from sinkscope.attention.generation import chosen_layers
+from sinkscope.attention.line_texts import Input, Question, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
+from sinkscope.figures.lines import draw_overlap
+from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, line_sums
-from sinkscope.measure import Setup
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.locate import Progress
+from sinkscope.measure import Count, Positive, Progress, Result, Setup, measurement
+from sinkscope.models.target import Target
+from sinkscope.registry import Hidden, Option
 
 ETAS = (0.1, 0.2, 0.3)
 LOW = 0.5  # the paper: "for most heads, the overlap remains below 0.5"
+BUDGETS = (0.05, 0.1, 0.15)
+POSITIONS = {"begin": "beginning", "middle": "middle", "end": "end"}
+BLOCKS = 8  # blocks of the prompt's end that are shown
 _NAMES = ("inputs", "inputs_paper", "inputs_random", "segments", "segments_relative", "segments_random")
 
 
-@dataclass(frozen=True)
-class HeadOverlap:
-    """One query head: means over pairs of texts or over texts, one number per eta.
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How far the chosen lines agree, one number per eta.
 
     Attributes:
-        layer: its layer.
-        head: which head.
-        inputs: lines chosen in both of two texts over lines chosen in either (observation 2); pairs of different texts.
+        inputs: lines chosen in both of two texts over lines chosen in either (observation 2); mean over pairs of
+            different texts.
         inputs_paper: the same with each text paired with itself as well, as the paper averages.
-        inputs_random: `inputs` of random lines, of each kind as many.
-        segments: lines chosen in the first half of a text and in the second over those of the second (observation 3);
-            vertical lines are key positions of the text.
-        segments_relative: the same within each half: keys of the first half are left out of the second's sums, and
-            vertical lines counted from its beginning.
-        segments_random: `segments` of random lines, of each kind as many.
+        inputs_random: `inputs` of random lines, as many of each kind.
+        segments: lines chosen in the first half of a text and in the second over those of the second (observation 3),
+            mean over texts; vertical lines are key positions of the text.
+        segments_relative: the same within each half: the second half's sums leave out keys of the first, and its
+            vertical lines are counted from its beginning.
+        segments_random: `segments` of random lines, as many of each kind.
     """
 
-    layer: int
-    head: int
     inputs: tuple[float, ...]
     inputs_paper: tuple[float, ...]
     inputs_random: tuple[float, ...]
@@ -56,33 +57,119 @@ class HeadOverlap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LineOverlap(Result):
-    """How far the heaviest lines agree.
+class HeadOverlap(Overlap):
+    """One query head.
+
+    Attributes:
+        layer: its layer.
+        head: its number.
+    """
+
+    layer: int
+    head: int
+
+
+@dataclass(frozen=True)
+class PositionOverlap:
+    """Where the question stands, and the share of the answer's important tokens that the last window finds.
+
+    Attributes:
+        position: "begin", "middle" or "end".
+        overlap: one number per budget, mean over the prompts.
+    """
+
+    position: str
+    overlap: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BlockOverlap:
+    """A block of queries as selector, with the question at the end; means over the prompts that have the block.
+
+    Attributes:
+        block: -1 is the last of the prompt, 0 the first of the answer.
+        overlap: share of the whole answer's important tokens that it finds, per budget.
+        apart: the same without its own queries in the answer; None for an answer of one block.
+        prompts: number of prompts that have it.
+    """
+
+    block: int
+    overlap: tuple[float, ...]
+    apart: tuple[float, ...] | None
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Important tokens shared by two blocks of an answer, mean over all pairs at this distance.
+
+    Attributes:
+        blocks: the distance.
+        overlap: one number per budget.
+        pairs: number of pairs.
+    """
+
+    blocks: int
+    overlap: tuple[float, ...]
+    pairs: int
+
+
+@dataclass(frozen=True)
+class TokenOverlap:
+    """Observation 4, and what Fig. 4 shows.
+
+    Attributes:
+        budgets: shares of the prompt's tokens that count as important.
+        window: queries of the last window, and of a block.
+        prompts: number of prompts.
+        answer_tokens: mean length of the answers.
+        random: what tokens drawn at random share with the important ones, per budget.
+        positions: by where the question stands.
+        blocks: Fig. 4 a.
+        distances: Fig. 4 b.
+    """
+
+    budgets: tuple[float, ...]
+    window: int
+    prompts: int
+    answer_tokens: float
+    random: tuple[float, ...]
+    positions: tuple[PositionOverlap, ...]
+    blocks: tuple[BlockOverlap, ...]
+    distances: tuple[Distance, ...]
+
+    def lines(self) -> list[str]:
+        """What was found, in a line or two."""
+        i = min(range(len(self.budgets)), key=lambda k: abs(self.budgets[k] - 0.1))
+        shown = ", ".join(
+            f"{p.overlap[i]:.1%} with the question at its {POSITIONS[p.position]}" for p in self.positions
+        )
+        found = [
+            f"Of the {self.budgets[i]:.0%} of a prompt that its answer attends to most, the last {self.window} queries "
+            f"find {shown} (random {self.random[i]:.1%}; {self.prompts} prompts)."
+        ]
+        if self.distances:
+            near, far = self.distances[0], self.distances[-1]
+            tail = "" if far is near else f", {far.blocks} apart {far.overlap[i]:.1%}"
+            found.append(f"Blocks of {self.window} queries of an answer share {near.overlap[i]:.1%} one apart{tail}.")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineOverlap(Overlap, Result):
+    """How far the heaviest lines agree, mean over the heads.
 
     Attributes:
         etas: shares of all lines that were chosen.
         texts: the texts.
-        inputs: mean over the heads, per eta; so the next five (see `HeadOverlap`).
-        inputs_paper: see `HeadOverlap`.
-        inputs_random: see `HeadOverlap`.
-        segments: see `HeadOverlap`.
-        segments_relative: see `HeadOverlap`.
-        segments_random: see `HeadOverlap`.
         heads: every head that was measured, by layer.
         tokens: observation 4; None: it was not asked for, or the texts have no questions.
     """
 
-    kind: ClassVar[str] = "line-overlap"
     percent: ClassVar[tuple[str, ...]] = _NAMES
 
     etas: tuple[float, ...]
     texts: tuple[Input, ...]
-    inputs: tuple[float, ...]
-    inputs_paper: tuple[float, ...]
-    inputs_random: tuple[float, ...]
-    segments: tuple[float, ...]
-    segments_relative: tuple[float, ...]
-    segments_random: tuple[float, ...]
     heads: tuple[HeadOverlap, ...]
     tokens: TokenOverlap | None
 
@@ -94,8 +181,16 @@ class LineOverlap(Result):
             for h in heads
         ]
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
+    def conclusion(self) -> str:
+        """How far lines agree between inputs and between halves, beside random lines."""
+        return (
+            f"Of the heaviest {self.etas[0]:.0%} of the lines, {self.inputs[0]:.1%} are the same in two inputs (random "
+            f"lines {self.inputs_random[0]:.1%}) and {self.segments[0]:.1%} of a text's second half are those of its "
+            f"first (random {self.segments_random[0]:.1%})."
+        )
+
+    def details(self) -> list[str]:
+        """The same for every eta, and the important tokens."""
         m = self.model
         lines = [f"{m.name} ({m.family}, {m.n_layers} layers), {len(self.texts)} texts, {len(self.heads)} heads"]
         for i, eta in enumerate(self.etas):
@@ -106,131 +201,84 @@ class LineOverlap(Result):
                 f"{len(self.heads)} heads; from first to second half {self.segments[i]:.1%}, within each half "
                 f"{self.segments_relative[i]:.1%} (random {self.segments_random[i]:.1%})."
             )
-        return "\n".join([*lines, *([] if self.tokens is None else self.tokens.lines())])
+        return [*lines, *([] if self.tokens is None else self.tokens.lines())]
 
 
+@measurement(
+    group="Attention",
+    figure=draw_overlap,
+    command="overlap",
+    loading="whole",
+    quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},
+)
 def line_overlap(
-    model: object = None,
-    texts: Sequence[Text] | None = None,
+    setup: Setup,
+    texts: Hidden = None,
     *,
-    data: str | os.PathLike[str] | None = None,
-    count: int = 6,
+    data: str | Path | None = None,
+    count: Annotated[int, Option(min=2)] = 6,
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,
-    max_new_tokens: int = 48,
+    max_new_tokens: Count = 48,
     budgets: Sequence[float] = BUDGETS,
-    window: int = 16,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    window: Positive = 16,
 ) -> LineOverlap:
-    """Whether the heaviest lines of one text, or of its first half, are those of another, or of the second.
+    """Measure how far the heaviest lines agree between texts and halves, and important tokens between windows.
 
-    And whether the tokens that the end of a prompt attends to are those that the answer attends to, with the question
-    at the beginning, in the middle and at the end.
+    The second part compares the tokens that the end of a prompt attends to with those that its answer attends to, with
+    the question at the beginning, in the middle and at the end.
 
     Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live plain or nnsight model.
-        texts: at least two texts or lists of ids; None: pieces of ordinary text.
-        data: file of prompts instead: LongBench's `samsum.jsonl`, LongEval's topic retrieval, or JSON lines with a
-            "prompt".
-        count: pieces of ordinary text, or prompts of the file; at least two.
-        length: most tokens of each text, at least 16; longer ones lose their middle. None: what the context holds, for
-            ordinary text 512.
-        etas: shares of all `2 n` lines to choose.
-        layers: which to measure; None: all.
-        max_new_tokens: of the answers; 0: leave the questions' part out. It is left out for `texts`, which have none.
-        budgets: shares of the prompt's tokens that count as important.
-        window: queries of an observation window, and of a block.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one.
-        text: file of ordinary text; None: the text that ships.
-        seed: of the random lines.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
+        texts: At least two texts or lists of ids. By default pieces of ordinary text.
+        data: File of prompts instead: LongBench's samsum.jsonl, LongEval's topics, or JSON lines with a "prompt".
+        count: Pieces of ordinary text, or prompts of the file.
+        length: Most tokens of each text, at least 16; longer ones lose their middle. By default the context, or 512
+            for ordinary text.
+        etas: Share of all lines to choose.
+        layers: Layer to measure. By default all are measured.
+        max_new_tokens: Most tokens of an answer; 0 leaves questions out. Texts given from Python have no questions.
+        budgets: Share of a prompt's tokens that counts as important.
+        window: Queries of an observation window, and of a block.
 
     Raises:
-        UnsupportedError: a model whose queries and keys cannot be had (a TransformerBridge, Falcon).
-        SinkscopeError: bad input; the message is one line and says what to do.
+        UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
+        SinkscopeError: Bad input; the message is one line and says what to do.
     """
-    shares, parts = checked_etas(etas), checked_etas(budgets, "--budget")
-    if max_new_tokens < 0 or window < 1:
-        name, value = ("max-new-tokens", max_new_tokens) if max_new_tokens < 0 else ("window", window)
-        raise SinkscopeError(f"--{name} {value}: expected {0 if name != 'window' else 1} or more")
-    made = Setup.open(
-        model,
-        loading="whole",
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    target, wanted = made.target, chosen_layers(made, layers)
-    rows = inputs(made, texts, data, count, length)
+    chosen, parts = shares(etas), shares(budgets, "--budget")
+    setup.record(etas=chosen, budgets=parts)
+    wanted = chosen_layers(setup, layers)
+    rows = inputs(setup, texts, data, count, length)
     if len(rows) < 2:
         raise SinkscopeError("one text cannot be compared with another: expected two or more")
-    asked = [] if texts is not None or not max_new_tokens else questions(made, data, count, length, max_new_tokens)
+    asked = questions(setup, data, count, length, max_new_tokens) if texts is None and max_new_tokens else []
     shortest = min((len(question.placed("end")) for question in asked), default=window)
     if window > shortest:
         raise SinkscopeError(f"--window {window}: expected at most {shortest}, the tokens of the shortest prompt")
-    generator = torch.Generator().manual_seed(seed)
-    chosen: dict[int, list[_Chosen]] = {layer: [] for layer in wanted}
-    done = 0
+    generator = torch.Generator().manual_seed(setup.seed)
+    found: dict[int, list[_Chosen]] = {layer: [] for layer in wanted}
 
     def choose(layer: int, scores: Scores) -> None:
-        nonlocal done
-        chosen[layer].append(_chosen(scores, shares, generator))
-        done += 1
-        if progress is not None:
-            progress("layers", done, len(wanted) * len(rows))
+        found[layer].append(_chosen(scores, chosen, generator))
+        setup.progress("layers", sum(map(len, found.values())), len(wanted) * len(rows))
 
-    with scores_of(target, choose, wanted):
+    with scores_of(setup.target, choose, wanted):
         for _, ids in rows:
-            target.forward(ids[None])
-    heads = tuple(head for layer in wanted for head in _heads(layer, chosen[layer]))
+            setup.target.forward(ids[None])
+    heads = tuple(head for layer in wanted for head in _heads(layer, found[layer]))
+    tokens = token_overlap(setup.target, asked, wanted, max_new_tokens, parts, window, setup.progress)
     return LineOverlap(
-        model=made.info(),
-        settings={
-            "texts": None if texts is None else [t if isinstance(t, str) else list(t) for t in texts],
-            "data": None if data is None else Path(data).name,
-            "count": count,
-            "length": length,
-            "etas": list(shares),
-            "layers": None if layers is None else list(layers),
-            "max_new_tokens": max_new_tokens,
-            "budgets": list(parts),
-            "window": window,
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "seed": seed,
-            "revision": revision,
-        },
-        etas=shares,
+        etas=chosen,
         texts=tuple(one for one, _ in rows),
         heads=heads,
-        tokens=token_overlap(target, asked, wanted, max_new_tokens, parts, window, progress) if asked else None,
-        provenance=made.provenance(),
+        tokens=tokens,
         **{name: tuple(torch.tensor([getattr(h, name) for h in heads]).double().mean(0).tolist()) for name in _NAMES},
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """One layer and text: what was chosen, and what the segments share."""
+    """One layer and text: the chosen lines, as many random ones, and what the segments share."""
 
     own: HeadLines
     random: HeadLines
@@ -245,31 +293,28 @@ def _chosen(scores: Scores, etas: Sequence[float], generator: torch.Generator) -
     second = top_lines(*line_sums(scores.part(half, keys)), etas, keys - half)
     vertical, slash = line_sums(scores.part(half, keys), since=half)
     inside = top_lines(vertical[:, half:], slash[:, : keys - half], etas)
-    shared = {
+    segments = {
         "segments": covered(first, second),
         "segments_relative": covered(first, inside),
         "segments_random": covered(first.random(generator, cells=False), second.random(generator, cells=False)),
     }
     drawn = own.random(generator, cells=False)
-    return _Chosen(_cpu(own), _cpu(drawn), {name: value.cpu() for name, value in shared.items()})
-
-
-def _cpu(lines: HeadLines) -> HeadLines:
-    return HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
+    own, drawn = (HeadLines(lines.vertical.cpu(), lines.slash.cpu(), keys) for lines in (own, drawn))
+    return _Chosen(own, drawn, {name: value.cpu() for name, value in segments.items()})
 
 
 def jaccard(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
     """Number of lines in both over number of lines in either."""
-    both = _shared(a, b)
+    both = _common(a, b)
     return both / (a.counts() + b.counts() - both).clamp(min=1)
 
 
 def covered(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
     """Number of lines in both over number of lines of `b`."""
-    return _shared(a, b) / b.counts().clamp(min=1)
+    return _common(a, b) / b.counts().clamp(min=1)
 
 
-def _shared(a: HeadLines, b: HeadLines) -> Tensor:
+def _common(a: HeadLines, b: HeadLines) -> Tensor:
     keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one of them can have are not shared
     vertical, slash = a.vertical[..., :keys] & b.vertical[..., :keys], a.slash[..., :keys] & b.slash[..., :keys]
     return vertical.sum(2) + slash.sum(2)
@@ -284,6 +329,104 @@ def _heads(layer: int, chosen: list[_Chosen]) -> list[HeadOverlap]:
     for name in _NAMES[3:]:
         found[name] = torch.stack([one.segments[name] for one in chosen]).double().mean(0)
     return [
-        HeadOverlap(layer, head, **{name: tuple(found[name][:, head].tolist()) for name in _NAMES})
+        HeadOverlap(layer=layer, head=head, **{name: tuple(found[name][:, head].tolist()) for name in _NAMES})
         for head in range(apart.shape[1])
     ]
+
+
+def token_overlap(
+    target: Target,
+    asked: Sequence[Question],
+    layers: list[int],
+    new: int,
+    budgets: Sequence[float],
+    window: int,
+    progress: Progress,
+) -> TokenOverlap | None:
+    """Answer every prompt greedily with its question at three places, and compare which tokens queries attend to.
+
+    A token's importance is the attention that it receives from the queries in question, summed over them, all heads
+    and layers (section 3.2).
+
+    Args:
+        target: the model.
+        asked: the prompts; None is returned if there are none.
+        layers: layers whose attention counts.
+        new: most tokens of an answer.
+        budgets: shares of the prompt's tokens.
+        window: queries of a window and of a block.
+        progress: called after every answer.
+    """
+    if not asked:
+        return None
+    found: dict[str, list[list[float]]] = {where: [] for where in POSITIONS}
+    blocks: dict[int, list[tuple[list[float], list[float]]]] = {}
+    apart: dict[int, list[list[float]]] = {}
+    random: list[list[float]] = []
+    lengths: list[int] = []
+    for question, where in product(asked, POSITIONS):
+        ids = question.placed(where)
+        answer = greedy(target, torch.tensor([ids]), new)[0]
+        n, whole = len(ids), torch.tensor([*ids, *answer])
+        places = [*range(-1, -1 - min(BLOCKS, n // window), -1), *range(len(answer) // window)]
+        places = places if where == "end" else []
+        ranges = [(max(0, n - window), n), (n, len(whole)), *((n + b * window, n + (b + 1) * window) for b in places)]
+        last, output, *rest = _importance(target, whole, n, layers, ranges)
+        truth = _top(output, budgets)
+        found[where].append(_shared(_top(last, budgets), truth))
+        random.append((truth.sum(1) / n).tolist())
+        lengths.append(len(answer))
+        tops = {place: _top(part, budgets) for place, part in zip(places, rest, strict=True)}
+        for (place, top), part in zip(tops.items(), rest, strict=True):
+            alone: list[float] = []  # its own queries are all that an answer of one block has
+            if place < 0 or len(answer) != window:
+                alone = _shared(top, truth if place < 0 else _top(output - part, budgets))
+            blocks.setdefault(place, []).append((_shared(top, truth), alone))
+            for other in range(place):
+                apart.setdefault(place - other, []).append(_shared(tops[other], top))
+        progress("answers", len(lengths), len(asked) * len(POSITIONS))
+    return TokenOverlap(
+        tuple(budgets),
+        window,
+        len(asked),
+        sum(lengths) / len(lengths),
+        means(random),
+        tuple(PositionOverlap(where, means(values)) for where, values in found.items()),
+        tuple(
+            BlockOverlap(
+                place,
+                means([whole for whole, _ in blocks[place]]),
+                means([alone for _, alone in blocks[place] if alone]) or None,
+                len(blocks[place]),
+            )
+            for place in sorted(blocks)
+        ),
+        tuple(Distance(far, means(apart[far]), len(apart[far])) for far in sorted(apart)),
+    )
+
+
+def _importance(
+    target: Target, ids: Tensor, prompt: int, layers: list[int], ranges: Sequence[tuple[int, int]]
+) -> list[Float[Tensor, " key"]]:
+    """Attention that each of the first `prompt` tokens receives from the queries of each range, over all heads."""
+    found = [torch.zeros(prompt) for _ in ranges]
+
+    def add(_: int, scores: Scores) -> None:
+        for total, (start, stop) in zip(found, ranges, strict=True):
+            got = line_sums(scores.part(start, stop))[0].sum(0).cpu()[:prompt]
+            total[: len(got)] += got
+
+    with scores_of(target, add, layers):
+        target.forward(ids[None])
+    return found
+
+
+def _top(importance: Float[Tensor, " key"], budgets: Sequence[float]) -> Bool[Tensor, "budget key"]:
+    chosen = torch.zeros(len(budgets), len(importance), dtype=torch.bool)
+    for row, budget in zip(chosen, budgets, strict=True):
+        row[importance.topk(max(1, round(budget * len(importance)))).indices] = True
+    return chosen
+
+
+def _shared(a: Bool[Tensor, "budget key"], b: Bool[Tensor, "budget key"]) -> list[float]:
+    return ((a & b).sum(1) / b.sum(1)).tolist()

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from sinkscope.attention.rotation import Rotation
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attention_rows
-from sinkscope.trace.qk import queries_and_keys
+from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.sites import resolve
 
 POINTS = 256  # of a drift curve

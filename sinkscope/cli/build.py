@@ -186,7 +186,10 @@ def _refuse_foreign(main: Entry, others: list[Entry], given: dict[str, Any]) -> 
             if parameter.name in given and parameter.name not in mine:
                 flag = other.marks.get("flag")
                 remedy = f"give --{flag}, too, or leave it out" if flag else "leave it out"
-                raise SinkscopeError(f"{parameter.flag} {given[parameter.name]}: this run has no use for it; {remedy}")
+                value = given[parameter.name]
+                shown = value if parameter.many else [] if value is True else [value]
+                words = " ".join([parameter.flag, *map(str, shown)])
+                raise SinkscopeError(f"{words}: this run has no use for it; {remedy}")
 
 
 def _typed(parameter: Parameter) -> inspect.Parameter:

@@ -35,8 +35,6 @@ _DRAWN = (
     "dialogues-positions",
     "rotary",
     "loops",
-    "line-weights",
-    "line-overlap",
 )  # kinds; each has a file of its name here, with a function `draw`
 
 

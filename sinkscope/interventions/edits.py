@@ -47,6 +47,11 @@ class NeuronSite(NamedTuple):
         expert = "" if self.expert is None else f", expert {self.expert}"
         return f"layer {self.layer}{expert}, neuron {self.neuron}"
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """(layer, neuron), in a mixture (layer, expert, neuron): as results name it."""
+        return (self.layer, self.neuron) if self.expert is None else (self.layer, self.expert, self.neuron)
+
 
 class NeuronGroup(NamedTuple):
     """The edited neurons of one MLP or expert: what one hook handles."""

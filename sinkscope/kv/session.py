@@ -10,24 +10,20 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.positions import Call
-from sinkscope.kv import attention
-from sinkscope.kv.bridge import bridge_hooks
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
-from sinkscope.kv.generation import follow_generate
 from sinkscope.kv.moments import Moment, Prompt, Rows, State, layer_window, rebased_by
 from sinkscope.kv.usage import Meter, Usage
-from sinkscope.trace.attention import attention_probs, configs_of
-
-_CHUNK = 256  # queries whose rows are built at a time
+from sinkscope.trace.internals import following_generate
+from sinkscope.trace.tap import Attention, Handler, View, leave, listen, rows_by_view, tapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +33,36 @@ class _Watch:
     last: int | None
 
 
+class _Now(threading.local):
+    """What a thread is in.
+
+    Attributes:
+        call: the forward call.
+        cache: of that call.
+        own_masks: the stock mask is not used in this call: some layer holds something else than all tokens so far.
+        attended: layers whose attention came by the tap: on a TransformerBridge only some architectures do.
+        prompting: `generate` is reading a prompt: then even a call with a single token is a piece of it.
+    """
+
+    call: Call | None = None
+    cache: Any = None
+    own_masks: bool = False
+    attended: set[int]
+    prompting: bool = False
+
+
+_OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
+"""By id of a model: the session whose policy or guard acts on its cache or attention."""
+
+
 class Session:
-    """One per run; made by the first policy or observer that asks for it (`Session.of(run)`)."""
+    """One per run; made by the first policy or observer that asks for it (`Session.of(run)`).
+
+    Attributes:
+        now: what the current thread is in.
+        owns_cache: the layers of caches that come by are replaced by ours.
+        one_by_one: somebody else than a policy acts on generated tokens, so these must come one by one.
+    """
 
     def __init__(self, run: Run) -> None:
         target = run.target
@@ -48,11 +72,9 @@ class Session:
                 "attention interface): use another model for cache policies and attention observers",
                 page="kv-session",
             )
-        self.run, self.target = run, target
-        self._n_layers, self._n_kv_heads = target.n_layers, target.n_kv_heads
+        self.run, self.target, self.now = run, target, _Now()
         self.owns_cache = self.one_by_one = False
-        self.keep_queries, self._keep_decoding = 0, False
-        self._local = threading.local()
+        self._keep_queries, self._keep_decoding = 0, False
         self._policy: str | None = None
         self._scaling: dict[int, float] = {}
         self._watches: list[_Watch] = []
@@ -63,22 +85,13 @@ class Session:
         self._states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
         self._meters: list[Meter] = []
         self._windows = [layer_window(target, i) for i in range(target.n_layers)]
-        configs = configs_of(target)
-        if any(str(config._attn_implementation).startswith("sinkscope") for config in configs):
-            raise UnsupportedError(
-                f"{target.name} is already inside a `with` that replaces its attention: enter them together, "
-                "`(a | b).on(model)`",
-                page="kv-session",
-            )
-        attention.register()
-        before = attention.switch(configs)
-        run.stack.callback(attention.restore, configs, before)
+        configs = run.stack.enter_context(tapped(target))
+        self._handler = Handler(self._see, configs, masks=lambda: self.now.own_masks)
         run.stack.callback(self._enter, None, None, False)  # after Ctrl-C no hook has run
-        run.stack.enter_context(follow_generate(self))
         run.hook(target.base, "pre", self._begin)
         run.hook(target.base, "post", self._end, always=True)
         if target.kind == "bridge":
-            run.stack.enter_context(target.hooks(*bridge_hooks(self)))
+            run.stack.enter_context(target.hooks(*self._bridge_hooks()))
 
     @classmethod
     def of(cls, run: Run) -> Session:
@@ -104,8 +117,26 @@ class Session:
         self._policy = name
 
     def own_cache(self) -> None:
-        """Replace the layers of the caches that come by: needed by whoever evicts, hides or counts per slot."""
-        self.owns_cache = True
+        """Replace the layers of the caches that come by: needed by whoever evicts, hides or counts per slot.
+
+        Raises:
+            UnsupportedError: another run on this model does so.
+        """
+        if not self.owns_cache:
+            self._own()
+            self.owns_cache = True
+            self.run.stack.enter_context(following_generate(self.target.hf, self._prompting, self._check))
+
+    def _own(self) -> None:
+        """One run acts on the cache and the attention of a model; others may watch."""
+        model = id(self.target.hf)
+        if _OWNERS.setdefault(model, self) is not self:
+            raise UnsupportedError(
+                f"{self.target.name} is already inside a `with` that acts on its cache: enter them together, "
+                "`(a | b).on(model)`",
+                page="kv-session",
+            )
+        self.run.stack.callback(_OWNERS.pop, model, None)
 
     def watch(self, fn: Callable[[Rows], None], layers: list[int] | None = None, last: int | None = None) -> None:
         """Show attention rows to `fn` in every call: of these layers (None: all), of the last queries (None: all)."""
@@ -113,7 +144,7 @@ class Session:
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the last queries of a prompt, or of all calls, for `window_rows`, however many calls they came in."""
-        self.keep_queries = max(self.keep_queries, last)
+        self._keep_queries = max(self._keep_queries, last)
         self._keep_decoding |= decoding
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
@@ -126,6 +157,7 @@ class Session:
 
     def replace_prefill(self, fn: Callable[[Prompt], Tensor | None]) -> None:
         """Let `fn` compute attention `[batch query head d_value]` of several tokens; None: the stock one."""
+        self._own()
         self._prefill = fn
 
     def after_call(self, fn: Callable[[Moment], None]) -> None:
@@ -144,208 +176,192 @@ class Session:
             )
             raise UnsupportedError(why, page="kv-session")
         query, query_pos = moment.state.queries[layer]
-        query, query_pos = query[:, :, -last:], query_pos[:, -last:]
         kv = moment.layers[layer]
         assert kv.keys is not None
-        return self._rows(layer, query, kv.keys, query_pos, kv.pos, kv.hidden)
+        view = View(kv.pos, query_pos[:, -last:], self._windows[layer], kv.hidden)
+        module: Any = self.target.sub(layer, self.target.adapter.attn)
+        inner = getattr(module, "original_component", None)  # below a bridge
+        settings = {"scaling": self._scaling[layer]} if layer in self._scaling else {}
+        return rows_by_view(
+            inner if isinstance(inner, nn.Module) else module, query[:, :, -last:], kv.keys, view, settings
+        )
 
     @property
     def usage(self) -> list[Usage]:
         """Of every cache of the run: tokens and bytes."""
         return [meter.usage() for meter in self._meters if meter.calls]
 
-    # What the model calls ---------------------------------------------------------------------------------------
+    # At the tap -------------------------------------------------------------------------------------------------
 
-    @property
-    def call(self) -> Call | None:
-        """The forward call that this thread is in."""
-        return getattr(self._local, "call", None)
-
-    @property
-    def cache(self) -> Any:
-        """The cache of that call."""
-        return getattr(self._local, "cache", None)
-
-    @property
-    def prompting(self) -> bool:
-        """`generate` is reading a prompt: then even a call with a single token is a piece of it."""
-        return getattr(self._local, "prompting", False)
-
-    @prompting.setter
-    def prompting(self, now: bool) -> None:
-        self._local.prompting = now
-
-    @property
-    def acts_on_tokens(self) -> bool:
-        """Somebody acts on generated tokens, so these must come one by one."""
-        return bool(self._before) or self.one_by_one
-
-    @property
-    def own_masks(self) -> bool:
-        """The stock mask is not used in this call: some layer holds something else than all tokens so far."""
-        return getattr(self._local, "own_masks", False)
-
-    @property
-    def attended(self) -> set[int]:
-        """Layers of this call whose attention came by here: on a TransformerBridge only some architectures do."""
-        return self._local.attended
-
-    def _enter(self, call: Call | None, cache: Any, own_masks: bool) -> None:
-        self._local.call, self._local.cache, self._local.own_masks = call, cache, own_masks
-        self._local.attended = set()
-        COLUMNS.set(None if call is None else call.columns)
-        attention.SESSION.set(None if call is None else self)
-
-    def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def _see(self, call: Attention) -> None:
         """The attention of one layer in one call: the stock one, or one that knows what is missing."""
-        layer = int(module.layer_idx)
-        self.attended.add(layer)
-        if key.dtype != query.dtype:  # rebased keys are float32
-            key = key.to(query.dtype)
-        if (scaling := kwargs.get("scaling")) is not None:
+        layer = call.layer
+        self.now.attended.add(layer)
+        if call.key.dtype != call.query.dtype:  # rebased keys are float32
+            call.key = call.key.to(call.query.dtype)
+        if (scaling := call.settings.get("scaling")) is not None:
             self._scaling[layer] = float(scaling)
-        if self.keep_queries:
-            self.remember(layer, query)
-        watches = self.watched(layer) if self._watches else []
-        replaces = self._prefill is not None and query.shape[2] > 1
-        if not watches and not self.own_masks and not replaces:
-            return attention.stock(module, query, key, value, mask, **kwargs)
-        call, kv, window = self.call, self.layer(layer), self._windows[layer]
-        assert call is not None
-        index = call.on(query.device)
-        pos = self.positions(layer, key)
-        hidden = kv.hidden if kv is not None else None
-        if watches and query.shape[2] == 1:  # the rows are built anyway: the output comes from them
-            rows = self._rows(layer, query, key, index, pos, hidden)
-            for watch in watches:
-                watch.fn(Rows(layer, 0, rows, pos, index, query, kv, call))
-            grouped = rows.to(value.dtype).unflatten(1, (value.shape[1], -1))
-            out = torch.einsum("bkgqn,bknd->bqkgd", grouped, value).flatten(2, 3)
-            return out.contiguous(), rows
-        made = None
-        if self._prefill is not None and replaces:
-            settings = {"scaling": getattr(module, "scaling", None), **kwargs}
-            made = self._prefill(Prompt(layer, query, key, value, pos, index, kv, window, settings))
-        if made is not None:
-            out, weights = made, None
-        elif not self.own_masks:
-            out, weights = attention.stock(module, query, key, value, mask, **kwargs)
-        else:
-            out, weights = self._masked(module, query, key, value, index, pos, hidden, window, **kwargs), None
+        if self._keep_queries:
+            self._remember(layer, call.query)
+        watches = self._watched(layer)
+        replaces = self._prefill is not None and call.query.shape[2] > 1
+        if not watches and not self.now.own_masks and not replaces:
+            return
+        if call.view is None:
+            call.view = self._view(layer, call.key)
+        if self.now.own_masks or replaces:
+            call.evicted, call.compute = self.now.own_masks, self._compute
         for watch in watches:
-            begin = 0 if watch.last is None else max(0, query.shape[2] - watch.last)
-            for start in range(begin, query.shape[2], _CHUNK):
-                part = slice(start, min(start + _CHUNK, query.shape[2]))
-                later = query.shape[2] - part.stop  # new tokens that none of these queries sees
-                if weights is not None and weights.dtype == torch.float32:
-                    rows = weights[:, :, part]
-                else:
-                    seen = slice(0, key.shape[2] - later)
-                    veiled = None if hidden is None else hidden[..., seen]
-                    rows = self._rows(layer, query[:, :, part], key[:, :, seen], index[:, part], pos[..., seen], veiled)
-                    rows = torch.nn.functional.pad(rows, (0, later)) if later else rows
-                watch.fn(Rows(layer, start, rows, pos, index[:, part], query[:, :, part], kv, call))
-        return out, weights
+            first = 0 if watch.last is None else max(0, call.query.shape[2] - watch.last)
+            call.show(self._shown(watch, layer, call.view, call.query), first=first)
 
-    def _masked(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        index: Tensor,
-        pos: Tensor,
-        hidden: Tensor | None,
-        window: int | None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Attention to what is left of a cache."""
-        kv = self.layer(int(module.layer_idx))
-        whole = kv is not None and kv.edited and not kv.ragged and hidden is None and window is None
-        if whole and query.shape[2] == 1:  # everything that is held is visible
-            return attention.stock(module, query, key, value, None, **kwargs)[0]
-        outputs: list[Tensor] = []
-        for start in range(0, query.shape[2], attention.ROWS):
-            part = slice(start, start + attention.ROWS)
-            ok = attention.visible(pos, index[:, part], window, hidden)
-            outputs.append(attention.masked(module, query[:, :, part], key, value, ok, **kwargs))
-        return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+    def _shown(self, watch: _Watch, layer: int, view: View, query: Tensor | None) -> Callable[[int, Tensor], None]:
+        def show(first: int, probs: Tensor) -> None:
+            part = slice(first, first + probs.shape[2])
+            queries = None if query is None else query[:, :, part]
+            assert self.now.call is not None
+            kv = self.layer(layer)
+            watch.fn(Rows(layer, first, probs, view.pos, view.query_pos[:, part], queries, kv, self.now.call))
 
-    @staticmethod
-    def _layers(cache: Any) -> list[CacheLayer]:
-        return [layer for layer in cache.layers if type(layer) is CacheLayer]
+        return show
+
+    def _compute(self, call: Attention) -> tuple[Tensor, Tensor | None] | None:
+        """Attention of a prompt as somebody else computes it, or attention to what is left of a cache."""
+        layer, view = call.layer, call.view
+        assert view is not None
+        kv = self.layer(layer)
+        if self._prefill is not None and call.query.shape[2] > 1:
+            settings = {"scaling": getattr(call.module, "scaling", None), **call.settings}
+            seen = (view.pos, view.query_pos, kv, view.window)
+            made = self._prefill(Prompt(layer, call.query, call.key, call.value, *seen, settings))
+            if made is not None:
+                return made, None
+        if not self.now.own_masks:
+            return None
+        whole = kv is not None and kv.edited and not kv.ragged and view.hidden is None and view.window is None
+        if whole and call.query.shape[2] == 1:  # everything that is held is visible
+            return call.stock(None)[0], None
+        return call.under_view(), None
 
     def layer(self, layer: int) -> CacheLayer | None:
         """Our cache of a layer in this call, if it is ours."""
-        layers = getattr(self.cache, "layers", None)
+        layers = getattr(self.now.cache, "layers", None)
         found = layers[layer] if layers and layer < len(layers) else None
         return found if type(found) is CacheLayer else None
 
-    def positions(self, layer: int, key: Tensor) -> Int[Tensor, "batch kv_head slot"]:
-        """True positions of the keys that a layer attends to."""
-        kv = self.layer(layer)
+    def _view(self, layer: int, key: Tensor) -> View:
+        """What the queries of this call see; `key` `[batch kv_head slot ...]`."""
+        kv, call, hidden = self.layer(layer), self.now.call, None
+        assert call is not None
         if kv is not None:
-            return kv.pos
-        assert self.call is not None
-        slots = key.shape[2]
-        columns = self.call.columns[:, -slots:].to(key.device)
-        return columns[:, None].expand(len(columns), key.shape[1], slots)
+            pos, hidden = kv.pos, kv.hidden
+        else:
+            columns = call.columns[:, -key.shape[2] :].to(key.device)
+            pos = columns[:, None].expand(len(columns), key.shape[1], key.shape[2])
+        return View(pos, call.on(key.device), self._windows[layer], hidden)
 
-    def visible(self, layer: int, query_pos: Tensor, pos: Tensor) -> Bool[Tensor, "batch kv_head query slot"]:
-        """Which slots queries see in this layer."""
-        kv = self.layer(layer)
-        return attention.visible(pos, query_pos, self._windows[layer], kv.hidden if kv is not None else None)
-
-    def watched(self, layer: int) -> list[_Watch]:
-        """Observers of a layer."""
+    def _watched(self, layer: int) -> list[_Watch]:
         return [w for w in self._watches if w.layers is None or layer in w.layers]
 
-    def _rows(
-        self, layer: int, query: Tensor, key: Tensor, query_pos: Tensor, pos: Tensor, hidden: Tensor | None
-    ) -> Float[Tensor, "batch head query slot"]:
-        module, config = self.attention_module(layer), self.target.config
-        if hidden is None and pos.stride(1) == 0:
-            pos = pos[:, :1]  # the same in every head: the mask need not be made for each
-        ok = attention.visible(pos, query_pos, self._windows[layer], hidden)
-        groups = query.shape[1] // ok.shape[1] if ok.shape[1] > 1 else 1
-        # What the model passes comes first: some scale their queries themselves (OPT) and pass one.
-        scaling = self._scaling.get(layer, getattr(module, "scaling", None))
-        return attention_probs(
-            query,
-            key,
-            ok.repeat_interleave(groups, 1) if groups > 1 else ok,
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            first_query=0,
-            softcap=None if attention.stock_name(config) == "sdpa" else getattr(config, "attn_logit_softcapping", None),
-            sinks=module.sinks if self.target.adapter.learned_sinks else None,
-        )
-
-    def attention_module(self, layer: int) -> Any:
-        """The attention module of plain transformers, also below a bridge."""
-        module: Any = self.target.sub(layer, self.target.adapter.attn)
-        inner = getattr(module, "original_component", None)
-        return inner if isinstance(inner, nn.Module) else module
-
-    def remember(self, layer: int, query: Tensor) -> None:
+    def _remember(self, layer: int, query: Tensor) -> None:
         """Queries of a layer in this call, after rotary: the latest are kept, if someone asked for them."""
-        call = self.call
-        if not self.keep_queries or call is None or self.cache is None:
+        call = self.now.call
+        if not self._keep_queries or call is None or self.now.cache is None:
             return
-        if query.shape[2] == 1 and not (self._keep_decoding or self.prompting):
+        if query.shape[2] == 1 and not (self._keep_decoding or self.now.prompting):
             return
         index, kept = call.on(query.device), self._state().queries
-        if layer in kept and query.shape[2] < self.keep_queries:
+        if layer in kept and query.shape[2] < self._keep_queries:
             old_query, old_index = kept[layer]
             query, index = torch.cat([old_query, query], 2), torch.cat([old_index.to(index), index], 1)
-        kept[layer] = (query[:, :, -self.keep_queries :].detach(), index[:, -self.keep_queries :])
+        kept[layer] = (query[:, :, -self._keep_queries :].detach(), index[:, -self._keep_queries :])
+
+    def _bridge_hooks(self) -> list[tuple[Any, str, Any]]:
+        """The same on a TransformerBridge, whose attention is its own: its hook points mask scores and show patterns.
+
+        Some architectures (OPT) leave attention to the model below; then the tap has seen it, and nothing is done here.
+        A bridge builds the whole query x key matrix in every layer, so long contexts belong on the plain model.
+        """
+        points, pairs = self.target.model.hook_dict, list[tuple[Any, str, Any]]()
+        for layer in range(self.target.n_layers):
+            place = f"blocks.{layer}.attn."
+            scores, pattern, remember = self._on_bridge(layer)
+            pairs.append((points[place + "hook_attn_scores"], "post", scores))
+            pairs.append((points[place + "hook_pattern"], "post", pattern))
+            # Of models without rotary positions the projection is what attends. Where rotary positions are applied out
+            # of sight (NeoX, Phi-3) neither hook fires, and `window_rows` says so.
+            rotary = place + "hook_rot_q" in points
+            point = points.get(place + ("hook_rot_q" if rotary else "q.hook_out"))
+            if point is not None and (rotary or self.target.adapter.absolute_positions):
+                pairs.append((point, "post", remember))
+        return pairs
+
+    def _on_bridge(self, layer: int) -> tuple[Any, Any, Any]:
+        queries: dict[int, Tensor] = {}  # by thread; kept where scores follow, for those are a bridge's own
+
+        def scores(_module: Any, _args: Any, _kwargs: Any, scores: Tensor) -> Tensor | None:
+            if (query := queries.pop(threading.get_ident(), None)) is not None:
+                self._remember(layer, query)
+            kv = self.layer(layer)
+            if self.now.call is None or kv is None:
+                return None
+            ok: Bool[Tensor, "batch kv_head query slot"] = self._view(layer, kv.pos).sees()
+            ok = ok.repeat_interleave(scores.shape[1] // ok.shape[1], 1)
+            return torch.where(ok, scores, torch.finfo(scores.dtype).min)
+
+        def pattern(_module: Any, _args: Any, _kwargs: Any, pattern: Tensor) -> None:
+            watches = self._watched(layer)
+            if self.now.call is None or not watches or layer in self.now.attended:
+                return
+            view = self._view(layer, pattern[:, : self.target.n_kv_heads, :1].transpose(2, 3))
+            for watch in watches:
+                first = 0 if watch.last is None else max(0, pattern.shape[2] - watch.last)
+                self._shown(watch, layer, view, None)(first, pattern[:, :, first:].float())
+
+        def remember(_module: Any, _args: Any, _kwargs: Any, query: Tensor) -> None:
+            if query.ndim == 3:  # a projection: batch pos (head d_head)
+                query = query.unflatten(-1, (self.target.n_heads, -1)).transpose(1, 2)
+            queries[threading.get_ident()] = query
+
+        return scores, pattern, remember
+
+    # What the model calls ---------------------------------------------------------------------------------------
+
+    def _enter(self, call: Call | None, cache: Any, own_masks: bool) -> None:
+        self.now.call, self.now.cache, self.now.own_masks, self.now.attended = call, cache, own_masks, set()
+        COLUMNS.set(None if call is None else call.columns)
+        leave(self._handler) if call is None else listen(self._handler)
+
+    def _prompting(self, reads: bool) -> None:
+        self.now.prompting = reads
+
+    def _check(self, method: str, given: dict[str, Any]) -> None:
+        """Refuse what `generate` is about to do, if somebody acts on generated tokens.
+
+        Raises:
+            UnsupportedError: assisted generation, or none with a cache.
+        """
+        if not self._before and not self.one_by_one:
+            return
+        if method != "_prefill":
+            raise UnsupportedError(
+                "assisted generation reads several tokens at a time and takes some back, and a cache policy acts on "
+                "tokens that come one by one: generate without an assistant, or use Full",
+                page="kv-session",
+            )
+        if not given.get("use_cache") and given.get("past_key_values") is None:
+            raise UnsupportedError(
+                "use_cache=False: there is no cache that a cache policy or a guard could act on: generate with "
+                "use_cache=True, or without them",
+                page="kv-session",
+            )
 
     def _state(self) -> State:
-        if self.cache not in self._states:
-            state = self._states[self.cache] = State()
+        cache = self.now.cache
+        if cache not in self._states:
+            state = self._states[cache] = State()
             self._meters.append(state.meter)
-        return self._states[self.cache]
+        return self._states[cache]
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         call = self.run.call
@@ -357,31 +373,31 @@ class Session:
             from transformers import DynamicCache
 
             cache = DynamicCache(config=self.target.config)
-        if cache is not None and self.owns_cache:
-            adopt(cache, self._n_layers, self._n_kv_heads, self.target.name, call.columns[:, : call.past])
-        self._local.cache = cache
-        own_masks = False
+        self.now.cache, own_masks = cache, False
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": cache}
             if call.past == 0:  # a new cache, or one that was emptied
                 self._states.pop(cache, None)
+        if cache is not None and self.owns_cache:
+            t = self.target
+            adopt(cache, t.n_layers, t.n_kv_heads, t.name, call.columns[:, : call.past])
             state = self._state()
-            if self.owns_cache:
-                self._moments(call, state)
-                own_masks = self.target.kind == "bridge" or any(layer.edited for layer in self._layers(cache))
-                if (dropped := rebased_by(self._layers(cache)[0], call)) is not None:
-                    state.dropped = dropped
-                    given = kwargs.get("position_ids")
-                    new = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
-                    kwargs["position_ids"] = ((new if given is None else given) - dropped[:, None]).clamp(min=0)
+            self._moments(call, state)
+            own_masks = t.kind == "bridge" or any(layer.edited for layer in cache.layers)
+            if (dropped := rebased_by(cache.layers[0], call)) is not None:
+                state.dropped = dropped
+                given = kwargs.get("position_ids")
+                new = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
+                kwargs["position_ids"] = ((new if given is None else given) - dropped[:, None]).clamp(min=0)
         self._enter(call, cache, own_masks)
         return args, kwargs
 
     def _moments(self, call: Call, state: State) -> None:
-        if call.index.shape[1] > 1 or call.past == 0 or self.prompting:
+        layers: list[CacheLayer] = self.now.cache.layers
+        if call.index.shape[1] > 1 or call.past == 0 or self.now.prompting:
             state.prefilling = True
             for fn in self._prompts:
-                fn(Moment(self.cache.layers, call, state, False))
+                fn(Moment(layers, call, state, False))
             return
         # A cache that others filled, or one whose rows were multiplied, is taken as a prompt that has just ended.
         known = state.prompt is not None and len(state.prompt) == len(call.index)
@@ -390,12 +406,12 @@ class Session:
             state.prompt, state.decoded = call.before, 0
         else:
             state.decoded += 1
-        moment = Moment(self.cache.layers, call, state, ended)
+        moment = Moment(layers, call, state, ended)
         for fn in self._before:
             fn(moment)
 
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
-        call, cache = self.call, self.cache
+        call, cache = self.now.call, self.now.cache
         try:
             if call is not None and output is not None and cache is not None and self.owns_cache:
                 state = self._state()

@@ -90,9 +90,10 @@ class Measurement(Generic[P, R]):
         given = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(given)
         edit = edit_of(**{k: given[k] for k in _EDIT if k in given}) if self.edits else None
-        opening = {k: given[k] for k in _OPEN if k in given}
-        if "texts" in self._own:
-            opening["texts"] = given.get("texts", self.__signature__.parameters["texts"].default)
+        opening = {k: given[k] for k in _OPEN if k in given and k not in self._own}
+        pieces = given.get("texts", self.__signature__.parameters["texts"].default) if "texts" in self._own else None
+        if isinstance(pieces, int):  # a measurement may also take texts by this name
+            opening["texts"] = pieces
         setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
         return self._measured(setup, {k: given[k] for k in self._own if k in given}, given)
 
@@ -107,7 +108,8 @@ class Measurement(Generic[P, R]):
         Raises:
             SinkscopeError: one of them is outside its range, or the measurement cannot use them.
         """
-        for one in (*self.parameters, *shared_parameters("open")):
+        shared = [one for one in shared_parameters("open") if one.name not in self._own]
+        for one in (*self.parameters, *shared):
             if one.name in given:
                 one.check(given[one.name])
         if self.check is not None:

@@ -60,6 +60,7 @@ class Setup:
         edit: the patch, policy, guard and other interventions that the caller asked for; None: none.
         settings: what `record` added to the result's settings.
         started: `time.perf_counter()` when the measurement began.
+        source: the model as it was given, and the options that open it once more in another process.
     """
 
     target: Target
@@ -71,6 +72,7 @@ class Setup:
     edit: Intervention | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
+    source: tuple[object, dict[str, Any]] = (None, {})
 
     @classmethod
     def open(
@@ -112,21 +114,21 @@ class Setup:
             SinkscopeError: Bad input; the message is one line and says what to do.
         """
         started, content = time.perf_counter(), typical_text(text)
+        options: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "revision": revision,
+            "dtype": dtype,
+            "device": device,
+            "trust_remote_code": trust_remote_code,
+        }
         if loading == "whole" and (model is None or isinstance(model, str | os.PathLike)):
-            model = load(
-                model,
-                backend="hf",
-                tokenizer=tokenizer,
-                revision=revision,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-            )
-        target = open_target(model, tokenizer, revision, dtype, device, trust_remote_code)
+            model = load(model, backend="hf", **options)
+        target = open_target(model, **options)
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)
         ids = text_rows(target.tokenizer, content, texts, length, start)
-        made = cls(target, start, content, ids, seed, progress or silent, started=started)
+        source = (model, options)
+        made = cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
         return made if loading == "enough" else read_whole(made)
 
     @property

@@ -33,7 +33,7 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
         return model.hf, model.kind
     if isinstance(original := getattr(model, "original_model", None), nn.Module):
         return original, "bridge"
-    if type(model).__module__.split(".")[0] == "nnsight":
+    if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
         inner = getattr(model, "_module", None) or getattr(model, "_model", None)
         if isinstance(inner, nn.Module):
             return inner, "nnsight"
@@ -41,7 +41,7 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
         return model, "hf"
     raise SinkscopeError(
         f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
-        "or an nnsight LanguageModel; load names and folders with sinkscope.load(...)"
+        "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
     )
 
 

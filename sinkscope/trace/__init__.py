@@ -1,7 +1,7 @@
 """Run once, stream what is asked: sites, reducers, observers, attention rows in query chunks."""
 
-from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import Observer, trace
 from sinkscope.trace.sites import site_names
 
-__all__ = ["Observer", "attention_rows", "site_names", "trace"]
+__all__ = ["Observer", "attention_rows", "queries_and_keys", "site_names", "trace"]

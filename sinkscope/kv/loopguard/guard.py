@@ -210,7 +210,7 @@ class _Guarding:
         past, new = moment.call.past, moment.call.index.shape[1]
         if followed is not None:
             self._check(moment, followed)
-        if new > 1 or past == 0 or self._session.prompting:
+        if new > 1 or past == 0 or self._session.now.prompting:
             before = followed.ids if followed is not None and past > 0 else []
             memory["followed"] = followed = self._new(moment, past + new, several=past > 0)
             followed.ids = before if not before or len(before[0]) == len(ids) else []

@@ -63,7 +63,7 @@ class SparsePrompts:
         session.replace_prefill(lambda prompt: self._attend(prompt, session))
 
     def _attend(self, prompt: Prompt, session: Session) -> Tensor | None:
-        why, call, rows = self._why_dense(prompt), session.call, len(prompt.query)
+        why, call, rows = self._why_dense(prompt), session.now.call, len(prompt.query)
         assert call is not None
         out: Tensor | None = None
         found: list[Sparsity | None] = [None] * rows

@@ -18,8 +18,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import Neuron, columns, view_layer
 from sinkscope.sinks.first_token.walk import Progress
-from sinkscope.trace.attention import attention_rows
-from sinkscope.trace.qk import queries_and_keys
+from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
 _HELD = 1 << 26  # numbers of one activation of the sink layer in memory at a time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,15 +37,6 @@ class Change:
     after: float
     difference: float
     se: float | None
-
-
-def whole(model: object, **options: Any) -> object:
-    """A model given by name, loaded whole: what needs logits or generation cannot read it layer by layer."""
-    if not (model is None or isinstance(model, str | os.PathLike)):
-        return model
-    from sinkscope.models.load import load
-
-    return load(model, backend="hf", **options)
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:

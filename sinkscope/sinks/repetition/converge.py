@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.figures.converge import draw
+from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.locate import Setup, read_whole, setup
 from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
-from sinkscope.sinks.first_token.walk import Progress
 from sinkscope.sinks.repetition.distance import Rows, Seen, distances, first_values, rounding, singles, slope
-from sinkscope.sinks.repetition.sequences import check
+from sinkscope.sinks.repetition.sequences import encode, known_token, refuse_repeated, room
 
-PREFIX, WORDS, REPEATS = "some prefix:", ("cat", "dog", "the", "bla"), 500  # figure 5 of the paper
+PREFIX = "some prefix:"  # this and the words are those of figure 5 of the paper
+WORDS = ("cat", "dog", "the", "bla")
+REPEATS = 500
 _POINTS = 40  # of a curve that are kept, evenly spread over log n
 
 
@@ -134,92 +135,68 @@ class Convergence(Result):
             if c.head is None
         ]
 
-    def summary(self) -> str:
-        """What the curves say, in a few lines."""
+    def conclusion(self) -> str:
+        """Whether the theorem holds, and how far the distance falls, beside the bound."""
+        n, whole = self.counts[-1], self.wholes()
+        fall = (
+            f"the distance to the token alone falls from {_relative(whole, 0):.2%} of its output after one repetition "
+            f"to {_relative(whole, -1):.2%} after {n} (first layer, medians over tokens)"
+        )
+        if self.outside is not None:
+            return f"Outside the theorem ({self.outside}), {fall}."
+        closest = max(c.closest for c in self.curves if c.head is not None and c.closest is not None)
+        said = "no head of the first layer exceeds" if self.holds else "a head of the first layer exceeds"
+        return f"Theorem 4.1: {said} its bound, and the closest comes to {closest:.1%} of it; {fall}."
+
+    def details(self) -> list[str]:
+        """What was read, the exponent, and from which n on both are the same numbers."""
         n, whole = self.counts[-1], self.wholes()
         lines = [
-            f"{self.model.name}: prefix and n repetitions against the token alone, n up to {n}, {self.layers_read} of "
-            f"{self.model.n_layers} layers.",
-            f"First layer, distance over the norm of the single token's output: {_relative(whole, 0):.2%} after one "
-            f"repetition, {_relative(whole, -1):.2%} after {n} (medians over tokens).",
+            f"Prefix and n repetitions are held against the token alone, n up to {n}, in {self.layers_read} of "
+            f"{self.model.n_layers} layers."
         ]
-        if self.outside is not None:
-            lines.append(f"Outside the theorem: {self.outside}.")
-        else:
-            closest = max(c.closest for c in self.curves if c.head is not None and c.closest is not None)
-            said = "no head of the first layer exceeds" if self.holds else "a head of the first layer exceeds"
-            lines.append(f"Theorem 4.1: {said} its bound; the closest comes to {closest:.1%} of it.")
         slopes = [c.exponent for c in whole if c.exponent is not None]
         if slopes:
-            lines.append(f"Exponent of n over the last decade there: {median(slopes):.2f} (median).")
+            lines.append(f"Exponent of n over the last decade in the first layer: {median(slopes):.2f} (median).")
         for i, name in enumerate(s.dtype for s in whole[0].same):
             lines.append(_numbers(name, [c.same[i] for c in whole], n))
-        return "\n".join(lines)
+        return lines
 
 
+@measurement(group="Repetition", figure=draw, command="converge", quick={"max_repeats": 24})
 def convergence(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
     tokens: Sequence[str] | None = None,
-    prefix: str | Sequence[str] = PREFIX,
-    max_repeats: int | None = None,
+    prefix: str | Sequence[str] = (PREFIX,),
+    max_repeats: Positive | None = None,
     all_layers: bool = False,
-    batch_size: int = 4,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    batch_size: Positive = 4,
 ) -> Convergence:
-    """Distance between attention on prefix and n repetitions, and on the token alone, for all n from one pass.
+    """Measure how close n repetitions bring a token to being the first one, for all n from one pass.
 
-    The single token has no BOS. For the first layer theorem 4.1 gives, per head, the bound `2 r k exp(delta) / n`,
-    measured on the same run; for deeper layers the repeated positions' values differ, so there is no bound.
+    The output of attention on prefix and n repetitions is held against its output on the token alone, without BOS. For
+    the first layer theorem 4.1 gives, per head, the bound `2 r k exp(delta) / n`, measured on the same run; for deeper
+    layers the values at repeated positions differ, so there is no bound (Yona et al. 2025, Fig. 5).
 
     Args:
-        model: see `find_sinks`.
-        tokenizer: for live models that carry none.
-        bos: begin the prefix with BOS; None: where the tokenizer has one.
-        tokens: strings to repeat, one token each; None: those of the paper's (cat, dog, the, bla) that are one token,
+        tokens: Word to repeat, one token. By default those of the paper's (cat, dog, the, bla) that are one token,
             filled up to four with words of the text.
-        prefix: text before the repetitions, or several.
-        max_repeats: largest n; None: 500, or what the context holds.
-        all_layers: read every layer of a model that is not in memory, too; without it only the first.
-        batch_size: tokens of one pass.
-        seed: of the choice of words, where one is made.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: a string that is not one token, a prefix that is empty or holds the repeated token, more
-            repetitions than the context holds, or a model that cannot be opened.
+        prefix: Text before the repetitions.
+        max_repeats: Largest n. By default 500, or what the context holds.
+        all_layers: Read every layer of a model that is not in memory, too, and not only the first.
+        batch_size: Tokens in a pass.
     """
-    check(max_repeats, batch_size, 1, seed)
-    made = setup(
-        model,
-        tokenizer=tokenizer,
-        bos=bos,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    made = read_whole(made) if all_layers else made
-    target = made.target
+    target = setup.target
     texts = [prefix] if isinstance(prefix, str) else list(prefix)
-    before = [_prefix(made, text) for text in texts]
-    words = _words(made, tokens, before, texts)
-    n = _repeats(target, max_repeats, max(map(len, before)))
+    before = [([] if setup.bos is None else [setup.bos]) + encode(setup, text) for text in texts]
+    if not all(before):
+        raise SinkscopeError("--prefix is empty and there is no BOS: nothing would stand before the token; give a word")
+    words = _words(setup, tokens, texts, {i for ids in before for i in ids})
+    longest = max(map(len, before))
+    n = room(target, max_repeats, longest, REPEATS)
     window = _first_window(target)
-    leaves = window if window is not None and window <= n else None
-    outside = _outside(target, window, n + max(map(len, before)))
+    outside = _outside(target, window, n + longest)
     layers = list(range(target.n_layers if all_layers or target.resident else 1))
     counts = _counts(n)
     curves: list[Curve] = []
@@ -233,24 +210,12 @@ def convergence(
             rows = distances(target, ids, batch, n, own, seen.append)
             for one in sorted(seen, key=lambda s: (s.row, s.layer)):
                 curves += _curves(target, one, batch[one.row], number, len(ids), rows, values, outside, counts)
-            if progress is not None:
-                done = number * len(words) + min(start + batch_size, len(words))
-                progress("repetitions", done, len(before) * len(words))
+            done = number * len(words) + min(start + batch_size, len(words))
+            setup.progress("repetitions", done, len(before) * len(words))
+    setup.record(prefix=texts, max_repeats=n)
     return Convergence(
-        model=made.info(),
-        settings={
-            "bos": made.bos is not None,
-            "tokens": None if tokens is None else list(tokens),
-            "prefix": texts,
-            "max_repeats": n,
-            "all_layers": all_layers,
-            "batch_size": batch_size,
-            "seed": seed,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
         outside=outside,
-        window=leaves,
+        window=window if window is not None and window <= n else None,
         counts=tuple(counts),
         prefixes=tuple(Prefix(target.tokenizer.decode(ids), len(ids)) for ids in before),
         layers_read=len(layers),
@@ -333,46 +298,17 @@ def _numbers(dtype: str, found: list[SameNumbers], n: int) -> str:
     return f"In {dtype} they are not the same numbers up to n = {n}{rest}."
 
 
-def _prefix(made: Setup, text: str) -> list[int]:
-    ids = list(made.target.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-    ids = ids if made.bos is None else [made.bos, *ids]
-    if not ids:
-        raise SinkscopeError("--prefix is empty and there is no BOS: nothing would stand before the token; give a word")
-    return ids
-
-
-def _words(made: Setup, tokens: Sequence[str] | None, before: list[list[int]], texts: list[str]) -> list[int]:
-    tokenizer = made.target.tokenizer
-    used = {i: text for ids, text in zip(before, texts, strict=True) for i in ids}
+def _words(setup: Setup, tokens: Sequence[str] | None, texts: list[str], used: set[int]) -> list[int]:
+    """The tokens asked for; else words of the paper, and of the text, that stand in no prefix."""
+    tokenizer = setup.tokenizer
     if tokens:
         words = [single_token(tokenizer, string) for string in tokens]
-        for string, word in zip(tokens, words, strict=True):
-            if word in used:
-                raise SinkscopeError(
-                    f"--prefix {used[word]!r} contains the repeated token {string!r}; give another --prefix or --token"
-                )
+        for text in texts:
+            refuse_repeated(setup, text, words)
         return words
-    words = []
-    for string in WORDS:
-        try:
-            word = single_token(tokenizer, string)
-        except SinkscopeError:
-            continue
-        if word not in used and word != getattr(tokenizer, "unk_token_id", None):
-            words.append(word)
-    drawn = pick_tokens(tokenizer, made.ids, None, made.seed, 2 * len(WORDS) + len(used))
-    return list(dict.fromkeys([*words, *(w for w in drawn if w not in used)]))[: len(WORDS)]
-
-
-def _repeats(target: Target, asked: int | None, k: int) -> int:
-    largest = (target.max_positions or 1 << 30) - k
-    if largest < 1 or (asked is not None and asked > largest):
-        wanted = 1 if asked is None else asked
-        raise SinkscopeError(
-            f"--max-repeats {wanted} after {k} tokens do not fit the context of {target.max_positions} tokens; "
-            + (f"the largest is {largest}" if largest >= 1 else "give a shorter --prefix")
-        )
-    return min(REPEATS, largest) if asked is None else asked
+    found = [known_token(tokenizer, string) for string in WORDS]
+    found += pick_tokens(tokenizer, setup.ids, None, setup.seed, 2 * len(WORDS) + len(used))
+    return list(dict.fromkeys(w for w in found if w is not None and w not in used))[: len(WORDS)]
 
 
 def _first_window(target: Target) -> int | None:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results import Result, cell
-from sinkscope.sinks.first_token.locate import Progress, setup
+from sinkscope.figures.repeat_attention import draw
+from sinkscope.measure import Count, Positive, Result, Setup, measurement
+from sinkscope.models.target import Target
+from sinkscope.results import cell
 from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
-from sinkscope.sinks.repetition.attention_sums import Sums, attention_sums, join
-from sinkscope.sinks.repetition.repeat import norms_at
-from sinkscope.sinks.repetition.sequences import check, choose, repetitions
+from sinkscope.sinks.repetition.repeat import norms_in_batches
+from sinkscope.sinks.repetition.sequences import choose, repetitions, replaced_line
 from sinkscope.text import text_rows
+from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024
 BINS = 32  # of a picture, beside the first position and the tail, which have bins of their own
+_ROWS = 128  # queries at a time: batch x head x _ROWS x key is the most that is in memory
 TAIL = 64  # tokens of natural text behind the repetitions, the same at the same positions in every sequence
 
 
@@ -128,131 +130,105 @@ class RepeatAttention(Result):
             for s in self.sequences
         ]
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
-        lines = [f"{self.model.name}: attention in sequences of {self.length} tokens, means over queries and heads."]
+    def conclusion(self) -> str:
+        """What repetition takes from position 0 in the layers behind the sink, beside natural text."""
+        layers = self._layers()
+        said = [f"{s.label!r} {_mean(s.first, layers)}" for s in self.sequences[1:]]
+        natural = _mean(self.sequences[0].first, layers)
         if self.sink_layer is None:
-            lines.append("No attention sink: no MLP lifts the first token's norm, so no position is a high-norm one.")
-        first_shown = 0 if self.sink_layer is None else min(self.sink_layer + 1, self.model.n_layers - 1)
-        layers = range(first_shown, self.model.n_layers)
+            return (
+                f"The model has no attention sink; position 0 gets {natural} of the attention in natural text, and "
+                f"under repetition of {', '.join(said)}."
+            )
+        shared = [f"{_mean(s.mass, layers)} for {s.label!r}" for s in self.sequences[1:]]
+        return (
+            f"Behind the sink layer, position 0 gets {natural} of the attention in natural text, and under repetition "
+            f"of {', '.join(said)}; all high-norm positions together get {_mean(self.sequences[0].mass, layers)} in "
+            f"natural text and {', '.join(shared)}."
+        )
+
+    def details(self) -> list[str]:
+        """Attention of all queries and of the tail, sequence by sequence."""
+        layers = self._layers()
         where = f"Layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"Layer {layers[0]}"
-        lines.append(f"{where}; of all queries / of the tail, ordinary ones of the last {TAIL}:")
+        lines = [
+            f"Sequences of {self.length} tokens; means over queries and heads.",
+            f"{where}; of all queries / of the tail (queries of ordinary norm among the last {TAIL}):",
+        ]
+        if self.sink_layer is None:
+            lines.insert(1, "No MLP raises the first token's norm, so no position has a high norm.")
         for s in self.sequences:
             line = f"{s.label}: {_mean(s.first, layers)} / {_mean(s.tail_first, layers)} to position 0, sink rate "
             line += _mean(s.first_rate, layers)
             if s.mass is not None:
                 line += (
                     f"; {_mean(s.mass, layers)} / {_mean(s.tail_mass, layers)} to all {s.high} high-norm positions "
-                    f"(were it uniform: {cell(s.uniform, percent=True)} / {cell(s.tail_uniform, percent=True)}), "
-                    f"sink rate {_mean(s.mass_rate, layers)}"
+                    f"(uniform attention would give {cell(s.uniform, percent=True)} / "
+                    f"{cell(s.tail_uniform, percent=True)}), sink rate {_mean(s.mass_rate, layers)}"
                 )
             if s.tail_ratio is not None:
                 ratio = sum(s.tail_ratio[i] for i in layers) / len(layers)
-                line += f"; the tail gives each {ratio:.3g} times as much as one of ordinary norm"
+                line += f"; the tail gives each {ratio:.3g} times as much as a position of ordinary norm"
             lines.append(line + ".")
-        if self.replaced:
-            pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in self.replaced)
-            lines.append(f"Not one token here, so replaced: {pairs}.")
-        return "\n".join(lines)
+        return lines + replaced_line(self.replaced)
+
+    def _layers(self) -> range:
+        """Layers behind the sink layer; the last one where the sink is there, all of a model without a sink."""
+        first = 0 if self.sink_layer is None else min(self.sink_layer + 1, self.model.n_layers - 1)
+        return range(first, self.model.n_layers)
 
 
+@measurement(
+    group="Repetition", figure=draw, command="repeat", flag="attention", quick={"max_repeats": 24, "batch_size": 2}
+)
 def repeat_attention(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
     tokens: Sequence[str] | None = None,
     prefix: str | None = None,
-    max_repeats: int | None = None,
-    layers: Sequence[int] | None = None,
-    batch_size: int = 4,
-    texts: int = 4,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    max_repeats: Positive | None = None,
+    layers: Sequence[Count] | None = None,
+    batch_size: Positive = 4,
 ) -> RepeatAttention:
-    """Head-averaged attention of a repeated token and of natural text of the same length, streamed in query chunks.
+    """Measure the attention that a repeated token and natural text of the same length give to sinks, instead of norms.
+
+    Attention is averaged over heads and streamed in chunks of queries. In a model without a sink only attention to
+    position 0 is given: `sink_layer` is None (Yona et al. 2025, Fig. 1 and 8).
 
     Args:
-        model: as for `find_sinks`.
-        tokenizer: for live models that carry none.
-        bos: as for `repeat_norms`.
-        text: file of typical text; None: the neutral text that ships.
-        tokens: strings to repeat, one token each; None: "the", as in Fig. 1.
-        prefix: text between BOS and the repetitions; it may not contain what is repeated.
-        max_repeats: number of repetitions; None: 1,024, or what the context holds.
-        layers: of the pictures; None: the two after the sink layer, one past the middle, the last (of 32 layers with
-            the sink in layer 1 those are the paper's 2, 3, 17 and 31). Numbers are of all layers.
-        batch_size: sequences in a pass.
-        texts: pieces of 64 tokens of typical text, for the search of the sink layer.
-        seed: of random draws.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    In a model without a sink only attention to position 0 is given: `sink_layer` is None.
-
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
+        tokens: Word to repeat, one token. By default "the", as in Fig. 1.
+        prefix: Text between BOS and the repetitions; it may not contain what is repeated.
+        max_repeats: Number of repetitions. By default 1,024, or what the context holds.
+        layers: Layer to draw. By default the two after the sink layer, one past the middle, and the last (of 32 layers
+            with the sink in layer 1 those are the paper's 2, 3, 17 and 31).
+        batch_size: Sequences in a pass.
     """
-    check(max_repeats, batch_size, texts, seed)
-    made = setup(
-        model,
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        texts=texts,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    target = made.target
-    if wrong := [n for n in layers or () if not 0 <= n < target.n_layers]:
-        raise SinkscopeError(f"--layer {wrong[0]}: the model has layers 0 to {target.n_layers - 1}; give one of those")
-    words, replaced = choose(made, tokens, prefix, ("the",))
-    asked = repetitions(made, [(w,) for w in words], prefix, max_repeats, after=TAIL)
+    target = setup.target
+    if layers and max(layers) >= target.n_layers:
+        raise SinkscopeError(
+            f"--layer {max(layers)}: the model has layers 0 to {target.n_layers - 1}; give one of those"
+        )
+    words, replaced = choose(setup, tokens, prefix, ("the",))
+    asked = repetitions(setup, [(w,) for w in words], prefix, max_repeats, after=TAIL)
     length = asked.ids.shape[1] + TAIL
-    natural = text_rows(target.tokenizer, made.text, 1, length, made.bos)
+    natural = text_rows(target.tokenizer, setup.text, 1, length, setup.bos)
     ids = torch.cat([natural, torch.cat([asked.ids, natural[:, -TAIL:].expand(len(words), -1)], 1)])
 
-    seen = walk(target, made.ids, whole=target.resident, progress=progress)
+    seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
     layer, kinds = seen.sink_layer(), None
     if layer is not None:
-        norms = norms_at(target, layer, ids, batch_size, progress=progress, what="norms")
+        norms = norms_in_batches(setup, layer, ids, batch_size, "norms")
         kinds = _Kinds.of(norms, seen.first[layer], seen.typical[layer])
     keys, tail = _weights(kinds, ids.shape)
     shown = _shown(layer, target.n_layers) if layers is None else sorted(set(layers))
-    edges, parts = _edges(length), []
+    edges, parts = _edges(length), list[Sums]()
     for start in range(0, len(ids), batch_size):
         rows = slice(start, start + batch_size)
         parts.append(attention_sums(target, ids[rows], keys[rows], _mean_of(tail[rows]), shown, edges))
-        if progress is not None:
-            progress("attention", min(start + batch_size, len(ids)), len(ids))
-    sums = join(parts)
+        setup.progress("attention", min(start + batch_size, len(ids)), len(ids))
+    sums = Sums(*(torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "tail", "cells")))
+    setup.record(max_repeats=asked.count, layers=shown, eps=EPS)
     return RepeatAttention(
-        model=made.info(),
-        settings={
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "texts": len(made.ids),
-            "tokens": None if tokens is None else list(tokens),
-            "prefix": prefix,
-            "max_repeats": asked.count,
-            "layers": shown,
-            "eps": EPS,
-            "batch_size": batch_size,
-            "seed": seed,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
         sink_layer=layer,
         length=length,
         max_repeats=asked.count,
@@ -263,6 +239,61 @@ def repeat_attention(
             for row, label in enumerate(("natural text", *asked.labels))
         ),
     )
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What attention to each set of keys came to.
+
+    Attributes:
+        mean: over all queries.
+        tail: over the weighted queries.
+        cells: share that the queries of a bin give to the keys of a bin, mean over heads, for the layers shown.
+    """
+
+    mean: Float[Tensor, "row set layer head"]
+    tail: Float[Tensor, "row set layer head"]
+    cells: Float[Tensor, "row shown bin bin"]
+
+
+@torch.no_grad()
+def attention_sums(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    keys: Float[Tensor, "row set pos"],
+    tail: Float[Tensor, "row pos"],
+    shown: list[int],
+    edges: tuple[int, ...],
+) -> Sums:
+    """One pass over all layers; nothing of size query x key is kept.
+
+    Args:
+        target: the model.
+        ids: the sequences.
+        keys: sets of keys as weights on their attention.
+        tail: weights of queries, for a second mean beside that over all.
+        shown: layers of the pictures.
+        edges: first position of every bin, and the length.
+    """
+    count, length = ids.shape
+    mean = torch.zeros(count, keys.shape[1], target.n_layers, target.n_heads)
+    late, bins = torch.zeros_like(mean), len(edges) - 1
+    cells = torch.zeros(count, len(shown), bins, bins)
+    of_bin = torch.bucketize(torch.arange(length), torch.tensor(edges[1:]), right=True)
+    member = torch.nn.functional.one_hot(of_bin, bins).float()  # position bin
+
+    def add(layer: int, start: int, rows: Tensor) -> None:
+        part = slice(start, start + rows.shape[2])
+        given = torch.einsum("bhqk,bsk->bshq", rows, keys.to(rows.device)).cpu()
+        mean[:, :, layer] += given.sum(-1) / length
+        late[:, :, layer] += torch.einsum("bshq,bq->bsh", given, tail[:, part])
+        if layer in shown:
+            by_key = rows.mean(1) @ member.to(rows.device)
+            cells[:, shown.index(layer)].index_add_(1, of_bin[part], by_key.cpu())
+
+    with attention_rows(target, add, rows_per_chunk=_ROWS):
+        target.forward(ids)
+    return Sums(mean, late, cells / member.sum(0)[:, None])
 
 
 @dataclass(frozen=True)

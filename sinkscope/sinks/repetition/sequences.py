@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.sinks.first_token.locate import Setup
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
+from sinkscope.trace.run import trace
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 REPEATS = 1024  # by default, where the context holds them
@@ -37,31 +39,15 @@ class Repetitions:
     count: int
 
 
-def check(max_repeats: int | None, batch_size: int, texts: int, seed: int) -> None:
-    """Refuse numbers that mean nothing, before a model is opened.
-
-    Raises:
-        SinkscopeError: one of them is out of range.
-    """
-    if max_repeats is not None and max_repeats < 1:
-        raise SinkscopeError(f"--max-repeats {max_repeats}: at least one repetition is needed; give 1 or more")
-    if batch_size < 1:
-        raise SinkscopeError(f"--batch-size {batch_size}: at least one sequence has to run; give 1 or more")
-    if texts < 1:
-        raise SinkscopeError(f"texts {texts}: at least one piece of text is needed; give 1 or more")
-    if seed < 0:
-        raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
-
-
 def choose(
-    made: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = (), count: int = 5
+    setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = (), count: int = 5
 ) -> tuple[list[int], tuple[tuple[str, str], ...]]:
     """What to repeat: the given strings; else those of the paper; else words of the text.
 
     Words of the text take the place of those of the paper that are not one token here. None of them is in the prefix.
 
     Args:
-        made: the model and its text.
+        setup: the model and its text.
         tokens: the strings asked for.
         prefix: what stands before the repetitions.
         paper: the strings the paper uses.
@@ -73,18 +59,14 @@ def choose(
     Raises:
         SinkscopeError: a string asked for is not one token, or the text has too few words to replace with.
     """
-    tokenizer, before = made.target.tokenizer, set(_prefix(made, prefix))
+    tokenizer, before = setup.tokenizer, set(encode(setup, prefix))
     if tokens:
-        return pick_tokens(tokenizer, made.ids, tokens, made.seed), ()
+        return pick_tokens(tokenizer, setup.ids, tokens, setup.seed), ()
     found: list[int | None] = []
     for string in paper:
-        try:
-            token = single_token(tokenizer, string)
-        except SinkscopeError:
-            token = None
-        unknown = token is None or token == tokenizer.unk_token_id or token in found
-        found.append(None if unknown else token)
-    drawn = pick_tokens(tokenizer, made.ids, None, made.seed, count=count + len(before) + 2 * len(paper))
+        token = known_token(tokenizer, string)
+        found.append(None if token in found else token)
+    drawn = pick_tokens(tokenizer, setup.ids, None, setup.seed, count=count + len(before) + 2 * len(paper))
     spare = [t for t in drawn if t not in found and t not in before]
     if not paper:
         return spare[:count] or drawn[:count], ()
@@ -99,17 +81,68 @@ def choose(
     return chosen, tuple((s, tokenizer.decode([c])) for s, t, c in pairs if t is None)
 
 
-def _prefix(made: Setup, prefix: str | None) -> list[int]:
-    return list(made.target.tokenizer(prefix, add_special_tokens=False)["input_ids"]) if prefix else []
+def known_token(tokenizer: Any, string: str) -> int | None:
+    """The id of a string that is one token and not the unknown one, else None."""
+    try:
+        token = single_token(tokenizer, string)
+    except SinkscopeError:
+        return None
+    return None if token == getattr(tokenizer, "unk_token_id", None) else token
+
+
+def encode(setup: Setup, prefix: str | None) -> list[int]:
+    """Ids of a prefix, without BOS."""
+    return list(setup.tokenizer(prefix, add_special_tokens=False)["input_ids"]) if prefix else []
+
+
+def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) -> None:
+    """A prefix may not contain a repeated word, because its first occurrence would count as a repetition.
+
+    Raises:
+        SinkscopeError: it contains one.
+    """
+    for token in encode(setup, prefix):
+        if token in words:
+            raise SinkscopeError(
+                f"--prefix {prefix!r} contains the repeated token {setup.tokenizer.decode([token])!r}, so it would be "
+                "one more repetition; give another --prefix or --token"
+            )
+
+
+def room(target: Target, asked: int | None, around: int, most: int = REPEATS) -> int:
+    """The number of repetitions: what was asked for, else `most` or what the context holds.
+
+    Args:
+        target: the model.
+        asked: `--max-repeats`.
+        around: tokens of the sequence beside the repetitions.
+        most: the default.
+
+    Raises:
+        SinkscopeError: the context is too short.
+    """
+    context = target.max_positions or 1 << 30
+    largest = context - around
+    if largest < 1:
+        raise SinkscopeError(
+            f"{around} tokens around the repetitions leave no room for one in the context of {context} tokens; give a "
+            "shorter --prefix"
+        )
+    if asked is not None and asked > largest:
+        raise SinkscopeError(
+            f"--max-repeats {asked} does not fit the context of {context} tokens, {around} of which stand around the "
+            f"repetitions; the largest is {largest}"
+        )
+    return min(most, largest) if asked is None else asked
 
 
 def repetitions(
-    made: Setup, cycles: Sequence[tuple[int, ...]], prefix: str | None, max_repeats: int | None, after: int = 0
+    setup: Setup, cycles: Sequence[tuple[int, ...]], prefix: str | None, max_repeats: int | None, after: int = 0
 ) -> Repetitions:
     """BOS (or a word of the text, where there is neither BOS nor prefix), the prefix, and the repetitions.
 
     Args:
-        made: the model and its text.
+        setup: the model and its text.
         cycles: the ids to repeat in turn, a tuple per sequence.
         prefix: text between BOS and the repetitions.
         max_repeats: number of repeated tokens; None: `REPEATS`, or what the context holds.
@@ -118,35 +151,37 @@ def repetitions(
     Raises:
         SinkscopeError: the prefix contains a repeated token, or the context is too short.
     """
-    tokenizer, bos = made.target.tokenizer, made.bos
     repeated = {token for cycle in cycles for token in cycle}
-    body = _prefix(made, prefix)
-    if both := [t for t in body if t in repeated]:
-        raise SinkscopeError(
-            f"--prefix {prefix!r} contains the repeated token {tokenizer.decode([both[0]])!r}, so it would be one more "
-            "repetition; take it out of the prefix or repeat another token"
-        )
-    before = ([] if bos is None else [bos]) + body
+    refuse_repeated(setup, prefix, repeated)
+    before = ([] if setup.bos is None else [setup.bos]) + encode(setup, prefix)
     if not before:  # the first token is marked whatever it is, so it must be none of the repeated ones
-        before = [next((t for t in made.ids.flatten().tolist() if t not in repeated), 0)]
-    context = made.target.max_positions or 1 << 30
-    largest = context - len(before) - after
-    if largest < 1:
-        raise SinkscopeError(
-            f"--prefix is {len(body)} tokens, which leaves no room for a repetition in the context of {context} "
-            "tokens; give a shorter one"
-        )
-    if max_repeats is not None and max_repeats > largest:
-        raise SinkscopeError(
-            f"--max-repeats {max_repeats} does not fit the context of {context} tokens, {len(before) + after} of which "
-            f"stand around the repetitions; the largest is {largest}"
-        )
-    count = min(REPEATS, largest) if max_repeats is None else max_repeats
+        before = [next((t for t in setup.ids.flatten().tolist() if t not in repeated), 0)]
+    count = room(setup.target, max_repeats, len(before) + after)
     rows = [before + [cycle[i % len(cycle)] for i in range(count)] for cycle in cycles]
-    labels = tuple(" ".join(word.strip() or repr(word) for word in single_words(tokenizer, c)) for c in cycles)
+    labels = tuple(" ".join(word.strip() or repr(word) for word in single_words(setup.tokenizer, c)) for c in cycles)
     return Repetitions(labels, tuple(cycles), torch.tensor(rows), len(before), count)
 
 
 def single_words(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
     """Each token as a string of its own."""
     return tuple(tokenizer.decode([i]) for i in ids)
+
+
+def norms_after(
+    target: Target, layer: int, ids: Int[Tensor, "row pos"], batch_size: int | None = None
+) -> Float[Tensor, "row pos"]:
+    """Norm of the residual stream after a layer at every position; the pass ends there."""
+    site = f"blocks.{layer}.hook_resid_post"
+    return trace(target, ids, [site], "norm", batch_size=batch_size)[site]
+
+
+def until_half(norms: Float[Tensor, " repetition"], first: float) -> int | None:
+    """The first number of repetitions whose norm reaches half of the first token's; None: it never does."""
+    reached = (norms >= first / 2).nonzero().flatten()
+    return int(reached[0]) + 1 if len(reached) else None
+
+
+def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:
+    """Which words of the paper other words stand for, as a line; no line where none was replaced."""
+    pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in replaced)
+    return [f"Words of the paper that are not one token here were replaced: {pairs}."] if pairs else []

@@ -1,0 +1,176 @@
+"""The texts on which lines are measured, as token ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from sinkscope.attention.generation import checked_ids
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Setup
+from sinkscope.text import text_rows
+from sinkscope.text.prompts import read_prompts
+
+LENGTH = 512  # tokens of a piece of ordinary text
+SHORTEST = 16  # tokens: with fewer, a tenth of the lines is next to none
+ASKED = "\n\nQuestion: What is this text about?\n\nAnswer:"  # about ordinary text
+File = str | os.PathLike[str]
+Text = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A text.
+
+    Attributes:
+        name: its number, or its name in the file.
+        tokens: its length.
+    """
+
+    name: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """Ids of a prompt in parts, without BOS: the question can stand anywhere in the context."""
+
+    start: list[int]
+    context: list[int]
+    question: list[int]
+
+    def placed(self, where: str) -> list[int]:
+        """The prompt with the question at "begin", "middle" or "end"."""
+        at = {"begin": 0, "middle": len(self.context) // 2, "end": len(self.context)}[where]
+        return [*self.start, *self.context[:at], *self.question, *self.context[at:]]
+
+
+def shares(values: Sequence[float], option: str = "--eta") -> tuple[float, ...]:
+    """Shares in rising order; `option` is their name in the message.
+
+    Raises:
+        SinkscopeError: there is none, or one lies outside (0, 1].
+    """
+    found = tuple(sorted({float(value) for value in values}))
+    for value in found or (None,):
+        if value is None or not 0 < value <= 1:
+            given = "" if value is None else f" {value:g}"
+            raise SinkscopeError(f"{option}{given}: expected a share above 0 and up to 1, such as 0.1")
+    return found
+
+
+def means(series: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Mean of several series of equal length, place by place."""
+    return tuple(sum(values) / len(values) for values in zip(*series, strict=True))
+
+
+def inputs(
+    setup: Setup, texts: Sequence[Text] | None, data: File | None, count: int, length: int | None
+) -> list[tuple[Input, Int[Tensor, " pos"]]]:
+    """Ids of each text, which begins with BOS where there is one.
+
+    Args:
+        setup: the model and ordinary text.
+        texts: texts or ids; all are taken.
+        data: a file of prompts instead (see `read_prompts`); the first `count` are taken.
+        count: number of pieces of ordinary text, or of prompts of the file.
+        length: most tokens of each; longer ones lose their middle, as in LongBench. None: the context, or 512 for
+            ordinary text.
+
+    Raises:
+        SinkscopeError: no text, one that is too short, or bad numbers.
+    """
+    limit = setup.target.max_positions
+    if isinstance(texts, str) or (texts is not None and data is not None):
+        raise SinkscopeError("texts: expected a list of them or a file of prompts, and only one of them")
+    if length is not None and not SHORTEST <= length <= (limit or length):
+        upto = f" to {limit}, the context of {setup.target.name}" if limit else ""
+        raise SinkscopeError(f"--length {length}: expected {SHORTEST}{upto or ' or more'}")
+    if texts is None and data is None:
+        rows = _ordinary(setup, count, length)
+        return [(Input(str(i), len(row)), row) for i, row in enumerate(rows)]
+    named: list[tuple[str, Text]] = [(str(i), text) for i, text in enumerate(texts or ())]
+    if data is not None:
+        named = [(prompt.id, prompt.text) for prompt in read_prompts(data)[:count]]
+    if not named:
+        raise SinkscopeError("no text was given: expected at least one")
+    found: list[tuple[Input, Int[Tensor, " pos"]]] = []
+    for name, text in named:
+        ids = _ids(setup, text, length or limit)
+        if len(ids) < SHORTEST:
+            raise SinkscopeError(
+                f"text {name} has {len(ids)} tokens, at least {SHORTEST} are needed: give a longer one"
+            )
+        found.append((Input(name, len(ids)), torch.tensor(ids)))
+    return found
+
+
+def questions(setup: Setup, data: File | None, count: int, length: int | None, new: int) -> list[Question]:
+    """Context and question of each prompt; without a file, pieces of ordinary text and a question about them.
+
+    Args:
+        setup: the model and ordinary text.
+        data: a file of prompts; those without a question are left out.
+        count: number of pieces of ordinary text, or of prompts of the file.
+        length: most tokens of a prompt, as in `inputs`.
+        new: room for an answer in the context.
+
+    Raises:
+        SinkscopeError: prompt and answer do not fit the context.
+    """
+    limit = setup.target.max_positions
+    start = [] if setup.bos is None else [setup.bos]
+    if data is None:
+        body = _ordinary(setup, count, length)[:, len(start) :].tolist()
+        length = length or len(start) + len(body[0])
+        named = [(_tokens(setup, ASKED), row) for row in body]
+    else:
+        found = [p for p in read_prompts(data)[:count] if p.question.strip() and p.context.strip()]
+        named = [(_tokens(setup, p.question), _tokens(setup, p.context)) for p in found]
+    most = min(length or limit or 1 << 62, (limit or 1 << 62) - new)
+    out: list[Question] = []
+    for question, context in named:
+        room = most - len(start) - len(question)
+        if room < SHORTEST:
+            raise SinkscopeError(
+                f"a question of {len(question)} tokens, {SHORTEST} of its context and an answer of {new} do not fit "
+                f"{length or limit} tokens: raise --length, or lower --max-new-tokens (0 leaves questions out)"
+            )
+        out.append(Question(start, _middle_cut(context, room), question))
+    return out
+
+
+def _ordinary(setup: Setup, count: int, length: int | None) -> Int[Tensor, "row pos"]:
+    length = length or min(LENGTH, setup.target.max_positions or LENGTH)
+    rows = text_rows(setup.tokenizer, setup.text, count, length, setup.bos)
+    if len(rows) < count:
+        raise SinkscopeError(
+            f"the text has {len(rows)} pieces of {rows.shape[1]} tokens, {count} were asked for: give a longer --text, "
+            "or a smaller --count or --length"
+        )
+    return rows
+
+
+def _ids(setup: Setup, text: Text, most: int | None) -> list[int]:
+    if isinstance(text, str):
+        start = [] if setup.bos is None else [setup.bos]
+        body = _tokens(setup, text)
+        return [*start, *(body if most is None else _middle_cut(body, most - len(start)))]
+    given = checked_ids(setup, text)
+    if most is not None and len(given) > most:
+        raise SinkscopeError(f"{len(given)} ids were given, at most {most} were asked for: give fewer")
+    return given
+
+
+def _tokens(setup: Setup, text: str) -> list[int]:
+    ids = [int(i) for i in setup.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+    return ids[1:] if ids[:1] == [setup.bos] else ids
+
+
+def _middle_cut(ids: list[int], most: int) -> list[int]:
+    return ids if len(ids) <= most else [*ids[: most - most // 2], *ids[len(ids) - most // 2 :]]

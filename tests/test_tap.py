@@ -1,0 +1,288 @@
+"""One tap: measurements, policies and guards on one model at a time, in any order, and nobody else's attention."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of
+from kv_kit import Drawn, Ragged, close, decode, model_of, positions, prompts, under, window_of
+from organisms.tiny import tiny_model
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+
+import sinkscope as ss
+from sinkscope.attention._line_tap import scores_of
+from sinkscope.errors import UnsupportedError
+from sinkscope.interventions.base import Intervention
+from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Rows, SnapKV, StreamingLLM
+from sinkscope.models.target import Target
+from sinkscope.trace import attention_rows, internals, queries_and_keys, tap
+from sinkscope.trace.tap import attention_probs
+
+FAMILIES = ["llama", "gemma2", "gpt_oss", "gpt2", "opt", "gemma3_text"]
+POLICIES = [H2O(budget=8), TOVA(budget=9), Drawn(budget=6), Ragged(budget=6), Drawn(budget=6, mode="select")]
+PROMPT, LENGTHS, STEPS = 20, [20, 13], 5
+
+
+class Shown:
+    """Rows of every call, one tensor per layer, and the positions of the slots after the call."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[int, list[Tensor]]] = []
+
+    def __call__(self, layer: int, first: int, rows: Tensor) -> None:
+        if not self.calls or (layer == 0 and first == 0):
+            self.calls.append({})
+        self.calls[-1].setdefault(layer, []).append(rows)
+
+    def rows(self, call: int, layer: int) -> Tensor:
+        return torch.cat(self.calls[call][layer], 2)
+
+
+@torch.no_grad()
+def decoded(model: Any, ways: list[AbstractContextManager[Any]]) -> tuple[Tensor, list[list[Tensor]]]:
+    """Logits of a prompt and of single tokens after it, and positions `[call][layer]` of the slots after each call."""
+    ids, mask = prompts(LENGTHS, STEPS)
+    cache, held, logits, at = DynamicCache(), [], [], 0  # without a configuration, no layer drops what left a window
+    with ExitStack() as stack:
+        for way in ways:
+            stack.enter_context(way)
+        for step in [PROMPT, *[1] * STEPS]:
+            part = slice(at, at + step)
+            at += step
+            given = {"position_ids": positions(mask)[:, part], "past_key_values": cache}
+            logits.append(model(input_ids=ids[:, part], attention_mask=mask[:, :at], **given).logits[:, -1])
+            held.append([layer.pos.clone() if hasattr(layer, "pos") else torch.empty(0) for layer in cache.layers])
+    return torch.stack(logits, 1), held
+
+
+@pytest.mark.parametrize("chunk", [256, 7])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("edit", [Full(), ss.LoopGuard(), Observe(id, last=2)], ids=lambda e: type(e).__name__)
+def test_rows_beside_what_evicts_nothing_are_those_without_it(family: str, edit: Intervention, chunk: int) -> None:
+    model = model_of(family)
+    target = Target.of(model)
+    alone = Shown()
+    want, _ = decoded(model, [attention_rows(target, alone, rows_per_chunk=chunk)])
+    for order in (1, -1):
+        beside = Shown()
+        ways = [edit.on(model), attention_rows(target, beside, rows_per_chunk=chunk)]
+        got, _ = decoded(model, ways[::order])
+        close(got, want)
+        assert len(beside.calls) == len(alone.calls) == 1 + STEPS
+        for call, layers in enumerate(alone.calls):
+            assert [len(chunks) for chunks in layers.values()] == [len(c) for c in beside.calls[call].values()]
+            for layer in layers:
+                if isinstance(edit, Observe):  # which computes single tokens' output itself, up to rounding
+                    close(beside.rows(call, layer), alone.rows(call, layer))
+                else:
+                    assert torch.equal(beside.rows(call, layer), alone.rows(call, layer))
+
+
+def seen_by(model: Any, mask: Tensor, held: list[list[Tensor]], layer: int) -> Tensor:
+    """Bool `[batch kv_head query column]`: what each query saw, by the positions that were held after its call."""
+    rows, total = mask.shape
+    heads = held[0][layer].shape[1]
+    sees = torch.ones(total, total, dtype=torch.bool).tril().expand(rows, heads, total, total).clone()
+    for row in range(rows):
+        pad = int((mask[row] == 0).sum())
+        sees[row, :, :, :pad] = False
+        for step in range(STEPS):
+            for head in range(heads):
+                pos = held[step + 1][layer][row, head]
+                sees[row, head, PROMPT + step] = False
+                sees[row, head, PROMPT + step, pos[pos >= 0] + pad] = True
+    if (window := window_of(model, layer)) is not None:
+        sees &= ~torch.ones(total, total, dtype=torch.bool).tril(-window)
+    return sees
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if p.mode == "evict"], ids=lambda p: type(p).__name__)
+def test_rows_under_a_policy_are_those_over_what_it_keeps(family: str, policy: Any) -> None:
+    """Recomputed by stock modules in one pass over everything, under masks made of the positions that were kept."""
+    model = model_of(family)
+    target, (ids, mask) = Target.of(model), prompts(LENGTHS, STEPS)
+    shown = Shown()
+    logits, held = decoded(model, [policy.on(model), attention_rows(target, shown)])
+    assert any(int((held[-1][layer] >= 0).sum(-1).max()) < PROMPT for layer in range(target.n_layers))
+    own: dict[int, Tensor] = {}
+    hooks = [
+        (target.sub(i, target.adapter.attn), "post", lambda _m, _a, _k, out, i=i: own.__setitem__(i, out[1]))
+        for i in range(target.n_layers)
+    ]
+    sees = [seen_by(model, mask, held, layer) for layer in range(target.n_layers)]
+    with under(model, sees), target.hooks(*hooks), torch.no_grad():
+        whole = model(input_ids=ids, attention_mask=mask, position_ids=positions(mask), use_cache=False).logits
+    close(logits, whole[:, PROMPT - 1 :], 2e-5)
+    for step in range(STEPS):
+        for layer in range(target.n_layers):
+            rows, pos = shown.rows(step + 1, layer), held[step + 1][layer]
+            for row, pad in enumerate((0, PROMPT - LENGTHS[1])):
+                for head in range(rows.shape[1]):
+                    where = pos[row, head * pos.shape[1] // rows.shape[1]]
+                    spread = torch.zeros(PROMPT + STEPS)
+                    spread[where[where >= 0] + pad] = rows[row, head, 0, where >= 0]
+                    torch.testing.assert_close(spread, own[layer][row, head, PROMPT + step], atol=2e-5, rtol=0)
+                    assert not rows[row, head, 0, where < 0].any()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{type(p).__name__}-{p.mode}")
+def test_an_observer_of_another_run_sees_what_one_of_the_same_run_sees(policy: Any) -> None:
+    model = model_of("llama")
+    same, other, before = list[Rows](), list[Rows](), list[Rows]()
+    want, _ = decoded(model, [(policy | Observe(same.append)).on(model)])
+    for rows, nested in ((other, [policy, Observe(other.append)]), (before, [Observe(before.append), policy])):
+        got, _ = decoded(model, [each.on(model) for each in nested])
+        close(got, want)
+        assert len(rows) == len(same) == 3 * (1 + STEPS)
+        for a, b in zip(same, rows, strict=True):
+            assert (a.layer, a.first) == (b.layer, b.first) and torch.equal(a.pos, b.pos)
+            torch.testing.assert_close(a.probs, b.probs, atol=1e-6, rtol=0)
+
+
+def test_chunks_of_a_prompt_are_told_from_generated_tokens_beside_an_observer_of_another_run() -> None:
+    """A run that only watches does not come between `generate` and a policy."""
+    model = model_of("llama")
+    ids, _ = prompts([26])
+    ask: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    with SnapKV(budget=10, window=4).on(model):
+        want = model.generate(ids, **ask)
+        with Observe(lambda _: None).on(model):
+            assert torch.equal(model.generate(ids, prefill_chunk_size=5, **ask), want)
+
+
+@pytest.mark.parametrize("policy", [H2O(budget=6), Drawn(budget=6)], ids=lambda p: type(p).__name__)
+def test_on_a_bridge(policy: Any) -> None:
+    model = model_of("llama")
+    bridge = bridge_of(model, tiny_model("llama")[1])
+    ids, mask = prompts([12], 3)
+    found = []
+    for kind in (model, bridge):
+        shown, cache = Shown(), DynamicCache()
+        with policy.on(kind), attention_rows(Target.of(kind), shown), torch.no_grad():
+            for at in (slice(0, 12), slice(12, 13), slice(13, 14)):
+                kind(ids[:, at], attention_mask=mask[:, : at.stop], past_key_values=cache, use_cache=True)
+        found.append(shown)
+    assert [len(shown.calls) for shown in found] == [3, 3]
+    for call in range(3):
+        for layer in range(3):
+            torch.testing.assert_close(found[0].rows(call, layer), found[1].rows(call, layer), atol=3e-6, rtol=0)
+    assert found[0].rows(2, 0).shape[-1] == 7
+
+
+def test_a_barcode_and_lines_under_a_policy_that_is_active() -> None:
+    """Entered around a measurement, or given to it: the same; and a guard that has nothing to do changes nothing."""
+    settings: dict[str, Any] = {"prompt": "The king said that", "max_new_tokens": 24, "control": False}
+    model = ss.load(backend="hf")
+    given = ss.barcode(model, interventions=H2O(budget=12), **settings)
+    with H2O(budget=12).on(model):
+        around = ss.barcode(model, **settings)
+    plain = ss.barcode(model, **settings)
+    found = [[(h.layer, h.head, h.first, h.near) for h in made.heads] for made in (around, given, plain)]
+    assert found[0] == found[1] != found[2]
+    want = ss.line_weights(model, length=128)
+    for edit in (ss.LoopGuard(), H2O(budget=12)):
+        with edit.on(model):
+            assert ss.line_weights(model, length=128).heads == want.heads
+
+
+def test_what_a_measurement_refuses() -> None:
+    model = model_of("llama")
+    target = Target.of(model)
+    with pytest.raises(UnsupportedError, match="a cache policy has evicted some: measure the prompt"):
+        decoded(model, [StreamingLLM(budget=6).on(model), scores_of(target, lambda *_: None, [0])])
+    with pytest.raises(UnsupportedError, match="write into the cache twice: run the model with use_cache=False"):
+        decoded(model, [queries_and_keys(target, lambda *_: None, [0])])
+    assert model.config._attn_implementation == "sdpa" and tap._HANDLERS.get() == ()
+
+
+@pytest.mark.parametrize("second", [Full(), AShape(), ss.LoopGuard()], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("first", [Drawn(budget=5), AShape(), ss.LoopGuard()], ids=lambda e: type(e).__name__)
+def test_two_that_act_are_entered_together(first: Intervention, second: Intervention) -> None:
+    model = model_of("llama")
+    with first.on(model):
+        with pytest.raises(UnsupportedError, match="already inside a `with` that acts on its cache"):
+            with second.on(model):
+                pass
+        with Observe(lambda _: None).on(model):
+            decode(model, *prompts([9], 2), 9)
+    with second.on(model):
+        pass
+
+
+def test_only_the_model_that_is_tapped_is_seen() -> None:
+    """Another model under a policy calls the same functions of transformers."""
+    one, other = model_of("llama"), model_of("qwen3")
+    ids, mask = prompts([9], 2)
+    want = decode(one, ids, mask, 9)
+    shown = Shown()
+    with H2O(budget=5).on(one), attention_rows(Target.of(other), shown):
+        assert not torch.allclose(decode(one, ids, mask, 9), want)
+        assert shown.calls == []
+        decode(other, ids, mask, 9)
+        assert len(shown.calls) == 3
+
+
+def test_the_extra_call_before_rotary_is_nobody_elses() -> None:
+    model = model_of("llama")
+    target, (ids, _) = Target.of(model), prompts([9])
+    shown, seen = list[int](), list[bool]()
+    rows = attention_rows(target, lambda layer, *_: shown.append(layer))
+    watch = Observe(lambda _: shown.append(-1), layers=[0])
+    with watch.on(model), rows, queries_and_keys(target, lambda _l, rotated, *_: seen.append(rotated), [0]):
+        target.forward(ids)
+    assert (sorted(shown), seen) == ([-1, 0, 1, 2], [False, True])
+
+
+def test_exits_in_any_order_restore_the_models_attention() -> None:
+    model = model_of("llama")
+    target = Target.of(model)
+    first, second = (attention_rows(target, lambda *_: None) for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.config._attn_implementation == tap.NAME and tap.stock_name(model.config) == "sdpa"
+    second.__exit__(None, None, None)
+    assert model.config._attn_implementation == "sdpa" and tap._STOCK == {}
+
+
+def test_one_softmax_computes_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows by mask, rows by position and the recomputed rows of a window."""
+    model = model_of("llama")
+    made: list[str] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        made.append("rows")
+        return attention_probs(*args, **kwargs)
+
+    monkeypatch.setattr(tap, "attention_probs", counted)
+    ways: list[Any] = [attention_rows(Target.of(model), lambda *_: None, layers=[0]), Observe(lambda _: None).on(model)]
+    for way, least in ((ways[0], 1), (ways[1], 3), (SnapKV(budget=9, window=4).on(model), 3), (nullcontext(), 0)):
+        made.clear()
+        decoded(model, [way])
+        assert (len(made) >= least) if least else not made
+
+
+def test_names_of_transformers_that_are_not_public() -> None:
+    """Where one of them moves, `trace/internals.py` has to follow, and the range in pyproject.toml with it."""
+    from transformers import GenerationMixin, LlamaForCausalLM, masking_utils
+    from transformers.models.llama import modeling_llama
+
+    model = model_of("llama")
+    for name in internals.FOLLOWED:
+        assert callable(getattr(GenerationMixin, name)) and hasattr(type(model), name)
+    given = ["self", "input_ids", "generation_config", "model_kwargs"]
+    assert list(signature(GenerationMixin._prefill).parameters)[:4] == given
+    assert callable(LlamaForCausalLM.get_compiled_call)
+    assert internals.attention_name(model.config) == "sdpa"
+    model.set_attn_implementation("eager")
+    assert internals.attention_name(model.config) == "eager"
+    assert internals.eager_attention(model.model.layers[0].self_attn) is modeling_llama.eager_attention_forward
+    assert AttentionInterface()["sdpa"] is internals.sdpa_attention()
+    assert AttentionMaskInterface()["sdpa"] is masking_utils.sdpa_mask
+    assert LlamaForCausalLM._supports_sdpa
