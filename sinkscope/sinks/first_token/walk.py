@@ -83,7 +83,7 @@ class Walk:
 
 
 @torch.no_grad()
-def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: Progress | None = None) -> Walk:
+def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: Progress = silent) -> Walk:
     """Run `ids` upward, layer by layer, and stop where the first token's norm has stayed flat (unless `whole`).
 
     Args:
@@ -92,7 +92,7 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         whole: read every layer.
         progress: told of each layer.
     """
-    seen, tell = Walk(target.n_layers), progress or silent
+    seen = Walk(target.n_layers)
     pairs: list[tuple[Any, str, Any]] = []
     adapter = target.adapter
 
@@ -118,7 +118,7 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         seen.residual.append(first_tensor(out).detach()[:, 0].float().mean(0).cpu())
         low, mid, high = norms[:, 1:].flatten().quantile(torch.tensor([0.05, 0.5, 0.95], device=norms.device)).tolist()
         seen.typical.append((low, mid, high))
-        tell("layers", len(seen.first), target.n_layers)
+        progress("layers", len(seen.first), target.n_layers)
         if not whole and seen.flat():
             target.stop()
 
