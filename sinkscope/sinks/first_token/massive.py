@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.figures.massive_activations import draw
+from sinkscope.figures.first_token import draw_massive_activations
 from sinkscope.measure import Progress, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.walk import SINK_RATIO, spike_dims
@@ -167,7 +167,14 @@ class MassiveActivations(Result):
         return lines
 
 
-@measurement(group="Sinks", figure=draw, command="find-sinks", flag="all", adds="massive", sets={"all_layers": True})
+@measurement(
+    group="Sinks",
+    figure=draw_massive_activations,
+    command="find-sinks",
+    flag="all",
+    adds="massive",
+    sets={"all_layers": True},
+)
 def massive_activations(setup: Setup, *, bos: bool | None = None) -> MassiveActivations:
     """Measure massive activations, drained value vectors and secondary sinks in every layer.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.patch_eval import draw
+from sinkscope.figures.patch import draw_eval
 from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
@@ -106,7 +106,7 @@ def _check(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str
 
 @measurement(
     group="Sinks",
-    figure=draw,
+    figure=draw_eval,
     command="patch eval",
     loading="whole",
     check=_check,
