@@ -71,7 +71,7 @@ def print_generated(
 
     edit = edit_of(patch=patch, policy=policy, guard=guard)
     options = {"revision": revision, "device": device, "dtype": dtype}
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     made = generation.generate(
         loading.load(model, backend=backend, **given),
         prompt,

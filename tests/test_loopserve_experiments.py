@@ -14,7 +14,6 @@ from organisms.tiny import tiny_model
 
 import sinkscope as ss
 from experiments.loopserve import ablation, fidelity, paper, runs, sweeps, table1, turns
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.methods import METHODS, check_methods, read_method
@@ -23,6 +22,7 @@ from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.tasks import TASKS
 from sinkscope.bench.loopbench.store import Folder
 from sinkscope.lines.choice import sample_queries
+from sinkscope.rate import wilson
 from sinkscope.results import ModelInfo
 
 ROOT = Path(__file__).parents[1]

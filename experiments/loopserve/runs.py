@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from sinkscope._console import Progress
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue
 from sinkscope.bench.dialogues.methods import METHODS, Kind, Settings, at_settings, check_methods
@@ -35,6 +34,7 @@ from sinkscope.bench.loopbench.store import read_folder
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load
+from sinkscope.rate import wilson
 
 ALL = "all"
 SHARE = 0.125

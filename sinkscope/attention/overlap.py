@@ -12,14 +12,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention.generation import chosen_layers
 from sinkscope.attention.line_texts import Input, Question, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.lines import draw_overlap
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
-from sinkscope.lines.sums import Scores, line_sums
+from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.measure import Count, Positive, Progress, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.registry import Hidden, Option

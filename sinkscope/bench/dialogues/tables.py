@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal, TypeVar
 
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.form import POSITIONS, Position
 from sinkscope.bench.dialogues.methods import METHODS, Budget, split_spec
 from sinkscope.bench.dialogues.metrics import metric_of, score
 from sinkscope.bench.loopbench.store import Contents, Finished, read_folder
 from sinkscope.errors import SinkscopeError
+from sinkscope.rate import wilson
 from sinkscope.results import ModelInfo, Result, provenance
 
 COMMAND = "dialogues"

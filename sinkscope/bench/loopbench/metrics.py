@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from sinkscope._rate import wilson
 from sinkscope.bench.loopbench.store import Record
 from sinkscope.loops.signals import (
     collapse_point,
@@ -18,6 +17,7 @@ from sinkscope.loops.signals import (
     survival,
     type_token_ratio,
 )
+from sinkscope.rate import wilson
 
 SLACK = 20  # the loop rule's length is this much below the cap: 2,480 of 2,500 (section 4.3)
 EARLY = 400  # of 2,500 tokens; the same share of any other cap. Fig. 4 b calls 0 to 400 early

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
-from sinkscope._grid import Grid, aligned
 from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.methods import METHODS
 from sinkscope.bench.loopbench.metrics import Detection, Group, detection, group
@@ -18,6 +17,7 @@ from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.loopbench.store import Record, RunFolder, read_run
 from sinkscope.bench.loopbench.wiki2 import best_f1
 from sinkscope.errors import SinkscopeError
+from sinkscope.grid import Grid, aligned
 from sinkscope.results import ModelInfo, Result, cell, provenance
 
 LOOPS = ("dc", "ri")

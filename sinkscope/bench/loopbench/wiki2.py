@@ -21,7 +21,7 @@ TAIL = "\n\nUsing the passages above, reply with the answer alone, without any f
 
 
 def wiki2_prompt(passages: str, question: str) -> str:
-    """The form of LongBench's prompt, in words of our own: instruction, passages, instruction, question."""
+    """LongBench's prompt in our own words: instruction, passages, instruction, question."""
     return f"{HEAD}{passages}{TAIL.format(question)}"
 
 
@@ -31,9 +31,9 @@ def normalise(text: str) -> str:
 
 
 def f1(prediction: str, answer: str) -> float:
-    """Harmonic mean of precision and recall over the words of both, each counted as often as it stands there.
+    """Harmonic mean of precision and recall over the words of both, each counted as often as it occurs.
 
-    0 where no word is shared, so also where either is empty after `normalise`.
+    0 if no word is shared, also if either text is empty after `normalise`.
     """
     said, right = normalise(prediction).split(), normalise(answer).split()
     shared = sum((Counter(said) & Counter(right)).values())

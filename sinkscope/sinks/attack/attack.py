@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
 from sinkscope.parallel import check_workers
+from sinkscope.rate import Rate, wilson
 from sinkscope.results import Result
 from sinkscope.sinks.attack.attempts import Arena, Context, make_arena
 from sinkscope.sinks.attack.chunks import Opened

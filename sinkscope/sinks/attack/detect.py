@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import NeuronGroup
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.models.target import Target
+from sinkscope.rate import Rate, wilson
 from sinkscope.results import Result
 from sinkscope.sinks.attack.attack import LENGTHS, SUCCESS, check_attack
 from sinkscope.sinks.attack.attempts import Arena, Context, make_arena
