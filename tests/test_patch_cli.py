@@ -14,6 +14,7 @@ from test_evaluate import _evaluate, _loud
 from test_patching import _make, _text
 
 from sinkscope.cli import main
+from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.results import Result
 from sinkscope.sinks.patch.loss import Change
@@ -87,6 +88,8 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     ("words", "says"),
     [
         ("patch make", "Missing option '--out'"),
+        ("patch eval", "Missing option '--patch'"),
+        ("patch make --out p.json --token poem", "at least two different ones are needed"),
         ("patch make --out -", "give the name of a file"),
         ("patch make --out x.json --json x.json", "give each its own file"),
         ("patch eval --patch none.json --backend hf", "make a patch with `sinkscope patch make`"),
@@ -104,6 +107,17 @@ def test_refused_before_any_model_is_loaded(
     out, err = _said(capsys)
     assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True)
     assert says in err
+
+
+def test_tasks_have_commas_or_are_given_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*_: object, tasks: list[str], **__: object) -> None:
+        raise SinkscopeError(f"tasks {tasks}")
+
+    monkeypatch.setattr("sinkscope.sinks.patch.evaluate.evaluate_patch", told)
+    assert main("patch eval --patch p.json --tasks a,b --tasks c".split()) == 2
+    assert _said(capsys)[1] == "error: tasks ['a', 'b', 'c']\n"
 
 
 def test_divergence_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
