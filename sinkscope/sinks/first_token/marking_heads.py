@@ -231,7 +231,14 @@ def _measure(setup: Setup, bench: Replacement, words: list[int]) -> dict[str, An
         for i, one in enumerate(sets):
             one |= {"layer_drop": float(layer_drop[i, marking]), "drops": tuple(drops[i, marking].tolist())}
         carried = {"alone": alone.amax(0), "control": _later(setup, bench, marking, usual.mean(0))}
-    nothing = {"layer_drop": None, "heads": (), "kept": None, "set_drop": None, "control_drop": None, "drops": ()}
+    nothing: dict[str, Any] = {
+        "layer_drop": None,
+        "heads": (),
+        "kept": None,
+        "set_drop": None,
+        "control_drop": None,
+        "drops": (),
+    }
     rows = iter(sets)
     listed = tuple(
         First(setup.tokenizer.decode([t]), t, a, f, **(next(rows, nothing) if f else nothing))
