@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, cast, get_origin
 
 import typer
 from typer.core import TyperGroup
@@ -208,7 +208,7 @@ def _typed(parameter: Parameter) -> inspect.Parameter:
     if kind is int:
         more |= {key: None if more[key] is None else int(more[key]) for key in ("min", "max")}
     if many and not empty and parameter.default:
-        more["show_default"] = ", ".join(map(str, parameter.default))
+        more["show_default"] = ", ".join(map(str, cast("list[Any]", parameter.default)))
     if option.argument:
         info: Any = typer.Argument(**more)
     elif kind is bool:
