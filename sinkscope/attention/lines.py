@@ -221,12 +221,13 @@ def line_weights(
         for _, ids in rows:
             target.forward(ids[None])
     heads = tuple(_head(layer, h, found[layer]) for layer in wanted for h in range(target.n_heads))
+    mean: dict[str, Any] = {name: means([getattr(h, name) for h in heads]) for name in _NAMES}
     return LineWeights(
+        **mean,
         etas=chosen,
         inputs=tuple(one for one, _ in rows),
         heads=heads,
         picture=_pictured(setup, rows[0][1], *(head or _both_kinds(heads))),
-        **{name: means([getattr(h, name) for h in heads]) for name in _NAMES},
     )
 
 

@@ -266,12 +266,14 @@ def line_overlap(
             setup.target.forward(ids[None])
     heads = tuple(head for layer in wanted for head in _heads(layer, found[layer]))
     tokens = token_overlap(setup.target, asked, wanted, max_new_tokens, parts, window, setup.progress)
+    numbers = {name: torch.tensor([getattr(h, name) for h in heads]) for name in _NAMES}
+    mean: dict[str, Any] = {name: tuple(values.double().mean(0).tolist()) for name, values in numbers.items()}
     return LineOverlap(
+        **mean,
         etas=chosen,
         texts=tuple(one for one, _ in rows),
         heads=heads,
         tokens=tokens,
-        **{name: tuple(torch.tensor([getattr(h, name) for h in heads]).double().mean(0).tolist()) for name in _NAMES},
     )
 
 
