@@ -169,6 +169,7 @@ class Entry:
         node: its definition.
         marks: arguments of the decorator that are literals; for `outputs`, a list of (name, help, required).
         names: constants of its module, which defaults may name.
+        imports: names that its module imports, and from which module.
     """
 
     module: str
@@ -177,6 +178,7 @@ class Entry:
     node: ast.FunctionDef
     marks: dict[str, Any]
     names: dict[str, Any] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> str:
@@ -224,12 +226,14 @@ class Entry:
         return getattr(import_module(self.module), self.name)
 
     def _value(self, node: ast.expr) -> Any:
-        """What an annotation or a default means; its module is imported only where it names something else."""
+        """What an annotation or a default means; the module of a name is imported only where it is not known here."""
         code = compile(ast.Expression(node), self.module, "eval")
         try:
-            return eval(code, {**_NAMES, **_imported(self.module, code.co_names), **self.names})
-        except NameError:
-            return eval(code, vars(import_module(self.module)))
+            return eval(code, {**_NAMES, **self.names})
+        except NameError as error:
+            name = str(error.name)
+            self.names[name] = getattr(import_module(self.imports.get(name, self.module)), name)
+            return self._value(node)
 
 
 @cache
@@ -289,7 +293,13 @@ def read_entries(module: str, text: str) -> list[Entry]:
         text: its source.
     """
     tree = ast.parse(text)
-    names = _constants(tree)
+    names: dict[str, Any] = {}
+    imports: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imports.update((alias.name, node.module) for alias in node.names)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            names.update((node.targets[0].id, value) for value in _literal(node.value))
     found: list[Entry] = []
     for node in tree.body:
         if not isinstance(node, ast.FunctionDef):
@@ -299,7 +309,7 @@ def read_entries(module: str, text: str) -> list[Entry]:
             if decorator in ("measurement", "command") and isinstance(mark, ast.Call):
                 marks = {k.arg: v for k in mark.keywords if k.arg for v in _literal(k.value)}
                 marks |= {k.arg: _outputs(k.value) for k in mark.keywords if k.arg == "outputs"}
-                found.append(Entry(module, node.name, decorator, node, marks, names))
+                found.append(Entry(module, node.name, decorator, node, marks, names, imports))
     return found
 
 
@@ -316,26 +326,6 @@ def kinds() -> dict[str, str]:
             found[entry.marks["kind"]] = entry.module
         elif entry.decorator == "measurement" and entry.module not in found.values():
             found[entry.name.replace("_", "-")] = entry.module
-    return found
-
-
-def _constants(tree: ast.Module) -> dict[str, Any]:
-    """The literals that a file gives names to."""
-    named = [n for n in tree.body if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
-    return {getattr(n.targets[0], "id", ""): value for n in named for value in _literal(n.value)}
-
-
-@cache
-def _imported(module: str, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """Those of the wanted names that a file of the package imports from another one, where they are literals."""
-    found: dict[str, Any] = {}
-    file = _ROOT.parent.joinpath(*module.split(".")).with_suffix(".py")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body if wanted and file.is_file() else ():
-        names = {alias.name for alias in getattr(node, "names", ())} & {*wanted} - {*_NAMES}
-        if isinstance(node, ast.ImportFrom) and names and (node.module or "").startswith(_ROOT.name):
-            source = _ROOT.parent.joinpath(*(node.module or "").split(".")).with_suffix(".py")
-            constants = _constants(ast.parse(source.read_text(encoding="utf-8"))) if source.is_file() else {}
-            found |= {name: constants[name] for name in names & {*constants}}
     return found
 
 

@@ -164,7 +164,7 @@ class LineWeights(Weights, Result):
 
 
 @measurement(
-    group="Attention",
+    group="Look",
     figure=draw_weights,
     command="lines",
     loading="whole",

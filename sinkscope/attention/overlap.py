@@ -204,7 +204,7 @@ class LineOverlap(Overlap, Result):
 
 
 @measurement(
-    group="Attention",
+    group="Look",
     figure=draw_overlap,
     command="overlap",
     loading="whole",

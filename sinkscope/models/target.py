@@ -177,9 +177,9 @@ class Target:
         return True
 
     def loaded(self, layer: int) -> AbstractContextManager[None]:
-        """Around reading weights of a layer, or calling parts of it, outside a call of the layer itself.
+        """A `with` in which the weights of a layer may be read, and its parts called, outside a call of the layer.
 
-        Only streamed models (see `models.stream`) have to do anything for it.
+        Only streamed models (see `models.stream`) do anything here.
         """
         return nullcontext()
 

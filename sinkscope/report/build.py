@@ -55,7 +55,7 @@ class Report:
     skipped: tuple[Skipped, ...]
 
 
-@command(group="Results", command="report")
+@command(group="Look", command="report")
 def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
