@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.kv import Full, Policy, make_policy, policies
-from sinkscope.kv.moments import layer_window
+from sinkscope.kv.session import layer_window
 from sinkscope.models.target import Target
 
 PROMPT, LENGTHS, STEPS = 26, (26, 19), 6  # longer than the windows of 16

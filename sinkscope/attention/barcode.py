@@ -26,8 +26,7 @@ from sinkscope.attention.live import Live
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.barcode import draw
 from sinkscope.interventions.decode import decode, watched
-from sinkscope.kv.observe import Observe
-from sinkscope.kv.session import Rows
+from sinkscope.kv.session import Observe, Rows
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.output import check_writable
 

@@ -24,8 +24,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.figures.locking import draw
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode
-from sinkscope.kv.observe import Observe
-from sinkscope.kv.session import Rows
+from sinkscope.kv.session import Observe, Rows
 from sinkscope.loops.signals import collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 

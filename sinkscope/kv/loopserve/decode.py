@@ -18,9 +18,8 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Run
-from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.policy import At, Policy, check_fields
 from sinkscope.kv.rebase import Rotary
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Event, Run
-from sinkscope.kv.moments import Prompt
-from sinkscope.kv.session import Session
+from sinkscope.kv.session import Prompt, Session
 from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import Kernel, Sparsity, sparse_attention

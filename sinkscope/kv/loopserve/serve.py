@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv._fields import check_fields
 from sinkscope.kv.loopserve.decode import Progressive
 from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.policy import check_fields
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, Variant, check_selection, select_lines
 from sinkscope.lines.sparse import Kernel, dense_limit
