@@ -226,7 +226,7 @@ class Result:
 
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
-    drawing: ClassVar[Callable[[Any], Any] | None] = None  # set by the decorator of the measurement
+    drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     model: ModelInfo = UNKNOWN_MODEL
     settings: dict[str, Any] = field(default_factory=dict)
@@ -353,13 +353,12 @@ class Result:
         Raises:
             SinkscopeError: there is no drawing of this kind.
         """
-        if type(self).drawing is None and self.kind in kinds():
-            import_module(kinds()[self.kind])  # the command that draws it
         draw = type(self).drawing
+        if isinstance(draw, str):
+            module, _, name = draw.partition(":")
+            draw = getattr(import_module(module), name)
         if draw is None:
-            from sinkscope import figures
-
-            return figures.figure(self)
+            raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
         return draw(self)
 
     def text(self) -> str:

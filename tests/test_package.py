@@ -129,6 +129,7 @@ def _file_of(path: str) -> str:
 
 
 EDGES = {name: {_file_of(path) for path in _imported(name)} - {name} for name in FILES}
+UPWARD = {("sinkscope.models.probe", "trace")}  # the check of a loaded model recomputes its attention rows
 LAZY = {"sinkscope", "sinkscope.registry"}  # they name every module, and import those that are asked for
 
 
@@ -151,7 +152,8 @@ def test_packages_import_only_what_is_above_them() -> None:
         assert part in {*ORDER, *GROUND}, f"{name}: say in ORDER where it stands"
         for used in {other.split(".")[1] for other in EDGES[name] - LAZY} - {part, *GROUND}:
             assert part not in GROUND, f"{name} imports sinkscope.{used}"
-            assert ORDER.index(used) < ORDER.index(part), f"{name} imports sinkscope.{used}"
+            above = (name, used) in UPWARD or ORDER.index(used) < ORDER.index(part)
+            assert above, f"{name} imports sinkscope.{used}"
 
 
 def test_no_private_name_crosses_packages() -> None:

@@ -191,6 +191,7 @@ class LoopCheck(Result):
     """
 
     kind: ClassVar[str] = "loops"
+    drawing: ClassVar[Any] = "sinkscope.figures.loops:draw"
 
     loops: int
     records: tuple[Checked, ...]

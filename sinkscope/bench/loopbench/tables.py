@@ -68,6 +68,7 @@ class LoopBench(Result):
     """
 
     kind: ClassVar[str] = "loopbench"
+    drawing: ClassVar[Any] = "sinkscope.bench.loopbench.drawing:draw"
     percent: ClassVar[tuple[str, ...]] = (
         "paper_loop",
         "loop",
