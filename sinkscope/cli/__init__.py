@@ -24,8 +24,6 @@ _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
 
 
-for _module in pkgutil.iter_modules(__path__):  # commands that are not in the registry hang themselves on the app
-    import_module(f"{__name__}.{_module.name}")
 add_commands(app)
 
 

@@ -61,8 +61,7 @@ def add_commands(app: typer.Typer) -> None:
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
-    there = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
-    groups: dict[str, typer.Typer] = {"": app, **there}
+    groups: dict[str, typer.Typer] = {"": app}
     for words, parts in together.items():
         home, _, name = words.rpartition(" ")
         if home not in groups:

@@ -22,50 +22,6 @@ class Backend(StrEnum):
     nnsight = "nnsight"
 
 
-def _fits(seed: int) -> int:
-    """Torch takes no larger seed; a range in the help would only be noise."""
-    if seed >= 1 << 63:
-        raise typer.BadParameter(f"{seed} is too large; give a number below 2**63")
-    return seed
-
-
-Model = Annotated[
-    str | None,
-    typer.Option(help="Short name, hub id, folder or .gguf file.", show_default="the model in the package"),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
-BackendOption = Annotated[Backend | None, typer.Option(help="Load the model as this kind of object.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, mps.")]
-DType = Annotated[
-    str | None,
-    typer.Option(
-        help="float32, bfloat16, float16.", show_default="the checkpoint's; read layer by layer on a CPU: float32"
-    ),
-]
-Bos = Annotated[bool | None, typer.Option("--bos/--no-bos", help="A BOS token first.", show_default="the tokenizer's")]
-Text = Annotated[Path | None, typer.Option(help="Typical text.", show_default="the text in the package")]
-MaxRepeats = Annotated[int | None, typer.Option(min=1, help="Largest number of repetitions.")]
-Workers = Annotated[int, typer.Option(min=1, help="Processes; more than one run over Ray.")]
-Resume = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Keep finished parts here, and go on from those that are there.")
-]
-Seed = Annotated[int, typer.Option(min=0, callback=_fits, help="Of every random choice.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write the result as JSON.")]
-Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="Write tables and figures into one file.")]
-Png = Annotated[
-    str | None, typer.Option("--png", metavar="FILE", help="Write the figure; needs kaleido and a browser.")
-]
-
-
-def open_model(model: str | None, backend: Backend | None, **options: Any) -> Any:
-    """The model as the kind of object that was asked for; a name stays a name if none was."""
-    if backend is None:
-        return model
-    from sinkscope.models.load import load
-
-    return load(model, backend=backend.value, **{k: v for k, v in options.items() if v is not None})
-
-
 def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
     """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
     paths = (json, html, png, *more.values())
