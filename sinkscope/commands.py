@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sinkscope._console import emit, note, print_rows
+from sinkscope.console import emit, note, print_rows
 from sinkscope.output import read_text
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 

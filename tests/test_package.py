@@ -51,7 +51,7 @@ GROUND = (
     "registry",
     "results",
     "store",
-    "_console",
+    "console",
     "grid",
     "_plain",
     "_provenance",
