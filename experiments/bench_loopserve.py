@@ -38,7 +38,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from experiments.bench_lines import ids_of, made
 from experiments.record import record
-from sinkscope.kv.loopserve import LoopServe, Progressive, prefill, serve
+from sinkscope.kv.loopserve import LoopServe, Progressive, serve
 from sinkscope.lines import choice, sparse
 from sinkscope.lines.choice import HeadLines
 from sinkscope.output import write_atomic
@@ -173,7 +173,7 @@ def stages() -> Iterator[Counter[str]]:
         "choice": (serve, "select_lines"),
         "sample": (choice, "attention_of"),
         "line sums": (choice, "slash_lines"),
-        "sparse": (prefill, "sparse_attention"),
+        "sparse": (serve, "sparse_attention"),
         "planning": (sparse, "plan_of"),
     }
     with ExitStack() as stack:

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.record import record
-from sinkscope.console import Progress, note
+from sinkscope.console import ProgressBar, note
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, ORANGE
 from sinkscope.html import check_png
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     started, part = time.perf_counter(), args.out / "emergence.part"
     part.mkdir(parents=True, exist_ok=True)
     runs: list[dict[str, Any]] = []
-    with Progress() as progress:
+    with ProgressBar() as progress:
         for seed in range(args.seeds):
             for bos in (True, False):
                 runs.append({"bos": bos, "seed": seed, "rows": train(bos, seed, args.steps, part, progress)})

@@ -21,10 +21,9 @@ import typer
 from typer.core import TyperGroup
 
 from sinkscope import __version__
-from sinkscope.console import emit, note, print_result
+from sinkscope.console import ProgressBar, emit, note, print_result
 from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.output import check_writable, read_text
-from sinkscope.progress import ProgressBar
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
 

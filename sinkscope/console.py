@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sinkscope.output import write_atomic
-from sinkscope.progress import ProgressBar as Progress
+
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(what, done, total)`."""
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Show nothing; the progress of a measurement that nobody watches."""
+
+
+class ProgressBar:
+    """A bar with the time elapsed and left on standard error; it shows nothing where standard error is not a terminal.
+
+    It is called with what is being done, how much of it is done, and how much there is.
+    """
+
+    def __enter__(self) -> ProgressBar:
+        self._bar: Any = None
+        self._tasks: dict[str, Any] = {}
+        if sys.stderr.isatty():
+            from rich import progress as rich
+            from rich.console import Console
+
+            shown = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.MofNCompleteColumn())
+            times = (rich.TimeElapsedColumn(), rich.TimeRemainingColumn())
+            console = Console(stderr=True)
+            self._bar = rich.Progress(*shown, *times, console=console, transient=True, redirect_stdout=False)
+            self._bar.start()
+        return self
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show how much of a stage is done."""
+        gc.enable()  # the command line turns it off while libraries are imported
+        if self._bar is None:
+            return
+        if stage not in self._tasks:
+            self._tasks[stage] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._tasks[stage], completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
 
 __all__ = ["Progress", "emit", "note", "print_result", "print_rows"]
 

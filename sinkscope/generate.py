@@ -12,7 +12,6 @@ import torch
 from pydantic import Field
 from transformers import TextStreamer
 
-from sinkscope.checked import Natural, Number, Whole, conform
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -20,6 +19,7 @@ from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.measure.setup import edit_of
 from sinkscope.models.target import Target
+from sinkscope.records import Natural, Number, Whole, conform
 
 
 @dataclass(frozen=True)

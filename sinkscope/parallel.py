@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
-from sinkscope.progress import Progress
 from sinkscope.store import Folder
 
 PATIENCE = 600.0  # seconds after which all Ray workers must have started

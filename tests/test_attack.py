@@ -18,7 +18,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
 from sinkscope.sinks.attack.attack import AttackRow, ClusterAttack, cluster_attack, wilson
-from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, make_pools, repeat, round_trip
+from sinkscope.sinks.attack.vocabulary import coordinate, drawn_sequences, greedy, make_pools, repeat, round_trip
 
 
 def _attack(o: Organism, folder: Path, **options: Any) -> ClusterAttack:
@@ -76,7 +76,7 @@ def test_found_clusters_do_as_well_as_planted_ones(tmp_path: Path) -> None:
 def test_norms_are_those_of_single_plain_passes(tmp_path: Path) -> None:
     o = organism("llama", 0)
     trials = trials_of(o, tmp_path)
-    rows, _ = draw(trials.pools, 6, 5, 0)
+    rows, _ = drawn_sequences(trials.pools, 6, 5, 0)
     layer = o.truth.sink_layer
     assert layer is not None
     first = o.model(o.natural()[:, :1], output_hidden_states=True).hidden_states[layer + 1][:, 0].norm(dim=-1)
@@ -93,7 +93,7 @@ def test_rates_are_counts_of_norms(tmp_path: Path) -> None:
     o = organism("llama", 0)
     found = _attack(o, tmp_path, thresholds=[0.3, 0.5, 0.9])
     trials = trials_of(o, tmp_path)
-    rows, _ = draw(trials.everyone, 8, 24, 0)
+    rows, _ = drawn_sequences(trials.everyone, 8, 24, 0)
     row = _only(found, "no BOS", "random")
     norms = trials.norms(trials.contexts[1], rows).tolist()
     hits = [[n >= 0.5 for n in one] for one in norms]
@@ -126,7 +126,7 @@ def test_sequences_repeat_nothing_stay_in_their_cluster_and_searches_gain(
     def score(ids: torch.Tensor) -> torch.Tensor:
         return worth[ids]
 
-    rows, heads = draw(pools, length, count, seed)
+    rows, heads = drawn_sequences(pools, length, count, seed)
     assert len(rows) == (count if max(sizes) >= length else 0)
     grown, of = greedy(score, pools, length, count, candidates, seed)
     better = coordinate(score, rows, heads, pools, candidates, seed)
@@ -139,14 +139,14 @@ def test_sequences_repeat_nothing_stay_in_their_cluster_and_searches_gain(
 
 def test_searches_find_better_sequences_than_chance() -> None:
     pools, worth = _pools([64]), torch.linspace(0, 1, 64)
-    rows, heads = draw(pools, 8, 16, 0)
+    rows, heads = drawn_sequences(pools, 8, 16, 0)
     drawn = worth[rows].mean()
     assert worth[greedy(lambda ids: worth[ids], pools, 8, 16, 8, 0)[0]].mean() > drawn + 0.2
     assert worth[coordinate(lambda ids: worth[ids], rows, heads, pools, 8, 0)].mean() > drawn + 0.2
 
 
 def test_a_repetition_is_of_the_same_tokens() -> None:
-    rows, _ = draw(_pools([9, 9]), 4, 3, 0)
+    rows, _ = drawn_sequences(_pools([9, 9]), 4, 3, 0)
     assert repeat(rows).tolist() == [[row[0]] * 4 for row in rows.tolist()]
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import pytest
 
-from sinkscope.checked import Natural, Number, Share, Whole, checked, conform
 from sinkscope.errors import SinkscopeError
+from sinkscope.records import Natural, Number, Share, Whole, checked, conform
 
 
 @checked

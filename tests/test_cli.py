@@ -362,14 +362,14 @@ def test_generate_refuses_before_any_model_is_loaded(
 
 
 def test_progress_only_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinkscope.console import Progress
+    from sinkscope.console import ProgressBar
 
-    with Progress() as progress:
+    with ProgressBar() as progress:
         progress("layers", 1, 2)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    with Progress() as progress:
+    with ProgressBar() as progress:
         progress("layers", 1, 2)
     out, err = capsys.readouterr()
     assert out == ""

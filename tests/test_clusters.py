@@ -15,8 +15,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.attack.clusters import TokenClusters, pair_norms, token_clusters
-from sinkscope.sinks.attack.single_head import HeadWork, later_mean
+from sinkscope.sinks.attack.clusters import HeadWork, TokenClusters, later_mean, pair_norms, token_clusters
 
 HEADED = [f for f in FAMILIES if f != "gpt2"]
 

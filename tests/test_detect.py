@@ -21,7 +21,7 @@ from sinkscope.interventions import SinkDetector
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.attack.detect import AttackDetection, DetectRow, area, cut_at, detect_attack, neuron_values, peak
-from sinkscope.sinks.attack.sequences import draw
+from sinkscope.sinks.attack.vocabulary import drawn_sequences
 from sinkscope.sinks.first_token.ablation import view_layer
 from sinkscope.text.harmless import honest_repetition, source_code
 from sinkscope.trace.run import trace
@@ -68,7 +68,7 @@ def test_wrong_clusters_give_little_to_detect(tmp_path: Path) -> None:
 def test_other_neurons_detect_nothing(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
     trials = trials_of(o, tmp_path)
-    rows, _ = draw(trials.pools, 16, 40, 0)
+    rows, _ = drawn_sequences(trials.pools, 16, 40, 0)
     layer = o.truth.sink_layer
     assert layer is not None
     width = Target.of(o.model).d_mlp

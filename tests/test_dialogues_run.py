@@ -29,13 +29,13 @@ from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, Dialogues, tabulate_dialogues
 from sinkscope.bench.loopbench.metrics import read_run
-from sinkscope.bench.store import open_folder, read_folder
+from sinkscope.bench.runner import open_folder, read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
-from sinkscope.kv.loopserve.decode import tokens_read
-from sinkscope.kv.loopserve.prefill import _said as said_of
+from sinkscope.kv.loopserve.serve import _said as said_of
+from sinkscope.kv.loopserve.serve import tokens_read
 from sinkscope.lines.sparse import Sparsity
 from sinkscope.results import Result
 

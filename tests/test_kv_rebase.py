@@ -16,8 +16,7 @@ from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, StreamingLLM
-from sinkscope.kv.cache import COLUMNS, CacheLayer
-from sinkscope.kv.rebase import Rotary
+from sinkscope.kv.cache import COLUMNS, CacheLayer, Rotary
 from sinkscope.models.target import Target
 
 _SCALED: dict[str, dict[str, Any]] = {

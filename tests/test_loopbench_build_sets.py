@@ -14,10 +14,8 @@ import pytest
 
 from experiments.loopbench import make_honest
 from sinkscope.bench.loopbench.build import build
-from sinkscope.bench.loopbench.longbench import read_longbench
+from sinkscope.bench.loopbench.longbench import HEAD, TAIL, open_tokenizer, read_longbench, wiki2_prompt
 from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, honest_texts, load_prompts
-from sinkscope.bench.loopbench.tokens import open_tokenizer
-from sinkscope.bench.loopbench.wiki2 import HEAD, TAIL, wiki2_prompt
 from sinkscope.bench.scorers import best_f1, f1, normalise
 from sinkscope.bench.sets import write_set
 from sinkscope.errors import SinkscopeError

@@ -16,9 +16,8 @@ from hub_server import hub
 from longbench_files import record, records, save
 
 from sinkscope.bench.loopbench.build import TASKS
-from sinkscope.bench.loopbench.longbench import read_longbench
+from sinkscope.bench.loopbench.longbench import open_tokenizer, read_longbench
 from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.bench.loopbench.tokens import open_tokenizer
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 

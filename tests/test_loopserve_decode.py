@@ -16,7 +16,7 @@ from transformers import AttentionInterface, DynamicCache
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.loopserve.decode import Progressive, tokens_read
+from sinkscope.kv.loopserve.serve import Progressive, tokens_read
 from sinkscope.kv.usage import Meter
 from sinkscope.models.target import Target
 

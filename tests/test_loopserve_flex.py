@@ -17,7 +17,7 @@ from test_loopserve_sparse import drawn, inputs, masked
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.loopserve.serve import SparsePrompts
 from sinkscope.kv.session import Prompt
 from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines

@@ -16,10 +16,10 @@ from torch import Tensor
 from sinkscope.attention.line_texts import Question
 from sinkscope.attention.overlap import LineOverlap, covered, jaccard, line_overlap, token_overlap
 from sinkscope.cli import main
+from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines import HeadLines
 from sinkscope.models.target import Target
-from sinkscope.progress import silent
 from sinkscope.results import Result
 
 Sets = tuple[set[int], set[int]]

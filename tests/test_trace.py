@@ -10,8 +10,7 @@ from organisms.tiny import MODEL_TYPES, tiny_model
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.run import trace
-from sinkscope.trace.sites import site_names
+from sinkscope.trace.run import site_names, trace
 
 IDS = torch.randint(3, 90, (3, 11), generator=torch.Generator().manual_seed(2))
 

@@ -28,7 +28,7 @@ from experiments.record import record
 from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.console import Progress, note
+from sinkscope.console import ProgressBar, note
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.loops import collapse_point, diversity, survival
@@ -57,7 +57,7 @@ def trained(folder: Path) -> dict[str, Any]:
     }
 
 
-def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progress) -> list[Continued]:
+def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: ProgressBar) -> list[Continued]:
     """The model's continuations of the small set, from the folder where they are there already."""
     run_loopbench(
         model,
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     members: dict[str, tuple[dict[str, Any], list[Continued]]] = {}
-    with Progress() as progress:
+    with ProgressBar() as progress:
         for folder in args.folders:
             note(f"{folder.name}: {args.max_new_tokens} tokens after each prompt")
             runs = runs_of(

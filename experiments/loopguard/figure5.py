@@ -22,7 +22,7 @@ from experiments.loopguard.drawn import save
 from experiments.record import record
 from sinkscope.attention.barcode import Barcode, HeadBarcode, barcode
 from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.console import Progress
+from sinkscope.console import ProgressBar
 from sinkscope.figures.style import ORANGE
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompt = next(p for p in load_prompts("small") if p.id == args.prompt).prompt
     model = load(args.model, backend="hf")
     heads = None if not args.head else [(int(a), int(b)) for a, b in (name.split(".") for name in args.head)]
-    with Progress() as progress:
+    with ProgressBar() as progress:
         loop = barcode(model, prompt, heads=heads, max_new_tokens=args.max_new_tokens, progress=progress)
         named = [(h.layer, h.head) for h in loop.heads if h.whole is not None]
         guarded = barcode(

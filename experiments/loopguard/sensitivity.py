@@ -29,7 +29,7 @@ from typing import Any
 
 from experiments.record import record
 from sinkscope.bench.loopbench.prompts import honest_texts
-from sinkscope.console import Progress, note
+from sinkscope.console import ProgressBar, note
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.html import check_png
@@ -372,7 +372,7 @@ def main(argv: list[str] | None = None) -> None:
     data = [*sequences(args.per_form), *recorded(args.runs)]
     sweeps: dict[str, list[dict[str, Any]]] = {}
     total, done = sum(map(len, SWEEPS.values())), 0
-    with Progress() as progress:
+    with ProgressBar() as progress:
         for field, values in SWEEPS.items():
             for value in values:
                 progress("settings", done, total)

@@ -25,7 +25,7 @@ from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor
 from experiments.loopguard.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.console import Progress
+from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, GREEN, ORANGE
 from sinkscope.kv.loopguard import LoopGuard, LoopReporter
 from sinkscope.loops import compression_ratio, ends_in_loop, tail_period, type_token_ratio
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ids = torch.tensor([[0] * (width - len(r)) + r for r in read])
     mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in read])
     rows: list[dict[str, Any]] = []
-    with Progress() as progress:
+    with ProgressBar() as progress:
         for i, name in enumerate(NAMES):
             progress("variants", i, len(NAMES))
             rows.append(row_of(name, *run(model, ids, mask, args.max_new_tokens, name)))

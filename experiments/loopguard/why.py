@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from experiments.loopguard.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.metrics import Continued, read_run
-from sinkscope.console import Progress
+from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.kv.loopguard import LoopGuard, Retention, plan
 from sinkscope.loops import tail_period
@@ -285,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     organism, planted, broken = organism_cases()
     texts = text_cases(model.tokenizer, args.prompts, 1200)
     done, total = 0, sum(map(len, cases.values())) + len(planted) + len(texts)
-    with Progress() as progress:
+    with ProgressBar() as progress:
 
         def tick() -> None:
             nonlocal done

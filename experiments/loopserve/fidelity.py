@@ -25,8 +25,8 @@ from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, lege
 from experiments.record import record
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, Near
-from sinkscope.bench.store import read_folder
-from sinkscope.console import Progress
+from sinkscope.bench.runner import read_folder
+from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
 from sinkscope.models.load import load
 
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for value in values
     }
     alone = specs(ALONE)
-    with Progress() as progress:
+    with ProgressBar() as progress:
         folder = run_fidelity(
             model,
             texts,

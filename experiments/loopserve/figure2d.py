@@ -27,7 +27,7 @@ from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, tabulate_dialogues
-from sinkscope.console import Progress
+from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, GREEN, ORANGE
 from sinkscope.models.load import load
 
@@ -35,7 +35,7 @@ METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0
 HOPS = (1, 2, 7)
 
 
-def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: Progress) -> list[dict[str, Any]]:
+def measure(model: Any, hops: int, count: int, tokens: int, budget: int, progress: ProgressBar) -> list[dict[str, Any]]:
     """Accuracy with its interval by method and position."""
     dialogues = recall_dialogues(count, turns=1, total=tokens, hops=hops)
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     started, model = time.perf_counter(), load("recall", backend="hf")
-    with Progress() as progress:
+    with ProgressBar() as progress:
         panels: list[dict[str, Any]] = [
             {"hops": hops, "points": measure(model, hops, args.count, args.tokens, args.budget, progress)}
             for hops in HOPS

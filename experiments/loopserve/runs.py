@@ -28,9 +28,9 @@ from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.words import END
 from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
+from sinkscope.bench.runner import read_folder
 from sinkscope.bench.scorers import metric_of, score
-from sinkscope.bench.store import read_folder
-from sinkscope.console import Progress
+from sinkscope.console import ProgressBar
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load
@@ -137,7 +137,7 @@ def answers(suite: Suite, methods: Sequence[str], work: Path) -> Sequence[Said]:
     """Everything that the methods say, from the folder or anew."""
     folder = work / suite.name
     torch.set_num_threads(1)
-    with Progress() as progress:
+    with ProgressBar() as progress:
         model = load("recall", backend="hf")
         run_dialogues(model, suite.dialogues(), methods, out=folder, cache=suite.cache, progress=progress, budget=SHARE)
     return read_folder(folder, Said, COMMAND).records

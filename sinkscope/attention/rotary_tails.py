@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sinkscope.models.target import Target
 from sinkscope.trace.attention import attention_rows, queries_and_keys
-from sinkscope.trace.sites import resolve
+from sinkscope.trace.run import resolve
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from sinkscope.bench.dialogues.recall import TASK
-from sinkscope.bench.dialogues.scbench import SCBENCH, shared_metric
-from sinkscope.bench.dialogues.tasks import Metric, task_of
+from sinkscope.bench.dialogues.scbench import SCBENCH, Metric, shared_metric, task_of
 from sinkscope.bench.dialogues.words import END
 from sinkscope.errors import SinkscopeError
 

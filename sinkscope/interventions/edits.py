@@ -20,12 +20,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from sinkscope.checked import Number, Whole, conform
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.experts import activate, bind, columns, gate_up
 from sinkscope.models.target import Target, plain_weight
+from sinkscope.records import Number, Whole, conform
 
 SiteLike = Sequence[int | None]
 Where = Literal["post", "up"]

@@ -14,12 +14,12 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope.checked import Number, Whole, conform
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.output import write_atomic
+from sinkscope.records import Number, Whole, conform
 
 # Why the calibrated value is used instead of the second token's; the names are in `edits._REASONS`.
 _NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4

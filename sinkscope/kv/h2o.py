@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.checked import Share
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Rows, Session
+from sinkscope.records import Share
 
 
 @register_policy("h2o")

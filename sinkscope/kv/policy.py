@@ -16,13 +16,12 @@ from jaxtyping import Bool, Float, Int
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from sinkscope.checked import Natural, Whole
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.rebase import Rotary
+from sinkscope.kv.cache import CacheLayer, Rotary
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session
+from sinkscope.records import Natural, Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +285,7 @@ def check_fields(made: Any) -> None:
 
     A bool is no number here, a whole number is a number, and fields of any other type are left alone. So are those of
     a class whose annotations name what is imported for type checkers only. `Natural`, `Whole` and `Share` of
-    `sinkscope.checked` are numbers with a range.
+    `sinkscope.records` are numbers with a range.
 
     Raises:
         SinkscopeError: the first such field, with its value and what was expected.

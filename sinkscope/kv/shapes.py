@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinkscope.checked import Natural, Whole
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.loopserve.serve import SparsePrompts
 from sinkscope.kv.policy import check_fields
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, minference_lines
+from sinkscope.records import Natural, Whole
 
 
 @dataclass(frozen=True, kw_only=True)

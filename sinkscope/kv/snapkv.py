@@ -13,11 +13,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from sinkscope.checked import Natural, Share
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.policy import At, Policy, check_fields
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Session
+from sinkscope.records import Natural, Share
 
 
 @register_policy("snapkv")

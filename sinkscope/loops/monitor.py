@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
-from sinkscope.checked import Natural, Share, Whole, checked
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Novelty, Runs, Tail, Types, compression_ratio
+from sinkscope.records import Natural, Share, Whole, checked
 
 VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
 GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")

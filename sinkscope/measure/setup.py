@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, watched
@@ -26,7 +27,6 @@ from sinkscope.kv.session import Observe
 from sinkscope.models.load import load
 from sinkscope.models.open import PartTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
-from sinkscope.progress import Progress, silent
 from sinkscope.registry import Hidden, Option
 from sinkscope.results import ModelInfo, Provenance, provenance
 from sinkscope.text import resolve_bos, text_rows, typical_text

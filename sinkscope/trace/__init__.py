@@ -1,7 +1,6 @@
 """Run once, stream what is asked: sites, reducers, observers, attention rows in query chunks."""
 
 from sinkscope.trace.attention import attention_rows, queries_and_keys
-from sinkscope.trace.run import Observer, trace
-from sinkscope.trace.sites import site_names
+from sinkscope.trace.run import Observer, site_names, trace
 
 __all__ = ["Observer", "attention_rows", "queries_and_keys", "site_names", "trace"]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.loopserve.serve import SparsePrompts
 from sinkscope.kv.session import Prompt, Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.lines.choice import HeadLines, last_votes

@@ -35,8 +35,8 @@ from sinkscope.bench.dialogues.asking import (
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.methods import Budget, Method
-from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, run_batches
-from sinkscope.bench.store import open_folder
+from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, open_folder, run_batches
+from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv import Full
@@ -44,7 +44,6 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Told
 from sinkscope.kv.session import Moment, Rows, Session
 from sinkscope.parallel import Tally
-from sinkscope.progress import Progress
 from sinkscope.text import typical_text
 
 Along = Literal["full", "gold"]

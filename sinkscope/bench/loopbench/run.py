@@ -19,14 +19,13 @@ from sinkscope.bench.loopbench.metrics import TEXT, Continued, Ended
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
 from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, SampledRow, StopRows, WatchedRows, stopper
 from sinkscope.bench.methods import Method, check_budget, check_methods
-from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, check_whole, run_batches
-from sinkscope.bench.store import open_folder
+from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, check_whole, open_folder, run_batches
+from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
 from sinkscope.parallel import Tally
-from sinkscope.progress import Progress
 
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
 DETECTORS = ("full", "p1", "ttr", "cr", "stall", "tail")  # variants of the monitor, see `MonitorSettings.variant`

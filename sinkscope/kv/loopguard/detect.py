@@ -14,10 +14,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 
-from sinkscope.checked import Natural, conform
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings, Step
+from sinkscope.records import Natural, conform
 
 POLL = 8  # tokens decided at once where reading them means waiting for a device
 

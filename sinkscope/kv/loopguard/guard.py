@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from sinkscope.checked import Natural, Whole
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
@@ -23,6 +22,7 @@ from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
+from sinkscope.records import Natural, Whole
 
 
 class LoopGuardWindow(StreamingLLM):

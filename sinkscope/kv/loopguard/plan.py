@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from sinkscope.checked import Natural, Whole
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.policy import check_fields
+from sinkscope.records import Natural, Whole
 
 Pick = Literal["latest", "uniform"]
 Clean = Literal["tail", "repeats"]

@@ -1,6 +1,5 @@
 """LoopServe: sparse attention over a new turn's prompt, and decoding that reads a chosen part of the cache."""
 
-from sinkscope.kv.loopserve.decode import Progressive, tokens_read
-from sinkscope.kv.loopserve.serve import LoopServe
+from sinkscope.kv.loopserve.serve import LoopServe, Progressive, tokens_read
 
 __all__ = ["LoopServe", "Progressive", "tokens_read"]

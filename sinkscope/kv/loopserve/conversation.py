@@ -21,8 +21,8 @@ from sinkscope.interventions import positions
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve import saved
-from sinkscope.kv.loopserve.prefill import follow_lines
 from sinkscope.kv.loopserve.saved import Answers, Held, Turn, check_ids
+from sinkscope.kv.loopserve.serve import follow_lines
 from sinkscope.kv.session import Moment, Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target

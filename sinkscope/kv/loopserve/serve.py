@@ -2,18 +2,305 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.decode import Progressive
-from sinkscope.kv.loopserve.prefill import SparsePrompts
-from sinkscope.kv.policy import check_fields
-from sinkscope.kv.session import Session
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.kv.cache import CacheLayer, Rotary
+from sinkscope.kv.policy import At, Policy, check_fields
+from sinkscope.kv.registry import register_policy
+from sinkscope.kv.session import Moment, Prompt, Session
+from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines, Variant, check_selection, select_lines
-from sinkscope.lines.sparse import Kernel, dense_limit
+from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, sparse_attention
+
+_FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
+
+
+def follow_lines(run: Run, fn: Callable[[int, int, HeadLines], None]) -> None:
+    """Call `fn(layer, row, lines)` for every row of a prompt that is read along lines; a run has one such `fn`."""
+    _FOLLOWERS[run] = fn
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePrompts:
+    """Attention of prompts along lines, row by row, with an event of kind "prefill" for every row and layer.
+
+    Attributes:
+        name: name of the intervention, for errors.
+        choose: returns lines for `query [head query d_head]`, `key [kv_head key d_head]` and the factor on the scores.
+        dense_above: share of computed cells above which a head is dense; None: that of the kernel.
+        shortest: prompts with fewer keys are read by the model's own attention.
+        dense_rows: number of queries at the end that attend to everything.
+        kernel: as for `sparse_attention`.
+        in_blocks: whether other devices than a CPU use the loop over blocks. If not, prompts on devices without
+            FlexAttention are read by the model's own attention.
+    """
+
+    name: str
+    choose: Callable[[Tensor, Tensor, float | None], HeadLines]
+    dense_above: float | None = torch.inf
+    shortest: int = 0
+    dense_rows: int = 0
+    kernel: Kernel = "auto"
+    in_blocks: bool = True
+
+    def enter(self, session: Session) -> None:
+        """Replace the attention of prompts.
+
+        Raises:
+            UnsupportedError: on a TransformerBridge.
+        """
+        if session.target.kind == "bridge":
+            more = "use prefill=False, or " if self.name == "LoopServe" else ""
+            raise UnsupportedError(
+                f"a TransformerBridge computes its own attention, so {self.name} cannot make prompts sparse on it: "
+                f"{more}load the model with backend='hf'",
+                page="kv-session",
+            )
+        session.replace_prefill(lambda prompt: self._attend(prompt, session))
+
+    def _attend(self, prompt: Prompt, session: Session) -> Tensor | None:
+        why, call, rows = self._why_dense(prompt), session.now.call, len(prompt.query)
+        assert call is not None
+        out: Tensor | None = None
+        found: list[Sparsity | None] = [None] * rows
+        if why is None:
+            out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
+            for row in range(rows):
+                real, held = prompt.query_pos[row] >= 0, prompt.pos[row, 0] >= 0
+                if not bool(real.any()):
+                    continue
+                made, found[row], lines = self._row(prompt, row, real, held)
+                if (follow := _FOLLOWERS.get(session.run)) is not None:
+                    follow(prompt.layer, row, lines)
+                out[row, real] = made.transpose(0, 1).to(out.dtype)
+        step, at, layer = call.step, prompt.query_pos, prompt.layer
+        counts = torch.stack([at.amax(1), (prompt.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)], 1)
+
+        def events() -> list[Event]:
+            told = [{"dense": why} if what is None else _said(what) for what in found]
+            return [
+                Event(row, step, last, layer, None, "prefill", {"keys": keys, "queries": queries} | told[row])
+                for row, (last, keys, queries) in enumerate(counts.tolist())
+                if queries
+            ]
+
+        session.run.log(events)
+        return out
+
+    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity, HeadLines]:
+        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        if not bool(real.all()):
+            query = query[:, real]
+        if not bool(held.all()):
+            key, value = key[:, held], value[:, held]
+        scaling = prompt.settings.get("scaling")
+        scaling = None if scaling is None else float(scaling)
+        heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+        # A row is read as it would be alone, also if it shares a batch with longer prompts.
+        whole = queries if keys < self.shortest else min(self.dense_rows, queries)
+        if not whole:
+            return self._along(query, key, value, scaling)
+        every = torch.ones(heads, keys, dtype=torch.bool, device=query.device)
+        last = HeadLines(every, every, whole)
+        out, what = sparse_attention(query[:, -whole:], key, value, last, scaling=scaling, dense_above=0.0)
+        if whole == queries:
+            return out, what, last
+        before, some, lines = self._along(query[:, :-whole], key[:, :-whole], value[:, :-whole], scaling)
+        share = int(lines.lengths().sum())
+        share = share / (share + int(last.lengths().sum()))
+        cells, computed = (tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed))
+        return torch.cat([before, out], 1), Sparsity(cells, computed, some.dense, some.kernel), lines
+
+    def _along(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> tuple[Tensor, Sparsity, HeadLines]:
+        lines = self.choose(query, key, scaling)
+        limit, kernel = self.dense_above, self.kernel
+        return *sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel), lines
+
+    def _why_dense(self, prompt: Prompt) -> str | None:
+        """Why the model's own attention has to be used, or is better; None: lines are used."""
+        keys, settings, device = prompt.key.shape[2], prompt.settings, prompt.query.device.type
+        missing = None
+        if device != "cpu" and not self.in_blocks:
+            missing = flex.why_not(prompt.query[0], prompt.value[0]) if self.kernel != "blocks" else "not asked for"
+        short = bool(((prompt.pos[:, 0] >= 0).sum(-1) < self.shortest).all())
+        reasons = (
+            (short, f"fewer than {self.shortest} keys"),
+            (missing is not None, f"on {device} without FlexAttention: {missing}"),
+            (prompt.window is not None and keys > prompt.window, "sliding window"),
+            (settings.get("softcap") is not None, "soft cap"),
+            (settings.get("s_aux") is not None, "learned sinks"),
+            (prompt.kv is not None and prompt.kv.edited, "tokens were evicted"),
+        )
+        return next((why for holds, why in reasons if holds), None)
+
+
+def _said(what: Sparsity) -> dict[str, float | int | str]:
+    attended = [1.0 if dense else cells for cells, dense in zip(what.cells, what.dense, strict=True)]
+    mean = torch.tensor([what.cells, what.computed, attended]).mean(1).tolist()
+    shares = {"cells": mean[0], "computed": mean[1], "attended": mean[2]}
+    return shares | {"dense_heads": sum(what.dense), "kernel": what.kernel}
+
+
+@dataclass(eq=False)
+class _Reads:
+    """Tokens of one cache that decoding steps attended to, per row, mean over layers and kv heads."""
+
+    steps: int = 0
+    total: Float[Tensor, " batch"] | None = None
+
+    def add(self, read: Float[Tensor, " batch"]) -> None:
+        if self.total is not None and len(self.total) != len(read):  # rows were multiplied or chosen: start again
+            self.steps, self.total = 0, None
+        self.steps, self.total = self.steps + 1, read if self.total is None else self.total + read
+
+
+@dataclass(eq=False)
+class _Record:
+    reads: list[_Reads] = field(default_factory=list)
+    layers: WeakSet[CacheLayer] = field(default_factory=WeakSet)
+
+
+_RECORDS: WeakKeyDictionary[Run, _Record] = WeakKeyDictionary()
+
+
+def tokens_read(run: Run) -> list[list[float]]:
+    """Tokens that a decoding step attends to, its own included, for each cache of the run and each of its rows.
+
+    They are means over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
+    """
+    record = _RECORDS.get(run)
+    found = [] if record is None else record.reads
+    return [(reads.total / reads.steps).tolist() for reads in found if reads.total is not None]
+
+
+@register_policy("progressive")
+@dataclass(frozen=True, kw_only=True)
+class Progressive(Policy):
+    """Read only the part of the cache that the latest queries attend to, chosen again after every `every` tokens.
+
+    Attributes:
+        every: tokens between selections, and number of queries that vote in each (n_d).
+        after: decoding steps before the first selection. 16: these steps read everything, as in the paper's text. 0:
+            the last queries of the prompt select when it has been read.
+        mode: "select" keeps the whole cache. "evict" frees tokens that are not chosen; they cannot come back.
+        gather: copy the selected keys and values once per selection, so that the steps between read and append to the
+            copy only. `run.usage` counts the tokens of the whole cache, and the bytes of both. The cache is whole again
+            at the next turn and when the run ends. Without `gather` a mask hides the other tokens, which takes longer.
+
+    Raises:
+        SinkscopeError: an interval below 1, a negative `after`, and as for every policy.
+        UnsupportedError: beam search, as soon as it exchanges rows.
+
+    Example:
+        >>> Progressive(budget=1024).every
+        16
+    """
+
+    every: int | Literal["prefill"] = 16
+    after: int = 16
+    mode: Literal["evict", "select"] = "select"
+    gather: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.every == "prefill" or self.every < 1 or self.after < 0:
+            raise SinkscopeError(
+                f"{type(self).__name__}: every={self.every!r}, after={self.after}: expected an interval from 1 and a "
+                "number of steps from 0"
+            )
+        super().__post_init__()
+
+    @property
+    def interval(self) -> int:
+        """Tokens between selections."""
+        return int(self.every)
+
+    def enter(self, run: Run, key: int) -> None:
+        """Enter as every policy does; besides, a new prompt sees the whole cache."""
+        super().enter(run, key)
+        record = _RECORDS.setdefault(run, _Record())
+        Session.of(run).before_prompt(lambda moment: self._open(moment.layers))
+        run.stack.callback(lambda: self._open(list(record.layers)))
+
+    def watch(self, session: Session, key: int) -> None:
+        """Keep the latest queries, also those of generated tokens."""
+        session.window_queries(self.interval, decoding=True)
+
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """Attention of the latest queries; padding does not vote."""
+        rows = at.session.window_rows(at.moment, at.layer, self.interval)
+        real = at.moment.state.queries[at.layer][1][:, -self.interval :] >= 0
+        votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
+        return self.group(votes, at.kv.pos.shape[1])
+
+    def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
+        state, layers = moment.state, moment.layers
+        assert state.prompt is not None
+        record = _RECORDS[session.run]
+        memory = state.memory.setdefault(key, {})
+        if moment.prefill_ended:
+            if "reads" not in memory:
+                memory["reads"] = _Reads()
+                record.reads.append(memory["reads"])
+            memory["budget"], memory["reorders"] = self.tokens(state.prompt), layers[0].reorders
+            record.layers.update(layers)
+            self._count(memory, layers, 0)
+        if layers[0].reorders != memory["reorders"]:
+            raise UnsupportedError(
+                f"beam search lets rows change places, and {type(self).__name__} follows the latest queries of each "
+                "row: use num_beams=1",
+                page="kv-session",
+            )
+        since = state.decoded - self.after
+        # A guard may have cut the cache, for which it had to be whole.
+        lost = memory.get("copied", False) and all(kv.aside is None for kv in layers)
+        if (since >= 0 and since % self.interval == 0) or lost:
+            self._choose(moment, session, memory)
+            self._count(memory, layers, state.decoded)
+        memory["reads"].add(memory["shown"] + (state.decoded - memory["at"] + 1))
+
+    def _choose(self, moment: Moment, session: Session, memory: dict[Any, Any]) -> None:
+        self._open(moment.layers)
+        memory["copied"] = False
+        budget = memory["budget"]
+        least = budget if isinstance(budget, int) else int(budget.min())
+        for number, kv in enumerate(moment.layers):
+            if kv.slots <= least:
+                continue
+            at = At(number, kv, moment, session, memory)
+            keep = self.select(self.checked_scores(at), at, budget)
+            if self.mode == "evict":
+                kv.evict(keep)
+            elif self.gather:
+                kv.work_on(keep)
+                memory["copied"] = True
+            else:
+                kv.select(keep)
+
+    def _open(self, layers: list[CacheLayer]) -> None:
+        """Make everything in the cache readable."""
+        for kv in layers:
+            kv.settle()
+            if self.mode == "select" and kv.hidden is not None:
+                kv.select(None)
+
+    def _count(self, memory: dict[Any, Any], layers: list[CacheLayer], at: int) -> None:
+        """Note how many tokens are read from here on, before new ones come."""
+        shown: list[Tensor] = []
+        for kv in layers:
+            shown.append(kv.readable.sum(-1).float().mean(1).to(layers[0].pos.device))
+        memory["shown"], memory["at"] = torch.stack(shown).mean(0), at
 
 
 class LoopServeDecoding(Progressive):

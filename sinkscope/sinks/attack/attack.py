@@ -16,9 +16,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.figures.vocabulary import attack as figure
 from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.rate import Rate, wilson
-from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, repeat, round_trip
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
-from sinkscope.sinks.attack.vocabulary import refuse_workers
+from sinkscope.sinks.attack.vocabulary import coordinate, drawn_sequences, greedy, refuse_workers, repeat, round_trip
 from sinkscope.sinks.first_token.walk import causal_neurons
 
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
@@ -269,10 +268,10 @@ class _Task:
 def _drawn(trials: Trials, lengths: Sequence[int], sequences: int, seed: int) -> Iterator[_Task]:
     """What is not searched for: the same sequences in every context."""
     for length in lengths:
-        rows, heads = draw(trials.pools, length, sequences, seed)
+        rows, heads = drawn_sequences(trials.pools, length, sequences, seed)
         if not len(rows):
             continue
-        random = draw(trials.everyone, length, sequences, seed)
+        random = drawn_sequences(trials.everyone, length, sequences, seed)
         for context in trials.contexts:
             yield _Task(context, "cluster", rows, heads)
             yield _Task(context, "random", *random)

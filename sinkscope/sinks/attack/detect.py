@@ -21,8 +21,8 @@ from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measureme
 from sinkscope.models.target import Target
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.attack import SUCCESS, refuse_no_lengths
-from sinkscope.sinks.attack.sequences import draw, repeat
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
+from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
 from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.walk import causal_neurons
 from sinkscope.text import text_rows
@@ -261,7 +261,7 @@ def detect_attack(
     found = list[DetectRow]()
     for done, length in enumerate(lengths):
         pieces = {name: text_rows(setup.tokenizer, text, sequences, length, None) for name, text in texts.items()}
-        drawn, _ = draw(trials.pools, length, sequences, setup.seed)
+        drawn, _ = drawn_sequences(trials.pools, length, sequences, setup.seed)
         for i, context in enumerate(trials.contexts, 1):
             if len(drawn):
                 found += _compare(trials, context, detector, drawn, pieces, rules)

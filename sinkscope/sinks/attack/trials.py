@@ -16,8 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
-from sinkscope.sinks.attack.sequences import make_pools
-from sinkscope.sinks.attack.vocabulary import Columns, hold_layers, in_chunks, vocabulary
+from sinkscope.sinks.attack.vocabulary import Columns, hold_layers, in_chunks, make_pools, vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron, view_layer
 from sinkscope.sinks.repetition.sequences import norms_after
 from sinkscope.text import resolve_bos

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.console import Progress, silent
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.progress import Progress, silent
 from sinkscope.sinks.first_token.ablation import Neuron, columns, view_layer
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace

@@ -17,7 +17,7 @@ from sinkscope.measure import Progress, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.walk import SINK_RATIO, spike_dims
 from sinkscope.text import text_rows
-from sinkscope.trace.sites import Site, resolve
+from sinkscope.trace.run import Site, resolve
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.experts import bind, gate_up
 from sinkscope.models.target import Target
-from sinkscope.progress import Progress, silent
 from sinkscope.trace.run import trace
 
 PER_TOKEN = 4  # later positions of one token at most, so that frequent words do not make up the class

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure.setup import Setup
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.progress import Progress, silent
 from sinkscope.sinks.first_token.ablation import LayerView, Neuron, prove, view_layer
 from sinkscope.trace.attention import attention_rows
 

@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure import PIECE, Setup
 from sinkscope.models.target import Target
-from sinkscope.progress import Progress, silent
 from sinkscope.text import text_rows
 
 CHARACTERS = 8  # of a token, at most: as in `text_rows`
