@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sinkscope.errors import SinkscopeError
 
@@ -109,20 +109,27 @@ def _read(hint: Any, value: Any, where: str) -> Any:
     if isinstance(value, list) and origin in (tuple, list):
         each = [args[0]] * len(value) if origin is list or args[1:] == (...,) else list(args)
         if len(each) == len(value):
-            items = [_read(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(each, value, strict=True))]
-            return origin(items)
+            return origin(_read(h, v, f"{where}[{i}]") for i, (h, v) in enumerate(zip(each, value, strict=True)))
     if origin in (dict, Mapping) and isinstance(value, dict):
         return {k: _read(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if hasattr(hint, "array_type") and isinstance(value, list):  # a jaxtyping annotation
-        import numpy as np
-
-        return np.asarray(value, dtype=hint.dtypes[0] if hint.dtypes[0] in np.sctypeDict else float)
+    if hasattr(hint, "array_type") and isinstance(value, list):
+        return _array(hint, value)
     if _fits(hint, origin, value):
-        if hint is float:  # NaN and infinity have no form in JSON but null
-            return math.nan if value is None else float(cast(float, value))
-        return value
+        return _number(value) if hint is float else value
     expected = getattr(hint, "__name__", None) if origin is None else str(hint).replace("typing.", "")
     raise SinkscopeError(f"{where} is {_short(value)}, expected {expected or hint}")
+
+
+def _number(value: Any) -> float:
+    """A float; NaN and infinity have no form in JSON but null."""
+    return math.nan if value is None else float(value)
+
+
+def _array(hint: Any, value: list[Any]) -> Any:
+    """A numpy array as its jaxtyping annotation names it."""
+    import numpy as np
+
+    return np.asarray(value, dtype=float if any("float" in str(dtype) for dtype in hint.dtypes) else None)
 
 
 def _read_union(hint: Any, value: Any, where: str) -> Any:

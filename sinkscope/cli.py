@@ -188,12 +188,12 @@ class Command:
         added: list[inspect.Parameter] = []
         if self.measures:
             text = "Load the model as this kind of object. By default a model is read as the command needs it."
-            added.append(_option("backend", Backend | None, None, help=text))
+            added.append(_option("backend", Backend, None, help=text))
         added += [_option(flag, bool, False, help=part.summary) for flag, part in self.flags.items()]
         for name, text, required in self.outputs:
-            hint, default = (str, inspect.Parameter.empty) if required else (str | None, None)
-            added.append(_option(name, hint, default, metavar="FILE", help=text))
-        return added + [_option(name, str | None, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+            default = inspect.Parameter.empty if required else None
+            added.append(_option(name, str, default, metavar="FILE", help=text))
+        return added + [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
@@ -302,15 +302,16 @@ def _typed(parameter: Parameter) -> inspect.Parameter:
     info = typer.Argument(**more) if option.argument else typer.Option(flag, **more)
     hint = list[kind] if many else kind  # pyright: ignore[reportInvalidTypeForm]
     if parameter.required:
-        default = inspect.Parameter.empty
-    elif many:
-        default = None
-    whole = Annotated[hint | None if default is None else hint, info]
-    return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=whole)
+        return _keyword(parameter.name, hint, inspect.Parameter.empty, info)
+    return _keyword(parameter.name, hint, None if many else default, info)
 
 
 def _option(name: str, hint: Any, default: Any, **more: Any) -> inspect.Parameter:
-    whole = Annotated[hint, typer.Option(f"--{name.replace('_', '-')}", **more)]
+    return _keyword(name, hint, default, typer.Option(f"--{name.replace('_', '-')}", **more))
+
+
+def _keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter:
+    whole = Annotated[hint | None if default is None else hint, info]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=whole)
 
 

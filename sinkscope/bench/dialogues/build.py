@@ -87,15 +87,9 @@ def build_dialogues(
         if wrong:
             raise SinkscopeError(message)
     if recall:
-        n, total, facts = turns or 3, total_tokens or 768, hops or 2
-        made = recall_dialogues(count or 100, turns=n, total=total, hops=facts, seed=seed)
-        manifest = {"schema": 1, "kind": "dialogues", "task": task, "seed": seed, "hops": facts, **sizes(made, None)}
-        rows = (("recall", f"{len(made)} dialogues of {n} turns, {total} tokens, {facts} hops"),)
-        built = BuiltSet(made, manifest, rows)
-    elif source is None:
-        whose = "SCBench" if shared else "LongBench"
-        raise SinkscopeError(f"--task {task} is made from {whose}'s {task}.jsonl: give --source PATH or hub")
+        built = _recall_set(count or 100, turns or 3, total_tokens or 768, hops or 2, seed)
     else:
+        source = _needed(source, task, "SCBench" if shared else "LongBench")
         counting = open_tokenizer(model, tokenizer, revision)[0] if counted else None
         if shared:
             built = build_shared(task, source, turns=turns, count=count, tokenizer=counting)
@@ -105,6 +99,19 @@ def build_dialogues(
     written = write_set([dialogue_line(dialogue) for dialogue in built.made], built.manifest, out, force=force)
     print(built.text())
     note("wrote " + " and ".join(path.name for path in written))
+
+
+def _needed(source: str | None, task: str, whose: str) -> str:
+    if source is None:
+        raise SinkscopeError(f"--task {task} is made from {whose}'s {task}.jsonl: give --source PATH or hub")
+    return source
+
+
+def _recall_set(count: int, turns: int, total: int, hops: int, seed: int) -> BuiltSet[Dialogue]:
+    made = recall_dialogues(count, turns=turns, total=total, hops=hops, seed=seed)
+    manifest = {"schema": 1, "kind": "dialogues", "task": RECALL, "seed": seed, "hops": hops, **sizes(made, None)}
+    rows = (("recall", f"{len(made)} dialogues of {turns} turns, {total} tokens, {hops} hops"),)
+    return BuiltSet(made, manifest, rows)
 
 
 def build(
