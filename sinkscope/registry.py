@@ -44,6 +44,7 @@ class Option:
         argument: whether it stands without a name.
         hidden: whether only Python callers can give it.
         required: whether the command line asks for it although it has a default in Python.
+        own: whether it is the measurement's alone, although an option that opens the model has the same name.
     """
 
     name: str | None = None
@@ -54,6 +55,7 @@ class Option:
     argument: bool = False
     hidden: bool = False
     required: bool = False
+    own: bool = False
 
 
 Positive = Annotated[int, Option(min=1)]

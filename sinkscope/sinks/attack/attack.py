@@ -189,7 +189,7 @@ def cluster_attack(
     sequences: Positive = 1000,
     searched: Count = 16,
     candidates: Annotated[int, Option(min=2, hidden=True)] = 8,
-    bos: bool | None = None,
+    bos: Annotated[bool | None, Option(own=True)] = None,
     prefix: str | None = None,
     thresholds: Hidden = THRESHOLDS,
     batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,

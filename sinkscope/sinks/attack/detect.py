@@ -214,7 +214,7 @@ def detect_attack(
     harmless: Hidden = None,
     rules: Hidden = RULES,
     threshold: Annotated[float, Option(hidden=True)] = 0.5,
-    bos: bool | None = None,
+    bos: Annotated[bool | None, Option(own=True)] = None,
     prefix: str | None = None,
     batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
 ) -> AttackDetection:
