@@ -11,17 +11,28 @@ exactly once is reported as stale. The tests run in a copy of the tree:
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 TREE = Path(__file__).resolve().parents[1]
 TIMEOUT = 120  # seconds of one test
+LIBRARIES = (
+    "torch",
+    "transformers.modeling_utils",
+    "transformers.models.llama",
+    "hypothesis",
+    "pandas",
+    "plotly",
+    "typer",
+)
 
 
 class Mutant(NamedTuple):
@@ -56,29 +67,61 @@ def tried(mutant: Mutant, tree: Path) -> str:
     file, match = place
     before = file.read_text()
     file.write_text(before[: match.start()] + mutant.replacement + before[match.end() :])
-    words = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT)]
-    command = [sys.executable, "-m", "pytest", *words, *(f"tests/{name}" for name in mutant.tests.split())]
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    names = [f"tests/{name}" for name in mutant.tests.split()]
     try:
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+        code, text = passed(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT), *names], tree)
     finally:
         file.write_text(before)
-    if "Timeout (>" in done.stdout + done.stderr:
+    if "Timeout (>" in text:
         return "hung"
-    return {0: "survived", 1: "killed"}.get(done.returncode, f"pytest failed: {done.stdout.strip()[-300:]}")
+    return {0: "survived", 1: "killed"}.get(code, f"pytest failed: {text.strip()[-300:]}")
 
 
-def main() -> int:
+def passed(arguments: list[str], tree: Path) -> tuple[int, str]:
+    """Exit code and output of pytest in a fork of this process, which has loaded the libraries but not the package."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                os.chdir(tree)
+                os.environ["PYTHONPATH"] = str(tree)
+                sys.dont_write_bytecode = True
+                elsewhere = [path for path in sys.path if Path(path).resolve() not in (TREE, TREE / "tests")]
+                sys.path[:] = [str(tree), *elsewhere]
+                for name in [name for name in sys.modules if name.partition(".")[0] == "experiments"]:
+                    del sys.modules[name]
+                code = int(pytest.main(arguments))
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status), output.read()
+
+
+def load_libraries() -> None:
+    """Import once what every test would import again for each mutant."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", NO_COLOR="1")  # they read this when imported
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    sys.stdout.flush()
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="say what there is and what is stale, and run nothing")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     chosen = [mutant for mutant in mutants() if not args.only or mutant.name in args.only]
     results: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
         if not args.list:
             shutil.copytree(TREE, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".venv"))
+            load_libraries()
         for mutant in chosen:
             if args.list:
                 place = place_of(mutant.fragment, TREE)

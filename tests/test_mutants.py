@@ -1,0 +1,39 @@
+"""The list of mutants fits the code, and the tests named in it kill every one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from experiments import mutants
+
+MUTANTS = mutants.mutants()
+
+
+def test_every_line_of_the_list_is_read_and_every_name_is_one_mutant() -> None:
+    text = Path(mutants.__file__).with_suffix(".txt").read_text()
+    assert len(MUTANTS) == text.count("\n- ") > 80
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+def test_no_mutant_is_stale() -> None:
+    """Each fragment is found exactly once, its replacement differs from it, and its test files exist."""
+    stale = [m.name for m in MUTANTS if mutants.place_of(m.fragment, mutants.TREE) is None]
+    same = [m.name for m in MUTANTS if m.fragment.split() == m.replacement.split()]
+    missing = {name for m in MUTANTS for name in m.tests.split() if not (mutants.TREE / "tests" / name).is_file()}
+    assert (stale, same, missing) == ([], [], set())
+
+
+def test_a_fragment_found_twice_or_never_is_stale(tmp_path: Path) -> None:
+    (tmp_path / "sinkscope").mkdir()
+    (tmp_path / "sinkscope" / "a.py").write_text("x = f(1,\n      2)\ny = 3\ny = 3\n")
+    assert mutants.place_of("x = f(1, 2)", tmp_path) is not None
+    assert mutants.place_of("y = 3", tmp_path) is None
+    assert mutants.place_of("z", tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_every_mutant_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
+    code = mutants.main([])
+    assert code == 0, capfd.readouterr().out
