@@ -110,11 +110,11 @@ def load_libraries() -> None:
     sys.stdout.flush()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="say what there is and what is stale, and run nothing")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these mutants")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     chosen = [mutant for mutant in mutants() if not args.only or mutant.name in args.only]
     results: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
