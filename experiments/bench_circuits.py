@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from experiments.record import record
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.output import write_atomic
-from sinkscope.sinks.attack.clusters import sink_of
 from sinkscope.sinks.attack.single_head import HeadWork, later_mean, neuron_at
 from sinkscope.sinks.attack.vocabulary import draw, vocabulary
-from sinkscope.sinks.first_token.locate import Setup, setup
+from sinkscope.sinks.first_token.locate import causal_neurons
 from sinkscope.sinks.repetition.atlas import SHORTEST, AtlasWork, begin, firsts
 
 
@@ -205,7 +205,8 @@ def main() -> None:
 
     started = time.perf_counter()
     model = load(args.model, backend="hf", device=args.device)
-    made, layer, neurons = sink_of(setup(model))
+    made = Setup.open(model)
+    layer, neurons = causal_neurons(made)
     if layer is None or not neurons:
         raise SystemExit(f"{made.target.name} has no sink neuron: there is nothing to compare")
     every = vocabulary(made.target, None)

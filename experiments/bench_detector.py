@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from experiments.record import record
+from sinkscope.measure import Setup
 from sinkscope.models.load import load
 from sinkscope.output import write_atomic
 from sinkscope.sinks.attack.detect import make_detector
-from sinkscope.sinks.first_token.locate import causal_neurons, setup
+from sinkscope.sinks.first_token.locate import causal_neurons
 
 
 def ratio(run: Callable[[], object], watch: Callable[[], AbstractContextManager[Any]], rounds: int) -> dict[str, float]:
@@ -48,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     started = time.perf_counter()
     model = load(args.model, backend="hf")
-    made = setup(model)
+    made = Setup.open(model)
     _, neurons = causal_neurons(made)
     if not neurons:
         raise SystemExit(f"error: {made.target.name} has no sink, so there is nothing to watch")

@@ -33,9 +33,8 @@ import torch
 from torch import Tensor
 
 from experiments.record import record
-from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention.lines import ETAS, weighed
-from sinkscope.lines.sums import Scores, line_sums
+from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from sinkscope.loops import LoopCheck
 
 
-@command(group="Models", command="models")
+@command(group="Look", command="models")
 def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="FILE|-")] = None) -> None:
     """List the short names of public models, and where papers found their sinks.
 
@@ -31,7 +31,7 @@ def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="F
         print_rows(("name", "hub id", "published sink", "source"), rows)
 
 
-@command(group="Generation", command="generate")
+@command(group="Look", command="generate")
 def print_generated(
     prompt: Annotated[str, Option("--prompt-file", metavar="FILE|-", reads="text")],
     *,
@@ -71,7 +71,7 @@ def print_generated(
 
     edit = edit_of(patch=patch, policy=policy, guard=guard)
     options = {"revision": revision, "device": device, "dtype": dtype}
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     made = generation.generate(
         loading.load(model, backend=backend, **given),
         prompt,
@@ -96,7 +96,7 @@ def _line(event: Any) -> str:
     return ", ".join([f"{event.kind}: step {event.step}", f"position {event.position}", *told])
 
 
-@command(group="Repetition loops", command="loops")
+@command(group="Loops", command="loops")
 def check_loops(
     file: Annotated[str, Option(argument=True, metavar="FILE|-")],
     *,

@@ -212,7 +212,8 @@ def finish(pool: Pool[J, Sequence[Any]], jobs: Sequence[J], kept: Folder[Any], t
         tally: how much is done.
     """
     left = [job for job in jobs if any(key not in kept.records for key in job.keys)]
-    tally.add(sum(job.size for job in jobs) - sum(job.size for job in left))
+    if len(left) < len(jobs):
+        tally.add(sum(job.size for job in jobs) - sum(job.size for job in left))
     for index, records in pool.map(left):
         kept.append(records)
         tally.add(left[index].size)

@@ -24,11 +24,11 @@ def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *,
         path: JSON lines, one JSON array, or `.parquet`.
         type_: a dataclass or pydantic model. Nothing is converted: "7" is no number. Further checks belong into its
             `__post_init__`, as a ValueError whose message says what was found and what was expected.
-        expected: what such a file is, for errors: "...: give {expected}".
+        expected: what the caller should give; errors end with ": give {expected}".
         key: field by which no two records may be equal.
 
     Raises:
-        SinkscopeError: the file cannot be read or has no records, or one of them has another form; the message names
+        SinkscopeError: the file cannot be read or has no records, or a record has another form; the message names
             the file, the line, the field, what was found and what was expected.
     """
     found = [(where, check(row, type_, where, expected)) for where, row in read_rows(path, expected)]
@@ -41,7 +41,7 @@ def check(value: Any, type_: type[T], where: str, expected: str) -> T:
     """One record, made from a value that JSON knows.
 
     Raises:
-        SinkscopeError: it has another form; the message begins with `where`.
+        SinkscopeError: the value has another form; the message begins with `where`.
     """
     try:  # from JSON, because pydantic takes an array for a tuple there alone
         return _adapter(type_).validate_json(json.dumps(value), strict=True)
@@ -65,8 +65,8 @@ def refuse_twins(keys: list[tuple[str, Any]], name: str, expected: str) -> None:
 
     Args:
         keys: where each record stands, and its name.
-        name: of the field.
-        expected: what such a file is.
+        name: name of the field.
+        expected: what the caller should give.
 
     Raises:
         SinkscopeError: two records have one name.
@@ -83,7 +83,7 @@ def read_rows(path: str | os.PathLike[str], expected: str) -> Iterator[tuple[str
 
     Args:
         path: `.parquet`, one JSON array, or a JSON value a line.
-        expected: what such a file is, for errors.
+        expected: what the caller should give.
 
     Raises:
         SinkscopeError: no such file, nothing in it, not UTF-8, a line that is not JSON (with its number), or parquet

@@ -169,6 +169,7 @@ class Entry:
         node: its definition.
         marks: arguments of the decorator that are literals; for `outputs`, a list of (name, help, required).
         names: constants of its module, which defaults may name.
+        imports: names that its module imports, and from which module.
     """
 
     module: str
@@ -177,6 +178,7 @@ class Entry:
     node: ast.FunctionDef
     marks: dict[str, Any]
     names: dict[str, Any] = field(default_factory=dict)
+    imports: dict[str, str] = field(default_factory=dict)
 
     @property
     def command(self) -> str:
@@ -224,12 +226,14 @@ class Entry:
         return getattr(import_module(self.module), self.name)
 
     def _value(self, node: ast.expr) -> Any:
-        """What an annotation or a default means; its module is imported only where it names something else."""
+        """What an annotation or a default means; the module of a name is imported only where it is not known here."""
         code = compile(ast.Expression(node), self.module, "eval")
         try:
             return eval(code, {**_NAMES, **self.names})
-        except NameError:
-            return eval(code, vars(import_module(self.module)))
+        except NameError as error:
+            name = str(error.name)
+            self.names[name] = getattr(import_module(self.imports.get(name, self.module)), name)
+            return self._value(node)
 
 
 @cache
@@ -290,7 +294,10 @@ def read_entries(module: str, text: str) -> list[Entry]:
     """
     tree = ast.parse(text)
     names: dict[str, Any] = {}
+    imports: dict[str, str] = {}
     for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imports.update((alias.name, node.module) for alias in node.names)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             names.update((node.targets[0].id, value) for value in _literal(node.value))
     found: list[Entry] = []
@@ -302,7 +309,7 @@ def read_entries(module: str, text: str) -> list[Entry]:
             if decorator in ("measurement", "command") and isinstance(mark, ast.Call):
                 marks = {k.arg: v for k in mark.keywords if k.arg for v in _literal(k.value)}
                 marks |= {k.arg: _outputs(k.value) for k in mark.keywords if k.arg == "outputs"}
-                found.append(Entry(module, node.name, decorator, node, marks, names))
+                found.append(Entry(module, node.name, decorator, node, marks, names, imports))
     return found
 
 

@@ -11,10 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sinkscope._grid import Grid, aligned
 from sinkscope._plain import build, pathless, plain
 from sinkscope._provenance import Provenance, provenance
 from sinkscope.errors import SinkscopeError
+from sinkscope.grid import Grid, aligned
 from sinkscope.output import write_atomic
 from sinkscope.registry import kinds
 

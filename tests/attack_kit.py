@@ -7,9 +7,9 @@ from typing import Any
 
 from organisms import Organism
 
-from sinkscope.sinks.attack.attempts import Arena, make_arena
-from sinkscope.sinks.attack.chunks import Opened
-from sinkscope.sinks.first_token.locate import causal_neurons, setup
+from sinkscope.measure import Setup
+from sinkscope.sinks.attack.trials import Trials, make_trials
+from sinkscope.sinks.first_token.locate import causal_neurons
 
 
 def words(o: Organism, rows: int = 64) -> str:
@@ -40,9 +40,9 @@ def mixed_clusters(o: Organism) -> dict[int, list[int]]:
     return {head: turns[head * count : (head + 1) * count] for head in range(len(groups))}
 
 
-def arena_of(o: Organism, folder: Path, **options: Any) -> Arena:
+def trials_of(o: Organism, folder: Path, **options: Any) -> Trials:
     options = {"bos": None, "prefix": "", "clusters": planted_clusters(o), "lengths": [4], "batch": 16} | options
-    made = setup(o.model, tokenizer=o.tokenizer, bos=options["bos"] or None, text=text_file(o, folder))
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=text_file(o, folder))
     layer, neurons = causal_neurons(made)
     assert layer == o.truth.sink_layer
-    return make_arena(made, Opened(o.model, made.target, {}), (layer, neurons), **options)
+    return make_trials(made, layer, neurons, **options)

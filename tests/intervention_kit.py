@@ -31,9 +31,9 @@ def bridge_of(model: Any, tokenizer: Any) -> Any:
 
 
 def nnsight_of(model: Any, tokenizer: Any) -> Any:
-    from nnsight import LanguageModel
+    from nnsight import TransformersModel
 
-    return LanguageModel(copy.deepcopy(model), tokenizer=tokenizer)
+    return TransformersModel(copy.deepcopy(model), tokenizer=tokenizer, task="text-generation")
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from organisms.tiny import tiny_model
 
+from sinkscope.bench.loopbench.metrics import Continued
 from sinkscope.bench.loopbench.prompts import BenchPrompt
-from sinkscope.bench.loopbench.store import Record
 
 TEXTS = ("a b c d e", "the cat is was it of", "b", "b b b b b b b b b b b b", "is it a cat")
 MODEL = {"name": "tiny", "family": "llama", "n_layers": 3, "d_model": 32, "d_mlp": 64, "fingerprint": "f00"}
@@ -28,7 +28,7 @@ def prompts(count: int = 5, bench: str = "dc") -> list[BenchPrompt]:
     return [BenchPrompt(f"{bench}-{i}", bench, TEXTS[i % 5], 5, "s", i, False, answers) for i in range(count)]  # type: ignore[arg-type]
 
 
-def untimed(records: Any) -> list[Record]:
+def untimed(records: Any) -> list[Continued]:
     """Records without what may differ from run to run."""
     return [replace(record, seconds=0.0, batch_size=0) for record in records]
 
@@ -40,10 +40,10 @@ def assert_same(found: Any, expected: Any) -> None:
     assert [replace(r, top1=()) for r in untimed(found)] == [replace(r, top1=()) for r in untimed(expected)]
 
 
-def record(**changes: Any) -> Record:
+def record(**changes: Any) -> Continued:
     """A record made by hand: 300 new tokens, all different."""
     tokens = tuple(changes.get("tokens", range(300)))
-    made = Record(
+    made = Continued(
         model="f00",
         method="full",
         prompt="dc-0",

@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
 from sinkscope.kv import SnapKV
-from sinkscope.kv.adakv import AdaKV
+from sinkscope.kv.snapkv import AdaKV
 
 
 class _Layer:

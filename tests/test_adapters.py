@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import checkpoint
+from organisms import tiny
 from organisms.tiny import MODEL_TYPES, tiny_model
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions import Ablate
+from sinkscope.models import adapters, config
+from sinkscope.models.adapters import Adapter
 from sinkscope.models.load import BACKENDS, load
 from sinkscope.models.target import Target, first_tensor
 
@@ -121,6 +127,58 @@ def test_falcon_7b_style_attention_goes_through_the_bridge(tmp_path: Any):
     target = Target.of(bridge := load(tmp_path))
     assert target.n_kv_heads == 1
     torch.testing.assert_close(bridge(IDS), model(IDS).logits, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def starcoder2(monkeypatch: pytest.MonkeyPatch) -> Adapter:
+    """An architecture that the package does not know, added as anyone may add one."""
+    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
+    monkeypatch.setattr(config, "ADAPTERS", adapters.ADAPTERS)
+    monkeypatch.setattr(tiny, "ADAPTERS", adapters.ADAPTERS)
+    row = replace(adapters.ADAPTERS["llama"], model_type="starcoder2", up="mlp.c_fc", gate=None, down="mlp.c_proj")
+    return adapters.register(row)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_registered_row_is_all_that_an_architecture_needs(starcoder2: Adapter, backend: Any, tmp_path: Path) -> None:
+    model, tokenizer = tiny_model("starcoder2")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load(tmp_path, backend=backend)  # with the load-time probe
+    target = Target.of(loaded)
+    assert target.adapter is starcoder2 and (target.n_layers, target.d_mlp, target.n_kv_heads) == (3, 64, 2)
+    with Ablate(layer=1, neurons=[3]).on(loaded) as run, torch.no_grad():
+        edited = target.forward(IDS)[0]
+    want = Target.of(model)
+    column = want.w_out(1, [3])
+    assert run.counts["ablated"] and float(column.norm()) > 0
+    with torch.no_grad():
+        want.sub(1, "mlp.c_proj").weight[:, 3] = 0
+        torch.testing.assert_close(edited, want.forward(IDS)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_a_wrong_row_of_a_stranger_is_refused_when_a_model_is_loaded(
+    starcoder2: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny_model("starcoder2")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setitem(adapters.ADAPTERS, "starcoder2", replace(starcoder2, down="mlp.c_fc", up="mlp.c_proj"))
+    with pytest.raises(UnsupportedError, match="load-time probe of this starcoder2 model failed"):
+        load(tmp_path, backend="hf")
+
+
+def test_a_name_is_registered_once_and_a_row_names_its_projections(starcoder2: Adapter) -> None:
+    for row in (starcoder2, adapters.ADAPTERS["llama"]):
+        with pytest.raises(SinkscopeError, match=f"'{row.model_type}' has an adapter already"):
+            adapters.register(row)
+    with pytest.raises(SinkscopeError, match="neither q, k and v nor fused_qkv"):
+        adapters.register(replace(starcoder2, model_type="other", q=None))
+    assert "other" not in adapters.ADAPTERS
+
+
+def test_every_architecture_with_an_adapter_is_in_the_tests_of_families() -> None:
+    assert set(adapters.ADAPTERS) - set(MODEL_TYPES) == {"gemma3"}  # its text model is there, its images are below
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from sinkscope.html import page
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.repetition.atlas import AtlasWork, SinkAtlas, _shared, sink_atlas
+from sinkscope.sinks.repetition.sequences import norms_after
 
 LIMIT = 160
 
@@ -84,7 +85,7 @@ def test_passes_of_any_size_give_the_same_table(batch: int, length: int, limit: 
     assert o.truth.sink_layer is not None
     work = AtlasWork(o.truth.sink_layer, 1, 1, length, limit, batch)
     got = work(target, tokens)
-    norm = work.norms(target, torch.tensor([work.row(t, limit) for t in tokens]))
+    norm = norms_after(target, o.truth.sink_layer, torch.tensor([work.row(t, limit) for t in tokens]))
     share = norm[:, 1:] / norm[:, :1]
     for n, value, row in zip(got["repeats"], got["norm"], share, strict=True):
         above = (row >= 0.5).nonzero().flatten().tolist()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attack_kit import arena_of, mixed_clusters, planted_clusters, text_file
+from attack_kit import mixed_clusters, planted_clusters, text_file, trials_of
 from hypothesis import given
 from hypothesis import strategies as st
 from organisms import Organism, organism
@@ -75,13 +75,13 @@ def test_found_clusters_do_as_well_as_planted_ones(tmp_path: Path) -> None:
 
 def test_norms_are_those_of_single_plain_passes(tmp_path: Path) -> None:
     o = organism("llama", 0)
-    arena = arena_of(o, tmp_path)
-    rows, _ = draw(arena.pools, 6, 5, 0)
+    trials = trials_of(o, tmp_path)
+    rows, _ = draw(trials.pools, 6, 5, 0)
     layer = o.truth.sink_layer
     assert layer is not None
     first = o.model(o.natural()[:, :1], output_hidden_states=True).hidden_states[layer + 1][:, 0].norm(dim=-1)
-    for context in arena.contexts:
-        norms = arena.norms(context, rows)
+    for context in trials.contexts:
+        norms = trials.norms(context, rows)
         start = max(len(context.lead), 1)
         for row, ours in zip(rows, norms, strict=True):
             ids = torch.tensor([[*context.lead, *row]])
@@ -92,10 +92,10 @@ def test_norms_are_those_of_single_plain_passes(tmp_path: Path) -> None:
 def test_rates_are_counts_of_norms(tmp_path: Path) -> None:
     o = organism("llama", 0)
     found = _attack(o, tmp_path, thresholds=[0.3, 0.5, 0.9])
-    arena = arena_of(o, tmp_path)
-    rows, _ = draw(arena.everyone, 8, 24, 0)
+    trials = trials_of(o, tmp_path)
+    rows, _ = draw(trials.everyone, 8, 24, 0)
     row = _only(found, "no BOS", "random")
-    norms = arena.norms(arena.contexts[1], rows).tolist()
+    norms = trials.norms(trials.contexts[1], rows).tolist()
     hits = [[n >= 0.5 for n in one] for one in norms]
     assert row.any.share == sum(map(any, hits)) / 24
     assert row.most.share == sum(sum(h) >= len(h) / 2 for h in hits) / 24
@@ -224,10 +224,10 @@ def test_lengths_that_no_cluster_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": [1]}, "needs two tokens"),
-        ({"lengths": []}, "needs two tokens"),
-        ({"sequences": 0}, "--sequences 0: give 1 or more"),
-        ({"searched": -1}, "searched -1"),
+        ({"lengths": [1]}, "--length 1: expected a whole number of at least 2"),
+        ({"lengths": []}, "at least 2"),
+        ({"sequences": 0}, "--sequences 0: expected a whole number of at least 1"),
+        ({"searched": -1}, "--searched -1"),
         ({"workers": 0}, "--workers 0"),
         ({"thresholds": [0.0]}, "above 0"),
         ({"clusters": {0: [5, 100_000]}}, "token 100000 of head 0 is not in the vocabulary"),
@@ -251,9 +251,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     most = {a["source"]: a["most"]["share"] for a in shown["result"]["attacks"]}
     assert most["cluster"] == most["repeated"] == 1 and most["random"] < 0.5
     assert main(["attack", *words, "--length", "1"]) == 2
-    assert capsys.readouterr().err.startswith("error: --length 1: a cluster attack needs two tokens")
+    shown = capsys.readouterr().err
+    assert "--length" in shown and "2" in shown and shown.count("\n") == 1
     assert main(["attack", "--detect", "--workers", "2", *words]) == 2
-    assert "--workers belongs to the attack" in capsys.readouterr().err
+    assert "--workers 2: this run has no use for it; leave it out" in capsys.readouterr().err
 
 
 def test_the_picture_shows_the_numbers(tmp_path: Path) -> None:

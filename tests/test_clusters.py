@@ -15,9 +15,8 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.attack.clusters import TokenClusters, token_clusters
+from sinkscope.sinks.attack.clusters import TokenClusters, pair_norms, token_clusters
 from sinkscope.sinks.attack.single_head import HeadWork, later_mean
-from sinkscope.sinks.attack.two_tokens import pair_norms
 
 HEADED = [f for f in FAMILIES if f != "gpt2"]
 
@@ -109,7 +108,7 @@ def test_no_single_head_and_not_in_layer_0_are_answers() -> None:
     for late in (organism("llama", 1, kind="late_mark"), organism("gpt2", 1)):
         found = _clusters(late)
         grouped = sum(g >= 0 for g in late.truth.groups.values()) or len(found.ids)
-        assert not found.clusters and found.without_heads == grouped and "Not in layer 0" in str(found)
+        assert not found.clusters and found.without_heads == grouped and "not made in layer 0" in str(found)
     none = _clusters(organism("llama", 0, kind="none"))
     assert none.sink_layer is None and none.ids == () and "no attention sink" in str(none)
     assert none.figure() is not None
@@ -210,12 +209,12 @@ def test_some_tokens_are_what_they_are_among_all() -> None:
 def test_bad_input_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     o = organism("llama", 0)
     for arguments, words in (
-        ({"threshold": 0.0}, "more than 0"),
+        ({"threshold": 0.0}, "--threshold 0.0: expected a number of at least 0.001 and at most 1"),
         ({"sample": -1}, "--sample"),
         ({"batch_size": 0}, "--batch-size"),
         ({"workers": 0}, "--workers 0"),
         ({"tokens": ["poem book"]}, "2 tokens"),
-        ({"seed": -1}, "negative"),
+        ({"seed": -1}, "--seed -1: expected"),
     ):
         with pytest.raises(SinkscopeError, match=words):
             _clusters(o, **arguments)
@@ -234,9 +233,9 @@ def test_command_reads_a_folder_layer_by_layer(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_bundled_model_learned_its_clusters() -> None:
-    from sinkscope.sinks.first_token.locate import setup
+    from sinkscope.measure import Setup
 
-    made = setup(None)
+    made = Setup.open()
     tokenizer = made.target.tokenizer
     folder = Path(str(__import__("sinkscope").__file__)).parent / "models" / "bundled"
     circuit = json.loads((folder / "circuit.json").read_text())

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import sinkscope as ss
-from sinkscope.bench.dialogues.metrics import score
 from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch

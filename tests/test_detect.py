@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attack_kit import arena_of, mixed_clusters, planted_clusters, text_file, words
+from attack_kit import mixed_clusters, planted_clusters, text_file, trials_of, words
 from hypothesis import given
 from hypothesis import strategies as st
 from intervention_kit import bridge_of, count_hooks, logits, nnsight_of
@@ -67,8 +67,8 @@ def test_wrong_clusters_give_little_to_detect(tmp_path: Path) -> None:
 
 def test_other_neurons_detect_nothing(tmp_path: Path) -> None:
     o = organism("llama", 1, bos=False)
-    arena = arena_of(o, tmp_path)
-    rows, _ = draw(arena.pools, 16, 40, 0)
+    trials = trials_of(o, tmp_path)
+    rows, _ = draw(trials.pools, 16, 40, 0)
     layer = o.truth.sink_layer
     assert layer is not None
     width = Target.of(o.model).d_mlp
@@ -76,10 +76,10 @@ def test_other_neurons_detect_nothing(tmp_path: Path) -> None:
     natural = torch.stack([row for row in o.natural(40, 16)])
     areas = []
     for site in others:
-        loud, quiet = (neuron_values(arena.made.target, [site], ids, 16)[:, 1:, 0] for ids in (rows, natural))
+        loud, quiet = (neuron_values(trials.setup.target, [site], ids, 16)[:, 1:, 0] for ids in (rows, natural))
         areas.append(area(peak(loud, 4, 8), peak(quiet, 4, 8)))
     assert 0.1 < sum(areas) / len(areas) < 0.9  # some neurons lie on the far side of the sink, some on the near one
-    ours = [neuron_values(arena.made.target, [o.truth.neurons[0]], ids, 16)[:, 1:, 0] for ids in (rows, natural)]
+    ours = [neuron_values(trials.setup.target, [o.truth.neurons[0]], ids, 16)[:, 1:, 0] for ids in (rows, natural)]
     sign = ours[0].mean().sign()
     assert area(peak(ours[0] * sign, 4, 8), peak(ours[1] * sign, 4, 8)) == 1
 
@@ -264,7 +264,7 @@ def test_the_command_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder, text, out = o.save(tmp_path / "model"), text_file(o, tmp_path), tmp_path / "found.json"
     words = ["--model", str(folder), "--text", str(text), "--length", "12", "--sequences", "20", "--prefix", ""]
     assert main(["attack", "--detect", *words, "--json", str(out)]) == 0
-    assert "watching" in capsys.readouterr().out
+    assert "Watched: " in capsys.readouterr().out
     found = AttackDetection.load(out)
     # code is one unknown word over and over for this tokenizer: a repetition, and the alarm says so
     assert {d.harmless for d in found.detections} == {"text", "code", "repetition", "all"}

@@ -18,7 +18,7 @@ from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.fidelity_table import Fidelity, Near, tabulate_fidelity
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.loopbench.store import Folder, read_folder
+from sinkscope.bench.store import open_folder, read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import SnapKV
@@ -244,7 +244,7 @@ def _folder(path: Path, records: list[Near], **changes: Any) -> Path:
     turn = {"prompts": dict.fromkeys(POSITIONS, "?"), "answers": ["a"], "depends": [], "answerable": True}
     dialogues = [{"id": f"q-{i}", "task": "text", "turns": [turn], "classes": []} for i in range(3)]
     settings = {"command": "dialogues fidelity", "model": MODEL, "budget": 64, "along": "gold", **changes}
-    with Folder(path, settings, dialogues, Near) as store:
+    with open_folder(path, settings, dialogues, Near) as store:
         store.append(records)
     return path
 

@@ -14,7 +14,7 @@ import sinkscope as ss
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
 from sinkscope.bench.dialogues.tables import tabulate_dialogues
-from sinkscope.bench.loopbench.store import read_folder
+from sinkscope.bench.store import read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import StreamingLLM
@@ -180,3 +180,15 @@ def test_bad_input_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "recall by recall after its own answers on one cache: full 100.0%" in capsys.readouterr().out
     assert main([*words[:-1], "fresh", "--out", str(tmp_path / "r"), "--history", "model"]) == 2
     assert 'cache was "grow", now null' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ray_workers_make_the_same_table_after_their_own_answers(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    some = recall_dialogues(3, turns=2, total=160)
+    given: dict[str, Any] = {"positions": ["end"], "max_new_tokens": 8, "budget": 40, "history": "model"}
+    model = ss.load("recall", backend="hf")
+    for workers in (1, 2):
+        run_dialogues(model, some, ["full", "streaming"], out=tmp_path / str(workers), workers=workers, **given)
+    one, two = (tabulate_dialogues([tmp_path / name]) for name in "12")
+    assert one.to_dict()["result"] == two.to_dict()["result"]

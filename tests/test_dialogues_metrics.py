@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sinkscope.bench.dialogues.metrics import score
+from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 
 

@@ -115,7 +115,7 @@ def test_accuracy_is_that_of_the_rules_and_the_docs_say_it() -> None:
         return f"({part['share']:.0%}, {part['low']:.0%} to {part['high']:.0%})"
 
     assert f"{found.right} of {found.messages} held-out messages {stated(vars(found))}" in page
-    assert f"in the package, development | {accuracy('development').right} of {len(sample('development'))} |" in page
+    assert f"our own, development | {accuracy('development').right} of {len(sample('development'))} |" in page
     real = json.loads((root / "figures/loopserve_questions.json").read_text(encoding="utf-8"))["result"]
     assert real["packaged"]["held-out"] == vars(found), "run python -m experiments.loopserve.questions again"
     real = real["arena_hard"]

@@ -28,7 +28,8 @@ from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, wr
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, Dialogues, tabulate_dialogues
-from sinkscope.bench.loopbench.store import Folder, read_folder, read_run
+from sinkscope.bench.loopbench.metrics import read_run
+from sinkscope.bench.store import open_folder, read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
@@ -211,7 +212,7 @@ def test_other_settings_and_a_second_writer_are_refused(tmp_path: Path) -> None:
     dialogues = [json.loads(line) for line in (tmp_path / "r/prompts.jsonl").read_text().splitlines()]
     settings.pop("prompts")
     with (
-        Folder(tmp_path / "r", settings, dialogues, Said),
+        open_folder(tmp_path / "r", settings, dialogues, Said),
         pytest.raises(SinkscopeError, match="being written by another"),
     ):
         run_dialogues(hf, SOME[:1], ["full"], budget=20, **given)
@@ -250,7 +251,7 @@ def _folder(path: Path, records: Sequence[Said], **changes: Any) -> Path:
     ]
     dialogues = [{"id": f"q-{i}", "task": "qasper", "turns": turns, "classes": []} for i in range(2)]
     settings = {"command": "dialogues", "model": MODEL, "budget": 64, "history": "gold", **changes}
-    with Folder(path, settings, dialogues, Said) as store:
+    with open_folder(path, settings, dialogues, Said) as store:
         store.append(records)
     return path
 
@@ -364,7 +365,7 @@ def test_commands_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_tables_load_no_torch(tmp_path: Path) -> None:
     run, near = str(_folder(tmp_path / "r", [_said("q-0", 0, "whale")])), tmp_path / "n"
     settings = {"command": "dialogues fidelity", "model": MODEL, "budget": 64, "along": "gold"}
-    with Folder(near, settings, [{"id": "q-0", "task": "text", "turns": [], "classes": []}], Near) as store:
+    with open_folder(near, settings, [{"id": "q-0", "task": "text", "turns": [], "classes": []}], Near) as store:
         store.append(
             [
                 Near(

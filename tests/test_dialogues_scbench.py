@@ -13,9 +13,9 @@ from hub_server import hub
 from longbench_files import Words, save
 
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues
-from sinkscope.bench.dialogues.metrics import score
 from sinkscope.bench.dialogues.run import NEW, metric_of
 from sinkscope.bench.dialogues.scbench import SCBENCH, build_shared
+from sinkscope.bench.scorers import score
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import sinkscope
+from sinkscope.models import adapters
 
 ROOT = Path(__file__).parents[1]
 STRANGER = ROOT / "tests/fixtures/attention_entropy.py"
@@ -41,8 +42,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return running
 
 
-def test_extending(run: Any) -> None:
+def test_extending(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples are short, as promised, and do what their pages say."""
+    monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))  # the page registers one
     names = run("docs/extending.md")
     for source in blocks("docs/extending.md"):
         limit = 60 if "@measurement" in source else 20

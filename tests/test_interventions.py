@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import runpy
 import threading
 import weakref
 from collections.abc import Callable
@@ -524,20 +525,52 @@ def test_fwd_hooks_says_where_it_cannot() -> None:
         Ablate(sites=[(1, 0, 3)]).fwd_hooks(bridge_of(model, tokenizer))
 
 
-def test_nnsight_model_without_weights_is_refused(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:LanguageModel is deprecated")
+@pytest.mark.parametrize("name", ["TransformersModel", "LanguageModel"])
+def test_nnsight_model_without_weights_is_refused(name: str, tmp_path: Path) -> None:
     """It gets another module when it is dispatched, where the hooks would be missing."""
-    from nnsight import LanguageModel
+    import nnsight
 
     model, tokenizer = tiny_model("llama")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    lazy = LanguageModel(str(tmp_path), tokenizer=tokenizer)
+    options = {"task": "text-generation"} if name == "TransformersModel" else {}
+    lazy = getattr(nnsight, name)(str(tmp_path), tokenizer=tokenizer, **options)
+    assert Target.of(lazy).kind == "nnsight"
     edit = Ablate(layer=1, neurons=[3])
     with pytest.raises(UnsupportedError, match="dispatch=True"), edit.on(lazy):
         pass
     lazy.dispatch()
     with edit.on(model), edit.on(lazy):
         torch.testing.assert_close(logits(lazy, IDS), logits(model, IDS), atol=1e-5, rtol=1e-4)
+
+
+def test_an_edit_inside_a_trace() -> None:
+    model, tokenizer = tiny_model("llama")
+    traced, edit = nnsight_of(model, tokenizer), SinkPatch(layer=1, neurons=[3])
+    with edit.on(model):
+        want = logits(model, IDS)
+    with torch.no_grad(), edit.on(traced):
+        with traced.trace(IDS):
+            got = traced.output.logits.save()
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(want, logits(model, IDS), atol=1e-3)
+
+
+def test_the_recipe_for_remote_runs(tmp_path: Path) -> None:
+    """The block of the documentation, serialized and read back as for a server, does what the patch does."""
+    page = (Path(__file__).parents[1] / "docs/interventions.md").read_text(encoding="utf-8")
+    block = page.partition("<!-- remote -->\n```python\n")[2].partition("```")[0]
+    model, tokenizer = tiny_model("llama")
+    patch = SinkPatch(layer=1, neurons=[3, 11])
+    with patch.on(model):
+        want = logits(model, IDS)
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(block)  # nnsight reads the source of a trace from its file
+    given = {"model": nnsight_of(model, tokenizer), "patch": patch, "ids": IDS, "REMOTE": "local"}
+    found = runpy.run_path(str(recipe), given, run_name="__main__")["logits"]
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(want, logits(model, IDS), atol=1e-3)
 
 
 def test_quantised_modules() -> None:

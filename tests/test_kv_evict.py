@@ -56,20 +56,6 @@ def test_hiding_is_evicting(family: str, policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("family", SOME)
-@pytest.mark.parametrize("mode", ["evict", "select"])
-def test_a_batch_is_its_rows(family: str, mode: Any) -> None:
-    model = model_of(family)
-    ids, mask = prompts([20, 14, 6], 6)
-    policy = Ragged(budget=8, mode=mode)
-    with policy.on(model):
-        together = decode(model, ids, mask, 20)
-    for row, length in enumerate((20, 14, 6)):
-        with replace(policy, rows=policy.rows[row:]).on(model):
-            alone = decode(model, ids[row : row + 1, 20 - length :], mask[row : row + 1, 20 - length :], length)
-        close(together[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("family", SOME)
 def test_a_fraction_is_of_each_rows_prompt(family: str) -> None:
     model = model_of(family)
     ids, mask = prompts([20, 12], 5)
@@ -79,18 +65,6 @@ def test_a_fraction_is_of_each_rows_prompt(family: str) -> None:
         with Drawn(budget=length // 2, rows=(row + 1,)).on(model):
             alone = decode(model, ids[row : row + 1, 20 - length :], mask[row : row + 1, 20 - length :], length)
         close(together[row : row + 1], alone)
-
-
-@pytest.mark.parametrize("family", SOME)
-def test_a_prompt_in_chunks_is_a_whole_prompt(family: str) -> None:
-    model = model_of(family)
-    ids, mask = prompts([23, 11], 5)  # the first chunk of the second row is all padding
-    policy = Drawn(budget=8)
-    with policy.on(model):
-        whole = decode(model, ids, mask, 23)
-    for chunks in ([7, 9, 7], [1, 20, 2]):
-        with policy.on(model):
-            close(decode(model, ids, mask, 23, chunks=chunks), whole)
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -7,31 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from kv_kit import FAMILIES, WINDOWED, Drawn, close, decode, dense, masks_of, model_of, prompts
+from kv_kit import FAMILIES, Drawn, close, decode, dense, masks_of, model_of, prompts
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.kv import Full, Observe, Rows, StreamingLLM
-from sinkscope.kv.session import layer_window
-from sinkscope.models.target import Target
 
 
 def ignore(_rows: Rows) -> None:
     pass
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_full_is_the_stock_model(family: str) -> None:
-    model = model_of(family)
-    ids, mask = prompts([9], 4)
-    stock = decode(model, ids, mask, 9)
-    assert layer_window(Target.of(model), 0) == (16 if family in WINDOWED else None)
-    with Full().on(model):
-        assert torch.equal(decode(model, ids, mask, 9), stock)
-    for lengths in ([22], [22, 17]):  # longer than the windows; padded
-        ids, mask = prompts(lengths, 4)
-        stock = decode(model, ids, mask, 22)
-        with Full().on(model):
-            close(decode(model, ids, mask, 22), stock)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sinkscope.attention._line_tap import scores_of
 from sinkscope.errors import UnsupportedError
 from sinkscope.lines import sums
-from sinkscope.lines.sums import Scores, crossings, line_sums
+from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.models.target import Target
 
 

@@ -20,6 +20,7 @@ import sinkscope as ss
 from sinkscope.attention.lines import LineWeights, line_weights
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.kv import H2O
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.results import Result
 
@@ -216,6 +217,22 @@ def test_a_wrapped_model_and_half_precision_give_the_same() -> None:
     bridge = bridge_of(*tiny_model("llama"))
     with pytest.raises(UnsupportedError, match="TransformerBridge are not offered"):
         line_weights(bridge, [ids], tokenizer=tokenizer)
+
+
+def test_under_a_guard_a_policy_and_a_patch() -> None:
+    """What evicts nothing in one pass changes nothing; a patch of the neurons changes the attention behind them."""
+    model, tokenizer = tiny_model("llama")
+    ids = torch.randint(4, 90, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+    own = line_weights(model, [ids], tokenizer=tokenizer)
+    for edit in (ss.LoopGuard(budget=64), H2O(budget=64)):
+        under = line_weights(model, [ids], tokenizer=tokenizer, interventions=edit)
+        for a, b in zip(own.heads, under.heads, strict=True):
+            assert a.mass == pytest.approx(b.mass, abs=1e-5) and a.top_slash[0].at == b.top_slash[0].at
+    patched = line_weights(
+        model, [ids], tokenizer=tokenizer, interventions=ss.Ablate(sites=[(0, j) for j in range(16)])
+    )
+    changed = [a.mass != pytest.approx(b.mass, abs=1e-6) for a, b in zip(own.heads, patched.heads, strict=True)]
+    assert not any(c for c, h in zip(changed, own.heads, strict=True) if h.layer == 0) and any(changed)
 
 
 def test_short_texts_and_other_models_are_refused() -> None:

@@ -17,7 +17,8 @@ from sinkscope.bench.loopbench.build import build
 from sinkscope.bench.loopbench.longbench import read_longbench
 from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, honest_texts, load_prompts
 from sinkscope.bench.loopbench.tokens import open_tokenizer
-from sinkscope.bench.loopbench.wiki2 import HEAD, TAIL, best_f1, f1, normalise, score, wiki2_prompt
+from sinkscope.bench.loopbench.wiki2 import HEAD, TAIL, wiki2_prompt
+from sinkscope.bench.scorers import best_f1, f1, normalise
 from sinkscope.bench.sets import write_set
 from sinkscope.errors import SinkscopeError
 
@@ -189,14 +190,11 @@ def test_f1(said: str, right: str, value: float) -> None:
     assert f1(right, said) == pytest.approx(value)
 
 
-def test_the_best_answer_counts_and_the_mean_is_in_percent() -> None:
+def test_the_best_answer_counts() -> None:
     assert best_f1("Paris, France", ["London", "Paris", "Paris in France"]) == pytest.approx(0.8)  # 1 and 2/3
     assert best_f1("Paris", []) == 0
-    assert score(["Paris", "no", "Paris, France"], [["paris"], ["yes"], ["Paris"]]) == pytest.approx(100 * (5 / 3) / 3)
-    with pytest.raises(SinkscopeError, match="1 predictions for 2 questions"):
-        score(["a"], [["a"], ["b"]])
-    with pytest.raises(SinkscopeError, match="at least one"):
-        score([], [])
+    said, right = ["Paris", "no", "Paris, France"], [["paris"], ["yes"], ["Paris"]]
+    assert sum(map(best_f1, said, right)) == pytest.approx(5 / 3)
 
 
 def test_prompt_of_2wiki() -> None:

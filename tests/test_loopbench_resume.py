@@ -18,9 +18,10 @@ from loopbench_kit import MODEL, prompts, record, tiny, untimed
 from organisms.tiny import tiny_model
 
 import sinkscope.models.load
+from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.bench.loopbench.store import Store, read_run
 from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.bench.store import open_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 
@@ -77,14 +78,14 @@ def test_killed_again_and_again_it_ends_the_same(tmp_path: Path) -> None:
 def test_cut_off_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: float, done: int) -> None:
     folder = tmp_path_factory.mktemp("cut") / "run"
     records = [record(prompt=f"dc-{i}", text=f"“é\n{i}", tokens=tuple(range(5 + i))) for i in range(4)]
-    with Store(folder, SETTINGS, PROMPTS) as store:
+    with open_folder(folder, SETTINGS, PROMPTS, Continued) as store:
         store.append(records[:done])
     runs = folder / "runs.jsonl"
     data = runs.read_bytes()
     keep = int(cut * len(data))
     os.truncate(runs, keep)
     assert [r.key for r in read_run(folder).records] == [r.key for r in records[: data[:keep].count(b"\n")]]
-    with Store(folder, SETTINGS, PROMPTS) as store:
+    with open_folder(folder, SETTINGS, PROMPTS, Continued) as store:
         assert list(store.records.values()) == records[: data[:keep].count(b"\n")]
         store.append(records)  # those that are there are not doubled
     assert list(read_run(folder).records) == records
@@ -102,7 +103,7 @@ def test_cut_off_at_any_byte(tmp_path_factory: pytest.TempPathFactory, cut: floa
     ],
 )
 def test_damaged_folders(tmp_path: Path, file: str, content: bytes, says: str) -> None:
-    with Store(tmp_path / "r", SETTINGS, PROMPTS) as store:
+    with open_folder(tmp_path / "r", SETTINGS, PROMPTS, Continued) as store:
         store.append([record(prompt="dc-0")])
     assert len(read_run(tmp_path / "r").records) == 1
     (tmp_path / "r" / file).write_bytes(content)
@@ -111,7 +112,7 @@ def test_damaged_folders(tmp_path: Path, file: str, content: bytes, says: str) -
 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
-    with Store(tmp_path / "r", SETTINGS, PROMPTS) as store:
+    with open_folder(tmp_path / "r", SETTINGS, PROMPTS, Continued) as store:
         store.append([record(prompt="dc-0"), record(prompt="dc-1")])
     runs = tmp_path / "r" / "runs.jsonl"
     lines = runs.read_bytes().split(b"\n")
@@ -121,32 +122,35 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     runs.write_bytes(b"\n".join([json.dumps({"model": "x"}).encode(), lines[1], b""]))
     with (
         pytest.raises(SinkscopeError, match=r"runs\.jsonl line 1 is damaged"),
-        Store(tmp_path / "r", SETTINGS, PROMPTS),
+        open_folder(tmp_path / "r", SETTINGS, PROMPTS, Continued),
     ):
         pass
 
 
 def test_two_runs_on_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Store(tmp_path / "r", SETTINGS, PROMPTS):
+    with open_folder(tmp_path / "r", SETTINGS, PROMPTS, Continued):
         with pytest.raises(SinkscopeError, match="is being written by another run: wait for it, or give another"):
-            with Store(tmp_path / "r", SETTINGS, PROMPTS):
+            with open_folder(tmp_path / "r", SETTINGS, PROMPTS, Continued):
                 pass
         assert read_run(tmp_path / "r").records == ()  # looking is allowed
-    with Store(tmp_path / "r", SETTINGS, PROMPTS):
+    with open_folder(tmp_path / "r", SETTINGS, PROMPTS, Continued):
         pass
 
     def hold() -> None:
-        with Store(tmp_path / "s", SETTINGS, PROMPTS):
+        with open_folder(tmp_path / "s", SETTINGS, PROMPTS, Continued):
             (tmp_path / "held").touch()
             time.sleep(60)
 
     child = _in_child(hold)
     _wait((tmp_path / "held").exists)
-    with pytest.raises(SinkscopeError, match="is being written by another run"), Store(tmp_path / "s", SETTINGS, []):
+    with (
+        pytest.raises(SinkscopeError, match="is being written by another run"),
+        open_folder(tmp_path / "s", SETTINGS, [], Continued),
+    ):
         pass
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
-    with Store(tmp_path / "s", SETTINGS, PROMPTS):
+    with open_folder(tmp_path / "s", SETTINGS, PROMPTS, Continued):
         pass
 
 
@@ -183,7 +187,7 @@ def test_folders_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "full" / "thesis.tex").touch()
     (tmp_path / "file").touch()
     for name, says in (("full", "holds other files"), ("file", "is a file")):
-        with pytest.raises(SinkscopeError, match=says), Store(tmp_path / name, SETTINGS, PROMPTS):
+        with pytest.raises(SinkscopeError, match=says), open_folder(tmp_path / name, SETTINGS, PROMPTS, Continued):
             pass
     assert os.listdir(tmp_path / "full") == ["thesis.tex"]
     with pytest.raises(SinkscopeError, match="is no folder of `sinkscope loopbench run`"):

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from loopbench_kit import assert_same, prompts, tiny
+from loopbench_kit import assert_same, prompts, tiny, untimed
 from organisms import tiny_model
 
-from sinkscope.bench.loopbench.methods import METHODS, parse_budget
+from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.prompts import honest_texts
 from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.bench.loopbench.store import Record, read_run
 from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.bench.methods import METHODS, parse_budget
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.loops import Monitor, MonitorSettings
 
@@ -23,7 +23,7 @@ CAP, WINDOW, BUDGET = 70, 32, 24
 SOME = [prompts()[i] for i in (3, 1, 2)]
 
 
-def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> dict[tuple[str, str], Record]:
+def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> dict[tuple[str, str], Continued]:
     model, tokenizer = tiny()
     given = {"max_new_tokens": CAP, "window": WINDOW, "budget": BUDGET, "every": 16, "tokenizer": tokenizer, **options}
     run_loopbench(model, given.pop("prompts", prompts(count)), methods, out=folder, **given)
@@ -31,7 +31,7 @@ def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> di
 
 
 @pytest.fixture(scope="module")
-def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Record]]:
+def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Continued]]:
     folder = tmp_path_factory.mktemp("runs") / "one"
     return folder, _run(folder, ["full", "streaming", "temperature", "stop-monitor"], prompts=SOME)
 
@@ -211,3 +211,44 @@ def test_the_folder_says_how_it_was_made(one_by_one: Any) -> None:
     assert settings["model"]["n_layers"] == 2 and settings["dtype"] == "float32"
     assert read_run(folder).prompts["dc-1"]["prompt"] == prompts()[1].prompt
     assert list(read_run(folder).prompts) == [prompt.id for prompt in SOME]
+
+
+def test_two_ray_workers_make_the_same_table(tmp_path: Path) -> None:
+    """Also where a part of the run was made in one process."""
+    pytest.importorskip("ray")
+    model, tokenizer = tiny()
+    given: dict[str, Any] = {"max_new_tokens": 24, "window": 16, "batch_size": 2, "budget": 64, "tokenizer": tokenizer}
+    some: list[Any] = [*prompts(), *honest_texts()[:1]]
+    methods = ["full", "streaming", "temperature", "stop-monitor", "loopguard"]
+    run_loopbench(model, some, methods, out=tmp_path / "one", **given)
+    run_loopbench(model, some, methods[:1], out=tmp_path / "two", **given)
+    run_loopbench(model, some, methods, out=tmp_path / "two", workers=2, **given)
+    one, two = tabulate([tmp_path / "one"]), tabulate([tmp_path / "two"])
+    assert one.to_dict()["result"] == two.to_dict()["result"]
+    assert untimed(read_run(tmp_path / "one").records) == untimed(read_run(tmp_path / "two").records)
+
+
+def test_settings_and_policies_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\nfrom sinkscope.kv import Policy\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Newest(Policy):\n    decay: float = 1.0\n"
+        "    def scores(self, at):\n        return self.decay * at.kv.pos.float()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    methods = ["mine:Newest", "mine:Newest:decay=2.0", "streaming:first=1", "streaming:first=4"]
+    found = _run(tmp_path / "r", methods, 2)
+    assert {method for method, _ in found} == set(methods)
+    for (method, prompt), record in found.items():
+        if method.startswith("mine:"):
+            assert record.tokens == found["mine:Newest", prompt].tokens
+    made = tabulate([tmp_path / "r"])
+    assert [g.method for g in made.groups] == ["streaming:first=1", "streaming:first=4", *methods[:2]]
+    assert "mine:Newest:decay=2.0" in made.text() and made.figure() is not None
+    for wrong, says in (
+        ("mine:Nothing", "cannot be imported"),
+        ("mine:Newest:size=3", "has no setting 'size=3'"),
+        ("streamin", "did you mean 'streaming'"),
+        ("dry:base=2", "it has none"),
+    ):
+        with pytest.raises(SinkscopeError, match=says):
+            _run(tmp_path / "w", [wrong], 1)

@@ -18,10 +18,10 @@ from loopbench_kit import MODEL, record
 from rich.console import Console
 
 from sinkscope._plain import visible
-from sinkscope.bench.loopbench.metrics import survival_steps
+from sinkscope.bench.loopbench.metrics import Continued, survival_steps
 from sinkscope.bench.loopbench.show import Shown, show
-from sinkscope.bench.loopbench.store import Record, Store
-from sinkscope.bench.loopbench.tables import LoopBench, Table, tabulate
+from sinkscope.bench.loopbench.tables import LoopBench, PrintedTable, tabulate
+from sinkscope.bench.store import open_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import page
@@ -35,7 +35,7 @@ FULL_LENGTH = tuple([5] * 280)
 
 
 def _folder(
-    path: Path, records: Sequence[Record], prompts: Sequence[dict[str, Any]] | None = None, **settings: Any
+    path: Path, records: Sequence[Continued], prompts: Sequence[dict[str, Any]] | None = None, **settings: Any
 ) -> Path:
     given = {
         "model": MODEL,
@@ -52,7 +52,7 @@ def _folder(
         {"id": name, "bench": name.split("-")[0], "prompt": f"say\n{name}"}
         for name in dict.fromkeys(r.prompt for r in records)
     ]
-    with Store(path, given, there) as store:
+    with open_folder(path, given, there, Continued) as store:
         store.append(records)
     return path
 
@@ -83,7 +83,7 @@ def folder(tmp_path: Path) -> Path:
     )
 
 
-def _table(made: LoopBench, title: str) -> Table:
+def _table(made: LoopBench, title: str) -> PrintedTable:
     return next(table for table in made.tables if table.title.startswith(title))
 
 

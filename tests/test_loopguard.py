@@ -247,7 +247,7 @@ def test_a_fraction_of_the_prompt() -> None:
         ({"budget": 0.0}, ["budget=0.0", "fraction"]),
         ({"window": 0}, ["window", "0"]),
         ({"variant": "p2"}, ["'p2'", "full", "always"]),
-        ({"monitor": {"theta_ttr": 1.5}}, ["theta_ttr", "1.5", "0 to 1"]),
+        ({"monitor": {"theta_ttr": 1.5}}, ["theta_ttr", "1.5", "1"]),
         ({"monitor": {"theta": 1}}, ["'theta'", "theta_ttr"]),
         ({"monitor": {"window": 9}}, ["window=..."]),
         ({"copies": 1}, ["copies=1"]),

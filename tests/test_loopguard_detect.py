@@ -142,7 +142,7 @@ def test_bad_input() -> None:
     ids, mask = padded(6, 6)
     with pytest.raises(SinkscopeError, match="batch of 2 rows and no eos_token_id"):
         run(model, ids, mask, LoopReporter(TAIL))
-    with pytest.raises(SinkscopeError, match="poll=0"):
+    with pytest.raises(SinkscopeError, match="poll is 0"):
         LoopReporter(poll=0)
     with pytest.raises(SinkscopeError, match="leave them out"):
         LoopStopper(TAIL, reporter=LoopReporter())

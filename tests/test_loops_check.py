@@ -80,7 +80,7 @@ def test_results_come_back_from_json(tmp_path: Path) -> None:
     found = check(["", "one word", "the " * 300], name="some texts")
     assert Result.load(found.save(tmp_path / "x.json")) == found
     assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
-    assert "some texts: 1 of 3 loop; median period 1, median onset 0." in str(found)
+    assert "Conclusion: 1 of 3 outputs in some texts loop; median period 1, median onset at token 0." in str(found)
 
 
 def test_words_are_split_as_documented() -> None:
@@ -194,7 +194,7 @@ def test_no_torch_is_loaded(tmp_path: Path) -> None:
         [sys.executable, "-c", code, str(tmp_path / "x.txt")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "x.txt: 1 of 1 loop; median period 1, median onset 0."
+    assert done.stdout.splitlines()[0].startswith("Conclusion: 1 of 1 outputs in x.txt loop; median period 1")
     assert done.stdout.splitlines()[-1] == "[] 0"
 
 

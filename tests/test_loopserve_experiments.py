@@ -14,15 +14,15 @@ from organisms.tiny import tiny_model
 
 import sinkscope as ss
 from experiments.loopserve import ablation, fidelity, paper, runs, sweeps, table1, turns
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
-from sinkscope.bench.dialogues.methods import METHODS, check_methods, read_method
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.tasks import TASKS
-from sinkscope.bench.loopbench.store import Folder
+from sinkscope.bench.methods import METHODS, check_methods, read_method
+from sinkscope.bench.store import open_folder
 from sinkscope.lines.choice import sample_queries
+from sinkscope.rate import wilson
 from sinkscope.results import ModelInfo
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def _qasper_run(folder: Path, name: str) -> Path:
         "dtype": "float32",
         "attention": "sdpa",
     }
-    with Folder(folder, settings, [asdict(dialogue)], Said) as store:
+    with open_folder(folder, settings, [asdict(dialogue)], Said) as store:
         store.append(
             [
                 said(dialogue="q", method="snapkv", turn=0, text="Ellen Varga"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.loopserve.prefill import SparsePrompts
-from sinkscope.kv.moments import Prompt
+from sinkscope.kv.session import Prompt
 from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import check_kernel, sparse_attention

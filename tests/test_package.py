@@ -52,10 +52,10 @@ GROUND = (
     "results",
     "store",
     "_console",
-    "_grid",
+    "grid",
     "_plain",
     "_provenance",
-    "_rate",
+    "rate",
     "text",
 )
 
@@ -184,10 +184,10 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
     (sdist,) = tmp_path.glob("*.tar.gz")
     data = {
         str(file.relative_to(ROOT))
-        for folder in ("models/bundled", "models/recall", "text", "bench/loopbench/data")
+        for folder in ("models/bundled", "models/recall", "text", "bench/loopbench/data", "bench/dialogues", "html")
         for file in (ROOT / "sinkscope" / folder).iterdir()
         if file.is_file()
-    } | {"sinkscope/py.typed", "sinkscope/bench/dialogues/questions.jsonl"}
+    } | {"sinkscope/py.typed"}
     assert data <= set(zipfile.ZipFile(wheel).namelist())
     assert data <= {name.partition("/")[2] for name in tarfile.open(sdist).getnames()}
 

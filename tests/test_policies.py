@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.kv import H2O, TOVA, Full, Policy, SnapKV, StreamingLLM, make_policy
+from sinkscope.kv import H2O, TOVA, Policy, SnapKV, StreamingLLM, make_policy
 from sinkscope.models.target import Target
 
 PROMPT, STEPS = 26, 30
@@ -105,47 +105,6 @@ def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_chunked_prefill_is_a_whole_one(name: str) -> None:
-    """Also in chunks smaller than SnapKV's window, and with padding that fills a chunk; sdpa underneath."""
-    model, _ = tiny_model("llama")
-    ids, real = batch(steps=12)
-    policy = replace(CASES[name][0], every=3 if name != "snapkv" else "prefill")
-    whole = run_policy(policy, model, ids, real)
-    for chunks in ((7, 9, 10), (13, 5, 5, 3)):
-        parts = run_policy(policy, model, ids, real, chunks)
-        assert all(
-            torch.equal(a, b) for x, y in zip(whole[0], parts[0], strict=True) for a, b in zip(x, y, strict=True)
-        )
-        torch.testing.assert_close(parts[1], whole[1], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [5, 9, 64])
-def test_generate_reads_a_prompt_in_chunks(name: str, size: int) -> None:
-    """Chunks of 5 end with a single token, which looks like a generated one."""
-    model, _ = tiny_model("llama")
-    ids, _ = batch(rows=1, pad=0, steps=0)
-    settings: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 3}
-    with CASES[name][0].on(model):
-        whole = model.generate(ids, **settings)
-        assert torch.equal(model.generate(ids, prefill_chunk_size=size, **settings), whole)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_batched_is_one_by_one(name: str) -> None:
-    model, _ = tiny_model("qwen3")
-    ids, real = batch(steps=12)
-    policy = CASES[name][0]
-    kept, logits, _ = run_policy(policy, model, ids, real)
-    pad = int((real[1] == 0).sum())
-    alone, alone_logits, _ = run_policy(policy, model, ids[1:, pad:], real[1:, pad:])
-    torch.testing.assert_close(logits[1:], alone_logits, atol=1e-5, rtol=0)
-    for x, y in zip(kept, alone, strict=True):
-        for a, b in zip(x, y, strict=True):
-            assert torch.equal(a[1:, :, pad:], b) and not a[1:, :, :pad].any()
-
-
-@pytest.mark.parametrize("name", CASES)
 def test_fraction_of_each_prompt(name: str) -> None:
     """Rounded down, of the real tokens of a row, and not growing while tokens are generated."""
     policy, choose = CASES[name]
@@ -197,23 +156,6 @@ def test_snapkv_in_decoding_asks_the_latest_queries() -> None:
         held = [column for column, kept_too in zip(held, keep[0, 0].tolist(), strict=True) if kept_too]
         assert kept[step][0][0, 0].nonzero().flatten().tolist() == held, f"step {step}"
         held.append(PROMPT + step)
-
-
-def test_a_whole_budget_is_stock() -> None:
-    model, _ = tiny_model("llama")
-    ids, real = batch(rows=1, pad=0, steps=6)
-    with torch.no_grad():
-        stock = model(ids).logits[:, PROMPT - 1 :]
-    for policy in (
-        Full(),
-        StreamingLLM(budget=64),
-        H2O(budget=64),
-        TOVA(budget=1.0, every="prefill"),
-        SnapKV(budget=64),
-    ):
-        kept, logits, _ = run_policy(policy, model, ids, real)
-        assert all(layer.all() for step in kept for layer in step), policy
-        torch.testing.assert_close(logits, stock, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["bridge", "nnsight"])
@@ -335,12 +277,12 @@ def test_rebased_streaming(layers: int) -> None:
         ("snapkv", {"budget": 60}, "64 last"),
         ("snapkv", {"kernel": 4}, "odd kernel"),
         ("snapkv", {"window": 0}, "window=0"),
-        ("snapkv", {"pooling": "sum"}, "avg, max"),
+        ("snapkv", {"pooling": "sum"}, "'avg' or 'max'"),
         ("h2o", {"recent": 1.2}, "recent=1.2"),
         ("h2o", {"every": 0}, "every=0"),
         ("h2o", {"every": "decode"}, "prefill"),
-        ("h2o", {"reduce": "median"}, "mean, max, sum"),
-        ("h2o", {"mode": "mask"}, "evict, select"),
+        ("h2o", {"reduce": "median"}, "'mean', 'max' or 'sum'"),
+        ("h2o", {"mode": "mask"}, "'evict' or 'select'"),
         ("h2o", {"positions": "rebased"}, "original"),
         ("streaming", {"first": -1}, "first=-1"),
         ("streaming", {"sinks": 4}, "has no 'sinks'"),

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 import sinkscope as ss
-from sinkscope.attention._line_tap import scores_of
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Rows, SnapKV, StreamingLLM
+from sinkscope.lines.sums import scores_of
 from sinkscope.models.target import Target
 from sinkscope.trace import attention_rows, internals, queries_and_keys, tap
 from sinkscope.trace.tap import attention_probs

@@ -43,8 +43,7 @@ from experiments.record import record
 from sinkscope._console import note
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve import Progressive
-from sinkscope.kv.moments import Prompt
-from sinkscope.kv.session import Session
+from sinkscope.kv.session import Prompt, Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import Kernel

@@ -26,9 +26,9 @@ from typing import Any
 from experiments.loopguard.drawn import save
 from experiments.record import record
 from sinkscope._console import Progress, note
+from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.bench.loopbench.run import run_loopbench
-from sinkscope.bench.loopbench.store import Record, read_run
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.loops import collapse_point, diversity, survival
@@ -57,7 +57,7 @@ def trained(folder: Path) -> dict[str, Any]:
     }
 
 
-def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progress) -> list[Record]:
+def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progress) -> list[Continued]:
     """The model's continuations of the small set, from the folder where they are there already."""
     run_loopbench(
         model,
@@ -71,7 +71,7 @@ def runs_of(model: Any, folder: Path, new: int, batch_size: int, progress: Progr
     return full_runs(folder)
 
 
-def full_runs(folder: Path) -> list[Record]:
+def full_runs(folder: Path) -> list[Continued]:
     """Records of method "full"."""
     found = [r for r in read_run(folder).records if r.method == "full"]
     if not found:
@@ -79,7 +79,7 @@ def full_runs(folder: Path) -> list[Record]:
     return found
 
 
-def survived(runs: Sequence[Record], window: int, cap: int) -> dict[str, Any]:
+def survived(runs: Sequence[Continued], window: int, cap: int) -> dict[str, Any]:
     """Collapse points and the share of runs without one by each step."""
     points = [collapse_point(r.tokens, window) for r in runs]
     steps = sorted({*range(0, min(cap, 640), 16), *range(0, cap + 1, 50), cap})
@@ -101,7 +101,9 @@ def curve(ids: Sequence[int]) -> dict[str, Any]:
     return {"steps": steps, "ttr": [round(values[s - 1], 4) for s in steps], "collapse": collapse_point(ids)}
 
 
-def measure(members: dict[str, tuple[dict[str, Any], list[Record]]], base: str, ordinary: list[int]) -> dict[str, Any]:
+def measure(
+    members: dict[str, tuple[dict[str, Any], list[Continued]]], base: str, ordinary: list[int]
+) -> dict[str, Any]:
     """Everything that is drawn."""
     runs = members[base][1]
     cap = max(len(r.tokens) for _, rs in members.values() for r in rs)
@@ -202,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    members: dict[str, tuple[dict[str, Any], list[Record]]] = {}
+    members: dict[str, tuple[dict[str, Any], list[Continued]]] = {}
     with Progress() as progress:
         for folder in args.folders:
             note(f"{folder.name}: {args.max_new_tokens} tokens after each prompt")

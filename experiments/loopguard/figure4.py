@@ -20,8 +20,7 @@ from typing import Any
 
 from experiments.loopguard.drawn import save
 from experiments.record import record
-from sinkscope.bench.loopbench.run import TEXT
-from sinkscope.bench.loopbench.store import Record, read_run
+from sinkscope.bench.loopbench.metrics import TEXT, Continued, read_run
 from sinkscope.bench.loopbench.tables import tabulate
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREY, ORANGE
@@ -49,7 +48,7 @@ def ordinary_alarms(length: int) -> dict[str, int]:
     return {"texts": len(pieces), "tokens": length, "alarmed": alarmed}
 
 
-def gaps(record_: Record) -> list[int]:
+def gaps(record_: Continued) -> list[int]:
     """Tokens between one intervention and the next."""
     steps = [e["step"] for e in record_.events if e["kind"] == "guard"]
     return [b - a for a, b in pairwise(steps)]
@@ -95,7 +94,7 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
     }
 
 
-def _by_run(records: Sequence[Record], method: str) -> list[list[int]]:
+def _by_run(records: Sequence[Continued], method: str) -> list[list[int]]:
     return [[e["step"] for e in r.events if e["kind"] == "guard"] for r in records if r.method == method]
 
 

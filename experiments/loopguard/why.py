@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from experiments.loopguard.drawn import save
 from experiments.record import record
 from sinkscope._console import Progress
-from sinkscope.bench.loopbench.store import Record, read_run
+from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.kv.loopguard import LoopGuard, Retention, plan
 from sinkscope.loops import tail_period
@@ -50,7 +50,7 @@ def same_cycle(a: Sequence[int], b: Sequence[int]) -> bool:
     return len(a) == len(b) and any(list(a) == twice[i : i + len(a)] for i in range(len(a)))
 
 
-def aftermath(records: Sequence[Record]) -> dict[str, Any]:
+def aftermath(records: Sequence[Continued]) -> dict[str, Any]:
     """What followed each intervention that had found a cycle."""
     counts = {"same": 0, "another": 0, "none": 0}
     parts: dict[str, dict[str, int]] = {}

@@ -26,7 +26,7 @@ from experiments.record import record
 from sinkscope._console import Progress
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, Near
-from sinkscope.bench.loopbench.store import read_folder
+from sinkscope.bench.store import read_folder
 from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
 from sinkscope.models.load import load
 

@@ -23,11 +23,11 @@ from typing import Any
 
 from experiments.record import record
 from sinkscope._console import note
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues import questions
 from sinkscope.bench.dialogues.questions import PLACES, Accuracy, locate
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
+from sinkscope.rate import wilson
 from sinkscope.records import read_rows
 
 LABELS = Path(__file__).with_name("question_labels.jsonl")

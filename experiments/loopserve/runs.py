@@ -22,19 +22,19 @@ import torch
 from torch import Tensor
 
 from sinkscope._console import Progress
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue
-from sinkscope.bench.dialogues.methods import METHODS, Kind, Settings, at_settings, check_methods
-from sinkscope.bench.dialogues.metrics import metric_of, score
 from sinkscope.bench.dialogues.recall import TASK, recall_dialogue, uneven
 from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.words import END
-from sinkscope.bench.loopbench.store import read_folder
+from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
+from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.store import read_folder
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load
+from sinkscope.rate import wilson
 
 ALL = "all"
 SHARE = 0.125
@@ -110,8 +110,10 @@ def _noise(at: At) -> Tensor:
 _HERE = __name__
 METHODS.update(
     {
-        "random": Kind(_HERE, "RandomKeep", "a random part of the prompt"),
-        "random-progressive": Kind(_HERE, "RandomProgressive", "a random part, anew while decoding", {"after": 0}),
+        "random": MethodKind(_HERE, "RandomKeep", "a random part of the prompt"),
+        "random-progressive": MethodKind(
+            _HERE, "RandomProgressive", "a random part, anew while decoding", {"after": 0}
+        ),
     }
 )
 

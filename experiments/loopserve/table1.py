@@ -31,9 +31,9 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.methods import split_spec
 from sinkscope.bench.dialogues.tables import tabulate_dialogues
 from sinkscope.bench.dialogues.tasks import TASKS
+from sinkscope.bench.methods import split_spec
 from sinkscope.figures.style import BLUE, GREEN, ORANGE
 
 COLOURS = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))

@@ -11,15 +11,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention.generation import chosen_layers
 from sinkscope.attention.line_texts import Input, inputs, means, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.lines import draw_weights
 from sinkscope.lines.choice import HeadLines, top_lines
-from sinkscope.lines.sums import Scores, crossings, line_sums
+from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.models.target import Target
 from sinkscope.registry import Hidden, Option
 
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
@@ -166,10 +164,11 @@ class LineWeights(Weights, Result):
 
 
 @measurement(
-    group="Attention",
+    group="Look",
     figure=draw_weights,
     command="lines",
     loading="whole",
+    edits=True,
     quick={"count": 1, "length": 48, "layers": [1]},
 )
 def line_weights(
@@ -218,16 +217,17 @@ def line_weights(
         found[layer].append(weighed(scores, chosen, generator))
         setup.progress("layers", sum(map(len, found.values())), len(wanted) * len(rows))
 
-    with scores_of(target, weigh, wanted):
+    with setup.edited(), scores_of(target, weigh, wanted):
         for _, ids in rows:
             target.forward(ids[None])
     heads = tuple(_head(layer, h, found[layer]) for layer in wanted for h in range(target.n_heads))
+    mean: dict[str, Any] = {name: means([getattr(h, name) for h in heads]) for name in _NAMES}
     return LineWeights(
+        **mean,
         etas=chosen,
         inputs=tuple(one for one, _ in rows),
         heads=heads,
-        picture=_pictured(target, rows[0][1], *(head or _both_kinds(heads))),
-        **{name: means([getattr(h, name) for h in heads]) for name in _NAMES},
+        picture=_pictured(setup, rows[0][1], *(head or _both_kinds(heads))),
     )
 
 
@@ -277,11 +277,11 @@ def _both_kinds(heads: Sequence[HeadWeights]) -> tuple[int, int]:
     return best.layer, best.head
 
 
-def _pictured(target: Target, ids: Int[Tensor, " pos"], layer: int, head: int) -> LinePicture:
+def _pictured(setup: Setup, ids: Int[Tensor, " pos"], layer: int, head: int) -> LinePicture:
     """The map of a head of `layer` over the first tokens of `ids`."""
     ids = ids[:PICTURED]
     found: list[LinePicture] = []
-    words = tuple(str(target.tokenizer.decode([i])) for i in ids.tolist())
+    words = tuple(str(setup.tokenizer.decode([i])) for i in ids.tolist())
 
     def picture(_: int, scores: Scores) -> None:
         lines = top_lines(*line_sums(scores), [DRAWN])
@@ -290,6 +290,6 @@ def _pictured(target: Target, ids: Int[Tensor, " pos"], layer: int, head: int) -
         chosen = [tuple(kind[0, head].nonzero().flatten().tolist()) for kind in (lines.vertical, lines.slash)]
         found.append(LinePicture(layer, head, words, told, DRAWN, *chosen))
 
-    with scores_of(target, picture, [layer]):
-        target.forward(ids[None])
+    with setup.edited(), scores_of(setup.target, picture, [layer]):
+        setup.target.forward(ids[None])
     return found[0]

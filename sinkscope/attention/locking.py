@@ -24,7 +24,7 @@ from sinkscope.attention.offset_overlap import Overlaps, Track
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.locking import draw
 from sinkscope.interventions.base import Event
-from sinkscope.loops.signals import WINDOW, collapse_point, diversity
+from sinkscope.loops.signals import collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 
 SUFFIX = 256  # positions, or three periods if these are more: the window that LoopGuard watches
@@ -159,7 +159,7 @@ def locking(
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
     period: Positive | None = None,
     suffix: Positive = SUFFIX,
-    window: Positive = WINDOW,
+    window: Positive = SUFFIX,
     control: bool | Sequence[int] = True,
 ) -> Locking:
     """Rank heads by how much of their attention a loop locks onto its own repetition, and say when.

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.observe import Observe
-from sinkscope.kv.session import Rows
+from sinkscope.kv.session import Observe, Rows
 
 _QUERIES = 32  # rows that are turned into offsets at a time
 

@@ -12,14 +12,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.attention._line_tap import scores_of
 from sinkscope.attention.generation import chosen_layers
 from sinkscope.attention.line_texts import Input, Question, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.lines import draw_overlap
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
-from sinkscope.lines.sums import Scores, line_sums
+from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.measure import Count, Positive, Progress, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.registry import Hidden, Option
@@ -205,7 +204,7 @@ class LineOverlap(Overlap, Result):
 
 
 @measurement(
-    group="Attention",
+    group="Look",
     figure=draw_overlap,
     command="overlap",
     loading="whole",
@@ -267,12 +266,14 @@ def line_overlap(
             setup.target.forward(ids[None])
     heads = tuple(head for layer in wanted for head in _heads(layer, found[layer]))
     tokens = token_overlap(setup.target, asked, wanted, max_new_tokens, parts, window, setup.progress)
+    numbers = {name: torch.tensor([getattr(h, name) for h in heads]) for name in _NAMES}
+    mean: dict[str, Any] = {name: tuple(values.double().mean(0).tolist()) for name, values in numbers.items()}
     return LineOverlap(
+        **mean,
         etas=chosen,
         texts=tuple(one for one, _ in rows),
         heads=heads,
         tokens=tokens,
-        **{name: tuple(torch.tensor([getattr(h, name) for h in heads]).double().mean(0).tolist()) for name in _NAMES},
     )
 
 

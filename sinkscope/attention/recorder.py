@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.observe import Observe
-from sinkscope.kv.session import Rows
+from sinkscope.kv.session import Observe, Rows
 
 Head = tuple[int, int]
 """(layer, query head)."""

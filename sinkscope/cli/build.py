@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -16,7 +15,7 @@ from sinkscope._console import note
 from sinkscope.cli.common import Backend, check_outputs, deliver, layer_head, read_prompt
 from sinkscope.errors import SinkscopeError
 from sinkscope.progress import ProgressBar
-from sinkscope.registry import Entry, Option, Parameter, entries, shared_parameters
+from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
 _READS: dict[str | None, Callable[[Any], Any]] = {
     "text": read_prompt,
@@ -24,9 +23,16 @@ _READS: dict[str | None, Callable[[Any], Any]] = {
     "commas": lambda text: [word.strip() for word in text.split(",") if word.strip()],
 }
 _FILES = {
-    "json": ("--json", "FILE|-", "Write the result as JSON; - is standard output."),
-    "html": ("--html", "FILE", "Write conclusion, tables and figures into one HTML file."),
-    "png": ("--png", "FILE", "Write the figure; this needs kaleido and a browser."),
+    "json": ("FILE|-", "Write the result as JSON; - is standard output."),
+    "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
+    "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
+}
+
+
+_ABOUT = {
+    "patch": "Make a patch that repairs repetition, and measure what it costs.",
+    "loopbench": "Build LoopBench-DC and LoopBench-RI, run methods on them, and print the tables.",
+    "dialogues": "Build dialogues with questions, answer them under cache policies, and print the tables.",
 }
 
 
@@ -50,183 +56,180 @@ def add_commands(app: typer.Typer) -> None:
     """Hang a command on the app for every entry of the registry.
 
     Args:
-        app: of the whole command line; an entry such as "patch make" goes to a group below it.
+        app: The whole command line; an entry such as "patch make" goes to a group below it.
     """
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
-    groups = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
+    there = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
+    groups: dict[str, typer.Typer] = {"": app, **there}
     for words, parts in together.items():
-        parts.sort(key=lambda entry: entry.marks.get("flag") is not None)
         home, _, name = words.rpartition(" ")
-        if home and home not in groups:
+        if home not in groups:
             groups[home] = typer.Typer(name=home, cls=Groups, rich_markup_mode=None)
-            app.add_typer(groups[home], rich_help_panel=parts[0].group, help=f"The commands of {home}.")
-        place = groups[home] if home else app
-        place.command(name, help=parts[0].doc.split("\n\nArgs:")[0], rich_help_panel=parts[0].group)(_function(parts))
+            app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
+        command = Command(sorted(parts, key=lambda entry: "flag" in entry.marks))
+        groups[home].command(name, help=command.help, rich_help_panel=parts[0].group)(command)
 
 
-def _function(parts: list[Entry]) -> Callable[..., None]:
-    """What typer calls: it reads the options, runs the function, and delivers the result."""
-    parameters = _parameters(parts)
-    measures = parts[0].decorator == "measurement"
-    delivers = measures or not (isinstance(returned := parts[0].node.returns, type(None)) or _is_none(returned))
-    outputs = [output for part in parts for output in part.marks.get("outputs", [])]
-    signature = [_typed(p) for p in parameters.values() if not p.option.hidden]
-    if measures:
-        text = "Load the model as this kind of object. By default a model is read as the command needs it."
-        signature.append(_plain("backend", Backend | None, None, help=text))
-    flags = {part.marks["flag"]: part for part in parts if "flag" in part.marks}
-    for flag, part in flags.items():
-        signature.append(_plain(flag, bool, False, f"--{flag.replace('_', '-')}", help=part.summary))
-    for name, text, required in outputs:
-        default = inspect.Parameter.empty if required else None
-        signature.append(_plain(name, str if required else str | None, default, metavar="FILE", help=text))
-    for name, (option, metavar, text) in _FILES.items() if delivers else ():
-        signature.append(_plain(name, str | None, None, option, metavar=metavar, help=text))
+class Command:
+    """What typer calls for a command: it reads the options, runs the function, and delivers the result.
 
-    def run(**values: Any) -> None:
-        files = {name: values.pop(name, None) for name in _FILES}
-        written = {name: values.pop(name) for name, _, _ in outputs}
+    Args:
+        parts: The functions that share the command; the first runs unless the flag of another one is given.
+    """
+
+    def __init__(self, parts: list[Entry]) -> None:
+        self.parts, first = parts, parts[0]
+        self.measures = first.decorator == "measurement"
+        self.help = first.doc.split("\n\nArgs:")[0]
+        self.flags = {part.marks["flag"]: part for part in parts[1:]}
+        self.outputs = [output for part in parts for output in part.marks.get("outputs", [])]
+        returns_none = first.node.returns is None or getattr(first.node.returns, "value", "") is None
+        self.files = {} if returns_none and not self.measures else _FILES
+        self.parameters = self._parameters()
+        shown = [*map(_typed, (p for p in self.parameters.values() if not p.option.hidden)), *self._added()]
+        self.__name__ = first.name
+        self.__signature__ = inspect.Signature(shown)
+        self.__annotations__ = {p.name: p.annotation for p in shown}
+
+    def _parameters(self) -> dict[str, Parameter]:
+        """Every parameter: the functions' own, then those that all measurements share."""
+        shared = {p.name: p for p in shared_parameters("open")} if self.measures else {}
+        if any(part.marks.get("edits") for part in self.parts):
+            shared |= {p.name: p for p in shared_parameters("edit_of")}
+        found = {p.name: p for p in self.parts[0].parameters}
+        for part in self.parts[1:]:  # what all share is described as for all, unless the first function differs
+            found = {**{p.name: shared.get(p.name, p) for p in part.parameters}, **found}
+        order = [p.name for part in self.parts for p in part.parameters]
+        return {name: {**shared, **found}[name] for name in dict.fromkeys([*order, *shared])}
+
+    def _added(self) -> list[inspect.Parameter]:
+        """Options that are no parameters: flags of other functions, the kind of model object, and files."""
+        added: list[inspect.Parameter] = []
+        if self.measures:
+            text = "Load the model as this kind of object. By default a model is read as the command needs it."
+            added.append(_option("backend", Backend | None, None, help=text))
+        added += [_option(flag, bool, False, help=part.summary) for flag, part in self.flags.items()]
+        for name, text, required in self.outputs:
+            hint, default = (str, inspect.Parameter.empty) if required else (str | None, None)
+            added.append(_option(name, hint, default, metavar="FILE", help=text))
+        return added + [_option(name, str | None, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+
+    def __call__(self, **values: Any) -> None:
+        """Run the command with the values of its options."""
+        files = {name: values.pop(name) for name in self.files}
+        written = {name: values.pop(name) for name, _, _ in self.outputs}
         check_outputs(**files, **written)
-        chosen = [part for flag, part in flags.items() if values.pop(flag)]
-        alone = [part for part in chosen if "adds" not in part.marks]
-        if len(alone) > 1:
-            names = " and ".join(f"--{part.marks['flag']}" for part in alone)
-            raise SinkscopeError(f"{names} are two measurements: give one of them at a time")
-        main = alone[0] if alone else parts[0]
-        backend = values.pop("backend", None) if measures else None
-        given = _given(values, parameters)
+        chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
+        main, also = self._main(chosen)
+        backend = values.pop("backend", None) if self.measures else None
+        given = self._given(values)
         for part in chosen:
             given |= part.marks.get("sets") or {}
-        _refuse_foreign(main, [p for p in parts if p not in chosen], given)
-        for name in given:
-            if read := _READS.get(parameters[name].option.reads):
-                given[name] = _read(read, parameters[name], given[name])
-        result, also = _measured(main, [p for p in chosen if p is not main], given, backend, measures)
-        if delivers:
-            deliver(result, **files, also=also)
-        saves = {o.name: o.save for part in parts for o in getattr(part.load(), "outputs", ())} if outputs else {}
+        self._refuse_unused([main, *also], given)
+        for name, words in given.items():
+            given[name] = _read(self.parameters[name], words)
+        result, more = self._run(main, also, given, backend)
+        if self.files:
+            deliver(result, **files, also=more)
+        saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
             if path is not None and isinstance(said := saves[name](result, path), str):
                 note(said)
 
-    run.__signature__ = inspect.Signature(signature)  # pyright: ignore[reportFunctionMemberAccess]
-    run.__annotations__ = {p.name: p.annotation for p in signature}
-    run.__name__ = parts[0].name
-    return run
+    def _main(self, chosen: list[Entry]) -> tuple[Entry, list[Entry]]:
+        """The function that runs, and those that run after it."""
+        instead = [part for part in chosen if "adds" not in part.marks]
+        if len(instead) > 1:
+            names = " and ".join(f"--{part.marks['flag']}" for part in instead)
+            raise SinkscopeError(f"{names} are two measurements: give one of them at a time")
+        return (instead or self.parts)[0], [part for part in chosen if part not in instead]
+
+    def _given(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What differs from the defaults, by the names that the function knows."""
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            default = self.parameters[name].default
+            empty = value in (None, [], ()) and default is not inspect.Parameter.empty
+            if not empty and value != default:
+                found[name] = value.value if isinstance(value, StrEnum) else value
+        return found
+
+    def _refuse_unused(self, running: list[Entry], given: dict[str, Any]) -> None:
+        """Refuse an option of a function that does not run: it would do nothing.
+
+        Raises:
+            SinkscopeError: one was given.
+        """
+        used = {p.name for part in running for p in part.parameters} | {p.name for p in shared_parameters("open")}
+        for other in self.parts:
+            for parameter in other.parameters:
+                if parameter.name in given and parameter.name not in used:
+                    flag = other.marks.get("flag")
+                    remedy = f"give --{flag}, too, or leave it out" if flag else "leave it out"
+                    value = given[parameter.name]
+                    shown = value if parameter.many else [] if value is True else [value]
+                    words = " ".join([parameter.flag, *map(str, shown)])
+                    raise SinkscopeError(f"{words}: this run has no use for it; {remedy}")
+
+    def _run(self, main: Entry, also: list[Entry], given: dict[str, Any], backend: Any) -> tuple[Any, dict[str, Any]]:
+        """The result of a function, and those of the measurements that go with it, by their keys in the JSON."""
+        function = main.load()
+        if callable(refuse := getattr(function, "refuse", None)):
+            refuse(given)  # before a model is opened
+        names = [p.name for p in shared_parameters("edit_of") if p.name in given]
+        if names and getattr(function, "edits", False):
+            from sinkscope.measure.setup import edit_of  # a patch or policy is refused before a model is opened
+
+            given["interventions"] = edit_of(**{name: given.pop(name) for name in names})
+        if backend is not None:
+            from sinkscope.models.load import load
+
+            options = {name: given[name] for name in ("revision", "device", "dtype") if name in given}
+            given["model"] = load(given.get("model"), backend=backend.value, **options)
+        with ProgressBar() as progress:
+            takes = self.measures or any(p.name == "progress" for p in main.parameters)
+            more: dict[str, Any] = {"progress": progress} if takes else {}
+            result = function(**given, **more)
+            common = {p.name: given[p.name] for p in shared_parameters("open") if p.name in given}
+            return result, {part.marks["adds"]: part.load()(**common, **more) for part in also}
 
 
-def _read(read: Callable[[Any], Any], parameter: Parameter, words: Any) -> Any:
+def _read(parameter: Parameter, words: Any) -> Any:
     """What the words mean; lists with commas that are given several times become one list."""
-    if not parameter.many:
-        return read(words)
+    read = _READS.get(parameter.option.reads)
+    if read is None or not parameter.many:
+        return words if read is None else read(words)
     values = [read(word) for word in words]
     return [one for part in values for one in part] if parameter.option.reads == "commas" else values
 
 
-def _measured(main: Entry, also: list[Entry], given: dict[str, Any], backend: Any, measures: bool) -> tuple[Any, Any]:
-    """The result of a function, and those of the measurements that go with it."""
-    takes_progress = measures or any(p.name == "progress" for p in main.parameters)
-    function = main.load()
-    if callable(refuse := getattr(function, "refuse", None)):
-        refuse(given)  # before a model is opened
-    if any(p.name in given for p in shared_parameters("edit_of")) and getattr(function, "edits", False):
-        from sinkscope.measure.setup import edit_of  # a patch or policy is refused before a model is opened
-
-        names = [p.name for p in shared_parameters("edit_of") if p.name in given]
-        given["interventions"] = edit_of(**{name: given.pop(name) for name in names})
-    if backend is not None:
-        from sinkscope.models.load import load
-
-        options = {name: given[name] for name in ("revision", "device", "dtype") if name in given}
-        given["model"] = load(given.get("model"), backend=backend.value, **options)
-    with ProgressBar() if takes_progress else nullcontext() as progress:
-        more = {"progress": progress} if takes_progress else {}
-        result = function(**given, **more)
-        shared = {p.name for p in shared_parameters("open")}
-        common = {name: value for name, value in given.items() if name in shared}
-        return result, {part.marks["adds"]: part.load()(**common, **more) for part in also}
-
-
-def _parameters(parts: list[Entry]) -> dict[str, Parameter]:
-    """Every parameter of a command: the functions' own, then those that all measurements share."""
-    found: dict[str, Parameter] = {}
-    measures = parts[0].decorator == "measurement"
-    shared = {p.name: p for p in shared_parameters("open")} if measures else {}
-    for part in parts:
-        for parameter in part.parameters:  # what all share is described as for all, unless the first one differs
-            found.setdefault(parameter.name, parameter if part is parts[0] else shared.get(parameter.name, parameter))
-    found = {**found, **{name: parameter for name, parameter in shared.items() if name not in found}}
-    if measures:
-        for parameter in shared_parameters("edit_of") if any(p.marks.get("edits") for p in parts) else ():
-            found.setdefault(parameter.name, parameter)
-    return found
-
-
-def _given(values: dict[str, Any], parameters: dict[str, Parameter]) -> dict[str, Any]:
-    """What differs from the defaults, by the names that the function knows."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        empty = value in (None, [], ()) and parameters[name].default is not inspect.Parameter.empty
-        if not empty and value != parameters[name].default:
-            found[name] = value.value if isinstance(value, StrEnum) else value
-    return found
-
-
-def _refuse_foreign(main: Entry, others: list[Entry], given: dict[str, Any]) -> None:
-    """An option of a measurement that does not run would say nothing.
-
-    Raises:
-        SinkscopeError: one was given.
-    """
-    mine = {p.name for p in main.parameters} | {p.name for p in shared_parameters("open")}
-    for other in others:
-        for parameter in other.parameters:
-            if parameter.name in given and parameter.name not in mine:
-                flag = other.marks.get("flag")
-                remedy = f"give --{flag}, too, or leave it out" if flag else "leave it out"
-                value = given[parameter.name]
-                shown = value if parameter.many else [] if value is True else [value]
-                words = " ".join([parameter.flag, *map(str, shown)])
-                raise SinkscopeError(f"{words}: this run has no use for it; {remedy}")
-
-
 def _typed(parameter: Parameter) -> inspect.Parameter:
     """A parameter as typer reads it."""
-    option, kind = parameter.option, bool if isinstance(parameter.default, bool) else parameter.type
-    if option.reads == "head" or option.reads == "commas" or kind not in (int, float, str, bool, Path):
-        kind = kind if get_origin(kind) is Literal and option.reads is None else str
-    empty = parameter.required
-    default = inspect.Parameter.empty if empty else None if parameter.many else parameter.default
-    many = parameter.many
-    hint = list[kind] if many else kind  # pyright: ignore[reportInvalidTypeForm]
+    option, many = parameter.option, parameter.many
+    default: Any = parameter.default
+    kind: Any = bool if isinstance(default, bool) else parameter.type
+    if option.reads in ("head", "commas") or not (kind in (int, float, str, bool, Path) or get_origin(kind) is Literal):
+        kind = str
     text = parameter.help + (" It may be given several times." if many and not option.argument else "")
-    more: dict[str, Any] = {"help": text, "metavar": option.metavar, "min": option.min, "max": option.max}
-    if option.max is not None and option.max > 1 << 32:  # in the help it would only be noise
-        more["max"] = None
-    if kind is int:
-        more |= {key: None if more[key] is None else int(more[key]) for key in ("min", "max")}
-    if many and not empty and parameter.default:
-        more["show_default"] = ", ".join(map(str, parameter.default))
-    if option.argument:
-        info: Any = typer.Argument(**more)
-    elif kind is bool:
-        both = parameter.default is not False
-        info = typer.Option(f"{parameter.flag}/--no-{parameter.flag[2:]}" if both else parameter.flag, help=text)
-    else:
-        info = typer.Option(parameter.flag, **more)
-    whole = Annotated[hint if default is not None else hint | None, info]
+    more: dict[str, Any] = {"help": text, "metavar": option.metavar}
+    if kind in (int, float):
+        largest = None if (option.max or 0) > 1 << 32 else option.max  # a larger one would only be noise in the help
+        more |= {"min": option.min, "max": largest}
+    if many and not parameter.required and default:
+        more["show_default"] = ", ".join(str(value) for value in parameter.default)
+    flag = f"{parameter.flag}/--no-{parameter.flag[2:]}" if kind is bool and default is not False else parameter.flag
+    info = typer.Argument(**more) if option.argument else typer.Option(flag, **more)
+    hint = list[kind] if many else kind  # pyright: ignore[reportInvalidTypeForm]
+    if parameter.required:
+        default = inspect.Parameter.empty
+    elif many:
+        default = None
+    whole = Annotated[hint | None if default is None else hint, info]
     return inspect.Parameter(parameter.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=whole)
 
 
-def _plain(name: str, hint: Any, default: Any, *flags: str, **more: Any) -> inspect.Parameter:
-    info = typer.Option(*(flags or [f"--{name.replace('_', '-')}"]), **more)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
-
-
-def _is_none(node: Any) -> bool:
-    return getattr(node, "value", "") is None
-
-
-__all__ = ["Groups", "Option", "add_commands"]
+def _option(name: str, hint: Any, default: Any, **more: Any) -> inspect.Parameter:
+    whole = Annotated[hint, typer.Option(f"--{name.replace('_', '-')}", **more)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=whole)

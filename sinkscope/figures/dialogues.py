@@ -9,8 +9,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.methods import METHODS
-from sinkscope.bench.dialogues.tables import head_of, label, name_of, overall, title
+from sinkscope.bench.dialogues.tables import head_of, label, overall, title
+from sinkscope.bench.methods import METHODS, name_of
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
 _COLOURS: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))

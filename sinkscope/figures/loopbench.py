@@ -10,8 +10,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from sinkscope.bench.loopbench import paper
-from sinkscope.bench.loopbench.methods import METHODS
 from sinkscope.bench.loopbench.tables import title
+from sinkscope.bench.methods import block_of
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 
 _COLOURS = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#000000", GREY)
@@ -97,7 +97,7 @@ def _survival(fig: Any, result: Any, colours: dict[str, str]) -> None:
     """A line per method, both sets joined; of several models only the full cache, a line per model (Fig. 2 b)."""
     models = list(dict.fromkeys(g.model for g in result.ablation))
     for g in result.ablation:
-        if (g.method != "full") if len(models) > 1 else METHODS[g.method].block == "stopper":
+        if (g.method != "full") if len(models) > 1 else block_of(g.method) == "stopper":
             continue  # whoever is stopped early never collapses
         colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if len(models) > 1 else colours[g.method]
         fig.add_scatter(

@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 
 # Okabe and Ito's colours: told apart also without colour vision
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
+COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", RED)
 BAND = "rgba(140,140,140,0.25)"
 
 
@@ -86,3 +87,28 @@ def layer_axis(fig: Any, count: int, row: int = 1, col: int = 1, *, title: str =
 def level(fig: Any, y: float, row: int = 1, col: int = 1, *, color: str = RED, dash: str = "dot", **more: Any) -> None:
     """A thin horizontal line that values are held against; `more` is for plotly's `add_hline`."""
     fig.add_hline(y, line={"color": color, "dash": dash, "width": 1}, row=row, col=col, **more)
+
+
+def log_axes(fig: Any, row: int = 1, col: int = 1, *, x: str | None = None, y: str | None = None) -> None:
+    """A logarithmic y axis with powers of ten; the x axis, too, where it has a title.
+
+    Args:
+        fig: what is drawn.
+        row: of the panel.
+        col: of the panel.
+        x: title of the x axis; None: it is left as it is.
+        y: title of the y axis.
+    """
+    if x is not None:
+        fig.update_xaxes(title_text=x, type="log", dtick=1, row=row, col=col)
+    fig.update_yaxes(title_text=y, type="log", dtick=1, exponentformat="power", row=row, col=col)
+
+
+def intervals(rates: Sequence[Any]) -> dict[str, Any]:
+    """Error bars from rates with `share`, `low` and `high`."""
+    return {
+        "array": [r.high - r.share for r in rates],
+        "arrayminus": [r.share - r.low for r in rates],
+        "thickness": 1,
+        "width": 3,
+    }

@@ -28,9 +28,9 @@ from sinkscope.output import write_atomic
 from sinkscope.results import Result
 
 ENVELOPE = ("model", "settings", "provenance")
-# plotly renders a few tags; any other came from a file, and shall be read
+# plotly renders a few tags; any other comes from a file and is shown as text
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.I)
-_SCRIPTS = re.compile(r"<script>(.*?)</script>", re.S)  # those that run; blocks of data have a type
+_SCRIPTS = re.compile(r"<script>(.*?)</script>", re.S)  # scripts that run; blocks of data have a type
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Section:
     """A result as it stands on a page.
 
     Attributes:
-        kind: of the result.
-        model: name of the model, "" where there is none.
-        file: where it was read, as it is shown; "" if it was not.
+        kind: kind of the result.
+        model: name of the model, "" if there is none.
+        file: name of its file as it is shown, "" if it was not read from one.
         html: the section without its heading, everything escaped.
     """
 
@@ -87,9 +87,9 @@ def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown:
     """Part of a page.
 
     Args:
-        kind: of what is shown.
-        file: how its file is called.
-        lists: model, settings and provenance, those that are there.
+        kind: kind of the result.
+        file: name of its file as it is shown.
+        lists: model, settings and provenance, as far as they exist.
         shown: HTML, everything escaped.
     """
     details = (
@@ -107,8 +107,8 @@ def document(
     """The whole file: contents, sections, what was left out, and plotly.js once.
 
     Args:
-        heading: what the page is of.
-        sections: in their order.
+        heading: subject of the page.
+        sections: the sections, in order.
         about: a few words beside the heading.
         skipped: names of files that were left out, and why.
     """
@@ -179,7 +179,7 @@ def _entries(data: Mapping[str, object]) -> str:
 
 
 def _made(file: str, made: Mapping[str, Any]) -> str:
-    """The file, what it took to make it, and the command, as far as the provenance knows."""
+    """The file, the time and memory it took, and the command, as far as the provenance knows them."""
     argv = [str(word) for word in made.get("argv") or ()]
     if argv and argv[0].endswith("__main__.py"):
         argv[0] = "sinkscope"
@@ -195,7 +195,7 @@ def _made(file: str, made: Mapping[str, Any]) -> str:
 
 
 def _figure(result: Result) -> str:
-    """The figure as JSON, without its template: each page has one of light and one of dark."""
+    """The figure as JSON, without its template, because each page has a light and a dark one."""
     try:
         figure = result.figure()
     except SinkscopeError:  # not every kind has a drawing
@@ -211,12 +211,12 @@ def _figure(result: Result) -> str:
 
 
 def _inert(data: str) -> str:
-    """JSON that may stand in a `<script>`: nothing in it can end the block or begin a comment."""
+    """JSON for a `<script>`: nothing in it can end the block or begin a comment."""
     return data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _hash(script: str) -> str:
-    """What lets a browser run just this script."""
+    """The source expression that lets a browser run only this script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
@@ -253,7 +253,7 @@ def save_png(result: Result, path: str | os.PathLike[str]) -> Path:
     drawn = result.figure()
     try:
         image = drawn.to_image(format="png", scale=2)
-    except Exception as error:  # whatever a browser may say
+    except Exception as error:  # a browser can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works", page="png") from error
     return write_atomic(path, image)

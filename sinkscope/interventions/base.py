@@ -1,4 +1,4 @@
-"""What every intervention is: an object that is entered on a model, acts while entered, and leaves no trace."""
+"""The base of every intervention: an object that is entered on a model, acts while entered, and leaves no trace."""
 
 from __future__ import annotations
 

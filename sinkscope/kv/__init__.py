@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from sinkscope.kv.adakv import AdaKV
-from sinkscope.kv.full import Full
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.loopserve.decode import Progressive
-from sinkscope.kv.observe import Observe
-from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.policy import At, Full, Policy
 from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
-from sinkscope.kv.session import Moment, Rows, Session
+from sinkscope.kv.session import Moment, Observe, Rows, Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
-from sinkscope.kv.snapkv import SnapKV
+from sinkscope.kv.snapkv import AdaKV, SnapKV
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.kv.tova import TOVA
 from sinkscope.kv.usage import Usage

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.checked import Share
 from sinkscope.kv.policy import At, Policy
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Rows, Session
@@ -31,12 +31,7 @@ class H2O(Policy):
         0.5
     """
 
-    recent: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.recent <= 1:
-            raise SinkscopeError(f"H2O: recent={self.recent}: expected a share of the budget from 0 to 1")
+    recent: Share = 0.5
 
     def watch(self, session: Session, key: int) -> None:
         """See every query of every layer."""

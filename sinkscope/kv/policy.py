@@ -6,18 +6,22 @@ The two are apart, so that a new score needs no code for choosing, and a new cho
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from jaxtyping import Bool, Float, Int
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from sinkscope.checked import Natural, Whole
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.rebase import Rotary
+from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session
 
 
@@ -66,9 +70,9 @@ class Policy(Intervention):
     """
 
     budget: int | float = 1024
-    first: int = 0
-    last: int = 0
-    every: int | Literal["prefill"] = 1
+    first: Whole = 0
+    last: Whole = 0
+    every: Natural | Literal["prefill"] = 1
     mode: Literal["evict", "select"] = "evict"
     positions: Literal["original", "rebased"] = "original"
     reduce: Literal["mean", "max", "sum"] = "mean"
@@ -86,16 +90,18 @@ class Policy(Intervention):
                 "above 0.0 and up to 1.0",
                 page="kv-budget",
             )
-        if min(self.first, self.last) < 0:
-            raise SinkscopeError(f"{name}: first={self.first}, last={self.last}: expected numbers of tokens from 0")
+        # Looked at here too: a policy may annotate these fields anew.
+        if min(self.first, self.last) < 0 or (self.every != "prefill" and self.every < 1):
+            raise SinkscopeError(
+                f"{name}: first={self.first}, last={self.last}, every={self.every}: expected numbers of tokens from 0, "
+                'and an interval from 1 or "prefill"'
+            )
         if whole and self.budget < self.first + self.last:
             raise SinkscopeError(
                 f"{name}: budget={self.budget} is below the {self.first} first and {self.last} last tokens that are "
                 "always kept: raise the budget or protect fewer",
                 page="kv-budget",
             )
-        if self.every != "prefill" and self.every < 1:
-            raise SinkscopeError(f'{name}: every={self.every!r}: expected a number of tokens from 1, or "prefill"')
         if self.positions == "rebased" and not self.UNIFORM:
             raise UnsupportedError(
                 f"{name} keeps other positions in every head, so new positions cannot be given: use "
@@ -239,3 +245,70 @@ class Policy(Intervention):
                     "return -torch.inf for what is worth nothing"
                 )
         return scores
+
+
+@register_policy("full")
+@dataclass(frozen=True, kw_only=True)
+class Full(Policy):
+    """Keep everything; `run.usage` says what that costs.
+
+    Example:
+        >>> Full().budget
+        1.0
+    """
+
+    budget: int | float = 1.0
+
+    def enter(self, run: Run, key: int) -> None:
+        """Count, and leave the cache alone."""
+        session = Session.of(run)
+        session.claim(self)
+        session.own_cache()
+
+    def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
+        """All the same."""
+        return torch.zeros(at.kv.pos.shape, device=at.kv.pos.device)
+
+
+_WORDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "True or False",
+    "a whole number or a number": "a number",
+    "greater than or equal to": "a number from",
+}
+"""How errors say what pydantic says."""
+_adapter: Any = cache(TypeAdapter)
+
+
+def check_fields(made: Any) -> None:
+    """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
+
+    A bool is no number here, a whole number is a number, and fields of any other type are left alone. So are those of
+    a class whose annotations name what is imported for type checkers only. `Natural`, `Whole` and `Share` of
+    `sinkscope.checked` are numbers with a range.
+
+    Raises:
+        SinkscopeError: the first such field, with its value and what was expected.
+    """
+    try:
+        hints = get_type_hints(type(made), include_extras=True)
+    except NameError:
+        return
+    for field in fields(made):
+        value = getattr(made, field.name)
+        try:
+            if _checkable(hints[field.name]):
+                _adapter(hints[field.name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            found = dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in error.errors())
+            expected = " or ".join(found)
+            for theirs, ours in _WORDS.items():
+                expected = expected.replace(theirs, ours)
+            raise SinkscopeError(f"{type(made).__name__}: {field.name}={value!r}: expected {expected}") from None
+
+
+def _checkable(hint: Any) -> bool:
+    if get_origin(hint) in (Annotated, Union, UnionType):
+        return all(_checkable(part) for part in get_args(hint)[: 1 if get_origin(hint) is Annotated else None])
+    return hint in (int, float, bool, NoneType) or get_origin(hint) is Literal

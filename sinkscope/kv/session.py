@@ -7,30 +7,134 @@ attention row is built.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import UnsupportedError
-from sinkscope.interventions.base import Run
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
-from sinkscope.kv.moments import Moment, Prompt, Rows, State, layer_window, rebased_by
 from sinkscope.kv.usage import Meter, Usage
+from sinkscope.models.target import Target
 from sinkscope.trace.internals import following_generate
 from sinkscope.trace.tap import Attention, Handler, View, leave, listen, rows_by_view, tapped
 
 
 @dataclass(frozen=True, eq=False)
-class _Watch:
-    fn: Callable[[Rows], None]
-    layers: frozenset[int] | None
-    last: int | None
+class Rows:
+    """Attention rows of one layer in one call, some queries at a time.
+
+    Attributes:
+        layer: decoder layer.
+        first: number of the first query among the new tokens of the call.
+        probs: `[batch head query slot]`, float32, after softmax.
+        pos: `[batch kv_head slot]`: true position of each slot, -1 where there is none.
+        query_pos: `[batch query]`: true position of each query, -1 at padding.
+        query: `[batch head query d_head]`, after rotary; None where the model does not show it.
+        kv: the cache of the layer, if it is one of ours.
+        call: the forward call.
+    """
+
+    layer: int
+    first: int
+    probs: Float[Tensor, "batch head query slot"]
+    pos: Int[Tensor, "batch kv_head slot"]
+    query_pos: Int[Tensor, "batch query"]
+    query: Float[Tensor, "batch head query d_head"] | None
+    kv: CacheLayer | None
+    call: Call
+
+
+@dataclass(eq=False)
+class State:
+    """What is known of one cache over the calls of a run.
+
+    Attributes:
+        prefilling: the last call was (a chunk of) a prompt.
+        prompt: real tokens per row when the last prefill ended.
+        decoded: single-token calls since then.
+        dropped: tokens per row by which later ones move up (`positions="rebased"`).
+        memory: of each policy, by its key.
+    """
+
+    prefilling: bool = False
+    prompt: Int[Tensor, " batch"] | None = None
+    decoded: int = 0
+    dropped: Int[Tensor, " batch"] | None = None
+    memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    queries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    meter: Meter = field(default_factory=Meter)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The attention of one layer in a call with several tokens.
+
+    Attributes:
+        layer: decoder layer.
+        query: after rotary.
+        key: of all slots, after rotary.
+        value: of all slots.
+        pos: true position of each slot, -1 where there is none.
+        query_pos: true position of each query, -1 at padding.
+        kv: the cache of the layer, if it is one of ours.
+        window: keys this far back and further are not seen; None: all are.
+        settings: of the layer, as the model gives them: "scaling", "softcap", "s_aux".
+    """
+
+    layer: int
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch kv_head slot d_head"]
+    value: Float[Tensor, "batch kv_head slot d_value"]
+    pos: Int[Tensor, "batch kv_head slot"]
+    query_pos: Int[Tensor, "batch query"]
+    kv: CacheLayer | None
+    window: int | None
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """A single-token call is about to run, or a call has run.
+
+    Attributes:
+        layers: the cache, layer by layer.
+        call: the forward call.
+        state: what is known of this cache.
+        prefill_ended: this is the first such call since a prompt.
+    """
+
+    layers: list[CacheLayer]
+    call: Call
+    state: State
+    prefill_ended: bool
+
+
+def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
+    """Tokens per row by which new ones move up, because those before them did; None: positions are the true ones."""
+    if not kv.rebased:
+        return None
+    return call.before - (kv.pos[:, 0] >= 0).sum(-1).to(call.before.device)
+
+
+def layer_window(target: Target, layer: int) -> int | None:
+    """Sliding window of a layer, in tokens; None: it sees everything."""
+    config = target.config
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return int(window) if window else None
+    return int(window) if window and kinds[layer] == "sliding_attention" else None
+
+
+Watch = tuple[Callable[[Rows], None], frozenset[int] | None, int | None]
+"""A function that is shown rows, of these layers (None: all), of the last queries (None: all)."""
 
 
 class _Now(threading.local):
@@ -77,7 +181,7 @@ class Session:
         self._keep_queries, self._keep_decoding = 0, False
         self._policy: str | None = None
         self._scaling: dict[int, float] = {}
-        self._watches: list[_Watch] = []
+        self._watches: list[Watch] = []
         self._before: list[Callable[[Moment], None]] = []
         self._after: list[Callable[[Moment], None]] = []
         self._prompts: list[Callable[[Moment], None]] = []
@@ -140,7 +244,7 @@ class Session:
 
     def watch(self, fn: Callable[[Rows], None], layers: list[int] | None = None, last: int | None = None) -> None:
         """Show attention rows to `fn` in every call: of these layers (None: all), of the last queries (None: all)."""
-        self._watches.append(_Watch(fn, None if layers is None else frozenset(layers), last))
+        self._watches.append((fn, None if layers is None else frozenset(layers), last))
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
         """Keep the last queries of a prompt, or of all calls, for `window_rows`, however many calls they came in."""
@@ -211,17 +315,19 @@ class Session:
             call.view = self._view(layer, call.key)
         if self.now.own_masks or replaces:
             call.evicted, call.compute = self.now.own_masks, self._compute
-        for watch in watches:
-            first = 0 if watch.last is None else max(0, call.query.shape[2] - watch.last)
-            call.show(self._shown(watch, layer, call.view, call.query), first=first)
+        for fn, _, last in watches:
+            first = 0 if last is None else max(0, call.query.shape[2] - last)
+            call.show(self._shown(fn, layer, call.view, call.query), first=first)
 
-    def _shown(self, watch: _Watch, layer: int, view: View, query: Tensor | None) -> Callable[[int, Tensor], None]:
+    def _shown(
+        self, fn: Callable[[Rows], None], layer: int, view: View, query: Tensor | None
+    ) -> Callable[[int, Tensor], None]:
         def show(first: int, probs: Tensor) -> None:
             part = slice(first, first + probs.shape[2])
             queries = None if query is None else query[:, :, part]
             assert self.now.call is not None
             kv = self.layer(layer)
-            watch.fn(Rows(layer, first, probs, view.pos, view.query_pos[:, part], queries, kv, self.now.call))
+            fn(Rows(layer, first, probs, view.pos, view.query_pos[:, part], queries, kv, self.now.call))
 
         return show
 
@@ -260,8 +366,8 @@ class Session:
             pos = columns[:, None].expand(len(columns), key.shape[1], key.shape[2])
         return View(pos, call.on(key.device), self._windows[layer], hidden)
 
-    def _watched(self, layer: int) -> list[_Watch]:
-        return [w for w in self._watches if w.layers is None or layer in w.layers]
+    def _watched(self, layer: int) -> list[Watch]:
+        return [watch for watch in self._watches if watch[1] is None or layer in watch[1]]
 
     def _remember(self, layer: int, query: Tensor) -> None:
         """Queries of a layer in this call, after rotary: the latest are kept, if someone asked for them."""
@@ -314,9 +420,9 @@ class Session:
             if self.now.call is None or not watches or layer in self.now.attended:
                 return
             view = self._view(layer, pattern[:, : self.target.n_kv_heads, :1].transpose(2, 3))
-            for watch in watches:
-                first = 0 if watch.last is None else max(0, pattern.shape[2] - watch.last)
-                self._shown(watch, layer, view, None)(first, pattern[:, :, first:].float())
+            for fn, _, last in watches:
+                first = 0 if last is None else max(0, pattern.shape[2] - last)
+                self._shown(fn, layer, view, None)(first, pattern[:, :, first:].float())
 
         def remember(_module: Any, _args: Any, _kwargs: Any, query: Tensor) -> None:
             if query.ndim == 3:  # a projection: batch pos (head d_head)
@@ -383,8 +489,9 @@ class Session:
             adopt(cache, t.n_layers, t.n_kv_heads, t.name, call.columns[:, : call.past])
             state = self._state()
             self._moments(call, state)
-            own_masks = t.kind == "bridge" or any(layer.edited for layer in cache.layers)
-            if (dropped := rebased_by(cache.layers[0], call)) is not None:
+            layers: list[Any] = cache.layers
+            own_masks = t.kind == "bridge" or any(layer.edited for layer in layers)
+            if (dropped := rebased_by(layers[0], call)) is not None:
                 state.dropped = dropped
                 given = kwargs.get("position_ids")
                 new = torch.arange(call.past, call.columns.shape[1], device=call.index.device)[None]
@@ -420,3 +527,37 @@ class Session:
                 state.meter.note(cache.layers)
         finally:
             self._enter(None, None, False)
+
+
+@dataclass(frozen=True)
+class Observe(Intervention):
+    """Show attention rows to a function; nothing of size query x key is kept.
+
+    In a single-token call of a watched layer the output is computed from the rows that are shown (equal to the stock
+    one up to rounding); elsewhere the model's own attention runs beside.
+
+    Attributes:
+        fn: called with `Rows`, some queries at a time.
+        layers: only these; None: all.
+        last: only the last queries of each call; None: all.
+
+    Example:
+        >>> seen = []
+        >>> watcher = Observe(lambda rows: seen.append(rows.probs.sum(-1)), layers=[0], last=1)
+    """
+
+    fn: Callable[[Rows], None]
+    layers: Sequence[int] | None = None
+    last: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.last is not None and self.last < 1:
+            raise SinkscopeError(f"last={self.last}: expected a number of queries from 1, or None for all")
+
+    def enter(self, run: Run, key: int) -> None:
+        """Watch."""
+        layers = None if self.layers is None else list(self.layers)
+        for layer in layers or []:
+            if not 0 <= layer < run.target.n_layers:
+                raise SinkscopeError(f"layer {layer}: {run.target.name} has layers 0 to {run.target.n_layers - 1}")
+        Session.of(run).watch(self.fn, layers, self.last)

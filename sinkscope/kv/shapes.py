@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.checked import Natural, Whole
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv._fields import check_fields
 from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.policy import check_fields
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, minference_lines
 
@@ -37,16 +37,11 @@ class AShape(Intervention):
         (128, 4096)
     """
 
-    first: int = 128
-    local: int = 4096
+    first: Whole = 128
+    local: Natural = 4096
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.first < 0 or self.local < 1:
-            raise SinkscopeError(
-                f"{type(self).__name__}: first={self.first}, local={self.local}: expected a number of tokens from 0, "
-                "and one from 1"
-            )
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts."""
@@ -69,12 +64,7 @@ class TriShape(AShape):
         128
     """
 
-    dense_rows: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dense_rows < 0:
-            raise SinkscopeError(f"TriShape: dense_rows={self.dense_rows}: expected a number of queries from 0")
+    dense_rows: Whole = 128
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts."""
@@ -102,16 +92,12 @@ class MInference(Intervention):
         1000
     """
 
-    vertical: int = 1000
-    slash: int = 6096
-    last: int = 64
+    vertical: Natural = 1000
+    slash: Natural = 6096
+    last: Natural = 64
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if min(self.vertical, self.slash, self.last) < 1:
-            raise SinkscopeError(
-                f"MInference: vertical={self.vertical}, slash={self.slash}, last={self.last}: expected numbers from 1"
-            )
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts."""

@@ -32,6 +32,32 @@ class Usage:
 
 
 @dataclass(eq=False)
+class _Span:
+    """Calls in a row between which nobody's number of holes changed.
+
+    Attributes:
+        counts: the layers' own counts of slots without a token; empty: there are none.
+        lost: the same per row, of all layers together.
+        widths: bytes per slot of each layer, all kv heads.
+        calls: how many.
+        slots: of all layers, summed over the calls.
+        most: the most in one call.
+    """
+
+    counts: list[Tensor]
+    lost: Tensor
+    widths: list[int]
+    calls: int = 0
+    slots: int = 0
+    most: int = 0
+
+    def covers(self, rows: int, counts: list[Tensor], first: CacheLayer) -> bool:
+        """Whether a call belongs to it; rebased keys are float32, so the bytes of a slot may change too."""
+        same = len(self.lost) == rows and len(counts) == len(self.counts) and all(map(is_, counts, self.counts))
+        return same and self.widths[0] == _bytes(first)
+
+
+@dataclass(eq=False)
 class Meter:
     """Adds up; nothing waits for the device before `usage` is asked for.
 
@@ -41,72 +67,54 @@ class Meter:
 
     calls: int = 0
     physical: int = 0
-    _widths: list[int] = field(default_factory=list)  # bytes per slot of each layer, all kv heads
-    _lost: Tensor | None = None  # slots without a token, per row, all layers together
-    _counts: list[Tensor] = field(default_factory=list)  # the layers' own counts of them; empty: there are none
-    _pending: int = 0  # calls since that number changed; their slots in all layers, and the most in one call
-    _slots: int = 0
-    _most: int = 0
-    _counted: int = 0  # calls in the sum
-    _sum: Tensor | None = None
+    _span: _Span | None = None
+    _counted: int = 0  # calls in the sums
+    _sum: Tensor | None = None  # per row
     _peak: Tensor | None = None
-    _logical: Tensor | None = None
+    _logical: list[Tensor] = field(default_factory=list)  # bytes
 
     def note(self, layers: list[CacheLayer]) -> None:
         """After a call."""
-        first = layers[0]
+        first, span = layers[0], self._span
         if first.keys is None or not first.slots:
             return
-        batch = first.keys.shape[0]
-        if not self._widths or self._widths[0] != _bytes(first):  # rebased keys are float32
-            self._settle()
-            self._widths = [_bytes(layer) for layer in layers]
+        rows, device = first.keys.shape[0], first.keys.device
         self.calls += 1
         # What a copy was taken of is what is held; the copy is only allocated.
         wholes = [layer.aside or layer for layer in layers]
-        slots = [whole.slots + layer.seen - whole.seen for layer, whole in zip(layers, wholes, strict=True)]
-        allocated = [layer.allocated + (layer.aside.allocated if layer.aside else 0) for layer in layers]
-        self.physical = max(self.physical, batch * sum(map(mul, allocated, self._widths)))
         counts = [] if all(layer.whole for layer in wholes) else [layer.holes() for layer in wholes]
-        same = len(counts) == len(self._counts) and all(map(is_, counts, self._counts))
-        if self._lost is None or len(self._lost) != batch or not same:
+        if span is None or not span.covers(rows, counts, first):
             self._settle()
-            device, self._counts = first.keys.device, counts
-            self._lost = torch.stack([n.to(device) for n in counts]).sum(0) if counts else torch.zeros(batch).to(device)
-        self._pending, self._slots, self._most = (
-            self._pending + 1,
-            self._slots + sum(slots),
-            max(self._most, sum(slots)),
-        )
+            lost = torch.stack([n.to(device) for n in counts]).sum(0) if counts else torch.zeros(rows, device=device)
+            span = self._span = _Span(counts, lost, [_bytes(layer) for layer in layers])
+        slots = sum(whole.slots + layer.seen - whole.seen for layer, whole in zip(layers, wholes, strict=True))
+        allocated = [layer.allocated + (layer.aside.allocated if layer.aside else 0) for layer in layers]
+        self.physical = max(self.physical, rows * sum(map(mul, allocated, span.widths)))
+        span.calls, span.slots, span.most = span.calls + 1, span.slots + slots, max(span.most, slots)
 
     def _settle(self) -> None:
         """Bring the sums up to date before the number of holes changes."""
-        if self._lost is None or not self._pending:
+        span, self._span = self._span, None
+        if span is None:
             return
-        held = (self._slots - self._pending * self._lost) / len(self._widths)
-        peak = (self._most - self._lost) / len(self._widths)
-        if self._sum is not None and self._peak is not None and len(held) != len(self._sum):
-            if len(held) % len(self._sum) == 0:  # each row became several
-                times = len(held) // len(self._sum)
-                self._sum, self._peak = (t.repeat_interleave(times) for t in (self._sum, self._peak))
-            else:  # nothing says which rows are left: from here on
-                self._sum = self._peak = None
-        if self._sum is None or self._peak is None:
-            self._sum, self._peak, self._counted = held, peak, self._pending
-        else:
-            self._sum, self._peak = self._sum + held, torch.maximum(self._peak, peak)
-            self._counted += self._pending
-        logical = peak.double().sum() * sum(self._widths)  # bytes
-        self._logical = logical if self._logical is None else torch.maximum(self._logical, logical)
-        self._pending = self._slots = self._most = 0
+        held = (span.slots - span.calls * span.lost) / len(span.widths)
+        peak = (span.most - span.lost) / len(span.widths)
+        self._logical = [torch.stack([*self._logical, peak.double().sum() * sum(span.widths)]).amax()]
+        if self._sum is not None and self._peak is not None and len(held) % len(self._sum) == 0:
+            times = len(held) // len(self._sum)  # each row may have become several
+            held = held + self._sum.repeat_interleave(times)
+            peak = torch.maximum(peak, self._peak.repeat_interleave(times))
+        else:  # the first calls, or nothing says which rows are left: from here on
+            self._counted = 0
+        self._sum, self._peak, self._counted = held, peak, self._counted + span.calls
 
     def usage(self) -> Usage:
         """The totals so far."""
         self._settle()
-        if self._sum is None or self._peak is None or self._logical is None:
+        if self._sum is None or self._peak is None:
             return Usage(0, [], [], 0, 0)
         mean = (self._sum / self._counted).tolist()
-        return Usage(self.calls, mean, self._peak.tolist(), round(float(self._logical)), self.physical)
+        return Usage(self.calls, mean, self._peak.tolist(), round(float(self._logical[0])), self.physical)
 
 
 def _bytes(layer: CacheLayer) -> int:

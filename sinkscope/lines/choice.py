@@ -124,7 +124,7 @@ def top_lines(
     size = keys if length is None else length
     most = torch.tensor([max(1, math.floor(eta * 2 * size + 1e-9)) for eta in etas], device=both.device)
     chosen = (rank < most[:, None, None]) & (both > 0)
-    return HeadLines(*(part.contiguous() for part in chosen.split(keys, 2)), keys)
+    return HeadLines(chosen[..., :keys].contiguous(), chosen[..., keys:].contiguous(), keys)
 
 
 def attention_of(

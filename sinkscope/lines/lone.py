@@ -54,10 +54,17 @@ def _compiled(width: int, values: int) -> Lone | None:
             stacklevel=2,
         )
         return None
-    uint: Any = numba.uintp  # indices that cannot be negative need no check for it
     # The order of additions is free. The rest of -ffast-math would also change what happens to infinities.
     jit: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+    uint: Any = numba.uintp  # indices that cannot be negative need no check for it
 
+    def on_arrays(loop: Any) -> Any:
+        return lambda *given: loop(*(one.numpy() if isinstance(one, Tensor) else one for one in given))
+
+    return Lone(True, 1.5, on_arrays(_scores_loop(jit, uint, width)), on_arrays(_sums_loop(jit, uint, values)))
+
+
+def _scores_loop(jit: Any, uint: Any, width: int) -> Any:
     @jit
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
     def scores(query: Any, key: Any, opened: Any, offsets: Any, start: Any, out: Any) -> None:
@@ -87,6 +94,10 @@ def _compiled(width: int, values: int) -> Lone | None:
                         out[r, line] = p if at >= offsets[line] and opened[a] else -np.inf
                         line += 1
 
+    return scores
+
+
+def _sums_loop(jit: Any, uint: Any, values: int) -> Any:
     @jit
     @no_type_check  # tools that check types while a program runs would wrap what numba has to compile
     def sums(probs: Any, value: Any, offsets: Any, start: Any, out: Any) -> None:
@@ -111,10 +122,7 @@ def _compiled(width: int, values: int) -> Lone | None:
                             out[r, i] += p * value[a, i]
                         line += 1
 
-    def on_arrays(loop: Any) -> Any:
-        return lambda *given: loop(*(one.numpy() if isinstance(one, Tensor) else one for one in given))
-
-    return Lone(True, 1.5, on_arrays(scores), on_arrays(sums))
+    return sums
 
 
 def _scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:

@@ -108,23 +108,9 @@ def sparse_attention(
         SinkscopeError: lines of another shape, a head without the main diagonal, an unknown kernel.
         UnsupportedError: inputs that require gradients.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
-        raise UnsupportedError(
-            "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
-        )
-    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-    if not keys or heads % len(key) or key.shape[:2] != value.shape[:2] or query.shape[-1] != key.shape[-1]:
-        raise SinkscopeError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected keys and values "
-            "of the same heads and positions, as wide as queries, whose heads share them in equal groups"
-        )
-    if lines.vertical.shape != (heads, keys) or lines.queries != queries or not bool(lines.slash[:, 0].all()):
-        raise SinkscopeError(
-            f"lines of {tuple(lines.vertical.shape)} with {lines.queries} queries for {heads} heads, {queries} queries "
-            f"and {keys} keys: expected lines of this shape, the main diagonal among them"
-        )
-    check_kernel(kernel)
     tensors = (query, key, value)
+    _check(tensors, lines)
+    check_kernel(kernel)
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
     planners = [_blocks_planner]
     if _flex_wanted(kernel, query.device) and flex.why_not(query, value) is None:
@@ -140,6 +126,25 @@ def sparse_attention(
             _dense(tensors, [head for head, full in enumerate(dense) if full], scaling, out)
             return out, Sparsity(tuple(lines.density().tolist()), computed, dense, said)
     raise RuntimeError("the loop over blocks computes every head")
+
+
+def _check(tensors: _Three, lines: HeadLines) -> None:
+    query, key, value = tensors
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            "attention along lines has no gradients: call it, or the model, under torch.no_grad()", page="kv-session"
+        )
+    heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+    if not keys or heads % len(key) or key.shape[:2] != value.shape[:2] or query.shape[-1] != key.shape[-1]:
+        raise SinkscopeError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}: expected keys and values "
+            "of the same heads and positions, as wide as queries, whose heads share them in equal groups"
+        )
+    if lines.vertical.shape != (heads, keys) or lines.queries != queries or not bool(lines.slash[:, 0].all()):
+        raise SinkscopeError(
+            f"lines of {tuple(lines.vertical.shape)} with {lines.queries} queries for {heads} heads, {queries} queries "
+            f"and {keys} keys: expected lines of this shape, the main diagonal among them"
+        )
 
 
 _Planned = tuple[str, list[float | None], Callable[[list[int], Tensor], bool]]

@@ -6,25 +6,32 @@ A vertical line is a key position, a slash line an offset: query position less k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.target import Target
+from sinkscope.trace.attention import refuse_opaque
+from sinkscope.trace.tap import Attention, listening
 
 CHUNK_BYTES = 8 << 20
-"""Scores held at a time on a CPU, where what stays in the last-level cache is several times faster; 32 times as much
-elsewhere, where few large steps are."""
+"""Scores held at a time on a CPU, where work that stays in the last-level cache is several times faster; other devices,
+on which few large steps are faster, hold 32 times as much."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What the scores of one layer and one sequence are made of.
+    """The parts from which the attention scores of one layer and one sequence are computed.
 
     Attributes:
-        query: after rotary; the last query sees every key.
-        key: after rotary; query heads share them in groups.
+        query: queries after rotary; the last one sees every key.
+        key: keys after rotary; query heads share them in groups.
         scaling: factor on the scores.
         window: keys this far back and further are not seen; None: all are.
         softcap: `cap * tanh(score / cap)` (Gemma 2).
@@ -39,20 +46,72 @@ class Scores:
     sinks: Float[Tensor, " head"] | None = None
 
     def part(self, start: int, stop: int) -> Scores:
-        """Those of the queries at positions `start` to `stop` and all keys that these see."""
+        """The scores of the queries at positions `start` to `stop` and of all keys that these see."""
         past = self.key.shape[1] - self.query.shape[1]
-        query = self.query[:, start - past : stop - past]
-        return Scores(query, self.key[:, :stop], self.scaling, self.window, self.softcap, self.sinks)
+        return replace(self, query=self.query[:, start - past : stop - past], key=self.key[:, :stop])
+
+
+@contextmanager
+def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: list[int]) -> Iterator[None]:
+    """For the length of a `with`, every forward pass of one sequence shows the parts of its scores to `observer`.
+
+    Args:
+        target: the model; plain or nnsight.
+        observer: called as `observer(layer, scores)`.
+        layers: the layers to watch.
+
+    Raises:
+        UnsupportedError: a TransformerBridge, whose attention is its own, or an architecture outside transformers'
+            attention interface (Falcon); attention that is neither causal nor a window; a cache from which tokens were
+            evicted.
+    """
+    refuse_opaque(target)
+
+    def see(call: Attention) -> None:
+        if call.layer not in layers:
+            return
+        if call.evicted:
+            raise UnsupportedError(
+                "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
+                "anything was generated"
+            )
+        scaling, window = call.settings.get("scaling"), _window(call.mask, call.key.shape[2])
+        scaling = float(call.query.shape[-1] ** -0.5 if scaling is None else scaling)
+        capped = call.settings.get("softcap"), call.settings.get("s_aux")
+        with torch.no_grad():
+            observer(call.layer, Scores(call.query[0], call.key[0], scaling, window, *capped))
+
+    with listening(target, see):
+        yield
+
+
+def _window(mask: Tensor | None, keys: int) -> int | None:
+    """The number of last keys that a mask shows to a query; None: all earlier keys."""
+    if mask is None:
+        return None
+    seen = mask[0, 0, :, :keys]
+    seen = seen if seen.dtype == torch.bool else seen == 0
+    window = int(seen[-1].sum())
+    for row in {0, len(seen) // 2, len(seen) - 1}:
+        last = keys - len(seen) + row
+        expected = torch.zeros_like(seen[row])
+        expected[max(0, last - window + 1) : last + 1] = True
+        if not torch.equal(seen[row], expected):
+            raise UnsupportedError(
+                "lines are of causal attention, with or without a window; this mask is neither: give texts without "
+                "padding"
+            )
+    return None if window == keys else window
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """Attention of some queries. The memory is used again for the next chunk.
+    """Attention of some queries. The next chunk uses the same memory.
 
     Attributes:
         probs: `pad` columns of zeros, then keys `begin` to `stop`.
-        begin: first key that is there.
-        stop: the last of these queries sees keys below it.
+        begin: first key in `probs`.
+        stop: the last of these queries sees the keys below it.
     """
 
     probs: Float[Tensor, "head query column"]
@@ -61,7 +120,7 @@ class _Chunk:
     stop: int
 
     def skewed(self, like: Float[Tensor, "head query column"]) -> Float[Tensor, "head query offset"]:
-        """Row r begins r columns later: equal offsets stand in one column, falling from `stop - begin - 1` to 0."""
+        """A view whose row r begins r columns later: a column holds one offset, from `stop - begin - 1` down to 0."""
         heads, rows, _ = like.shape
         return like.as_strided((heads, rows, self.stop - self.begin), (like.stride(0), like.stride(1) + 1, 1))
 
@@ -69,16 +128,16 @@ class _Chunk:
 def line_sums(
     scores: Scores, *, since: int = 0, chunk: int | None = None
 ) -> tuple[Float[Tensor, "head key"], Float[Tensor, "head offset"]]:
-    """Attention weight of every vertical and every slash line, summed over queries.
+    """Sum the attention weight of every vertical and every slash line over the queries.
 
     Args:
-        scores: of one layer.
-        since: keys before this one are left out of the sums; they take part in the softmax.
+        scores: the scores of one layer.
+        since: keys before this one are left out of the sums but take part in the softmax.
         chunk: queries at a time; None: as many as fit `CHUNK_BYTES`.
 
     Returns:
-        `vertical[head, key]` and `slash[head, offset]`, float32; each sums to the number of queries (less what learned
-        sinks and keys before `since` take).
+        `vertical[head, key]` and `slash[head, offset]`, float32; each sums to the number of queries, less the weight of
+        learned sinks and of keys before `since`.
     """
     heads, keys = scores.query.shape[0], scores.key.shape[1]
     vertical = torch.zeros(heads, keys, device=scores.query.device)
@@ -99,9 +158,9 @@ def crossings(
     *,
     chunk: int | None = None,
 ) -> Float[Tensor, "choice head"]:
-    """Attention weight of the cells where a chosen vertical and a chosen slash line cross, a number per choice.
+    """Attention weight of the cells where a chosen vertical and a chosen slash line cross, one number per choice.
 
-    What the chosen lines cover is the sum of their weights less this: cells at crossings are in two of them.
+    The chosen lines together carry the sum of their weights less this weight, because cells at crossings lie on two.
     """
     choices, heads, keys = vertical.shape
     found = torch.zeros(choices, heads, device=scores.query.device)
@@ -126,7 +185,7 @@ def _room(device: torch.device) -> int:
 
 
 def _head_groups(scores: Scores) -> list[slice]:
-    """Query heads to take together: those of one key/value head or more, so that 64 rows fit where they can."""
+    """Query heads to take together: those of one kv head or more, so that 64 rows fit into memory if possible."""
     kv_heads, keys, _ = scores.key.shape
     groups = scores.query.shape[0] // kv_heads
     size = max(1, _room(scores.query.device) // (4 * groups * 64 * max(1, keys)))
@@ -143,35 +202,35 @@ def _chunks(scores: Scores, some: slice, chunk: int | None) -> Iterator[_Chunk]:
     if chunk is None:
         chunk = max(16, min(queries, _room(device) // (4 * heads * max(1, keys))))
     # Keys of zero before the first make room for the skewed view; their scores are masked.
-    padded = torch.nn.functional.pad(key.float(), (0, 0, chunk - 1, 0)).transpose(1, 2)
+    padded = pad(key.float(), (0, 0, chunk - 1, 0)).transpose(1, 2)
     buffer = torch.empty(heads * chunk * (keys + chunk - 1), device=device)
     low = torch.finfo(torch.float32).min
     for start in range(0, queries, chunk):
         rows = min(chunk, queries - start)
         first, stop = past + start, past + start + rows  # positions of these queries
         begin = 0 if window is None else max(0, first - window + 1)
-        span, pad = stop - begin, rows - 1
-        left = chunk - 1 - pad + begin
+        span, gap = stop - begin, rows - 1
+        left = chunk - 1 - gap + begin
         taken = query[:, start : start + rows].float().mul(scores.scaling)
         made = torch.bmm(
             taken.reshape(kv_heads, groups * rows, width),
-            padded[:, :, left : left + pad + span],
-            out=buffer[: heads * rows * (pad + span)].view(kv_heads, groups * rows, pad + span),
-        ).view(heads, rows, pad + span)
+            padded[:, :, left : left + gap + span],
+            out=buffer[: heads * rows * (gap + span)].view(kv_heads, groups * rows, gap + span),
+        ).view(heads, rows, gap + span)
         if scores.softcap is not None:
             made.div_(scores.softcap).tanh_().mul_(scores.softcap)
         # On the diagonal block the future is masked; with a window, so is what lies too far back.
         future = torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
-        made[:, :, pad + span - rows :].masked_fill_(future, low)
+        made[:, :, gap + span - rows :].masked_fill_(future, low)
         if window is not None:
             index = torch.arange(begin, stop, device=device)
             where = torch.arange(first, stop, device=device)[:, None]
-            made[:, :, pad:].masked_fill_(index <= where - window, low)
-        made[:, :, :pad] = low
+            made[:, :, gap:].masked_fill_(index <= where - window, low)
+        made[:, :, :gap] = low
         if sinks is None:
             probs = torch.softmax(made, -1)
         else:
             extra = sinks.float()[:, None, None].expand(heads, rows, 1)
             total = torch.logaddexp(made.logsumexp(-1, keepdim=True), extra)
             probs = made.sub_(total).exp_()
-        yield _Chunk(probs, pad, begin, stop)
+        yield _Chunk(probs, gap, begin, stop)

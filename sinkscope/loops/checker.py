@@ -1,4 +1,4 @@
-"""Whether texts or token ids loop: `sinkscope loops`."""
+"""`check` decides whether texts or token ids end up in a repetition loop; `sinkscope loops` is its command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sinkscope.loops.windows import Runs
 from sinkscope.results import ModelInfo, Result, provenance
 
 POINTS = 128  # of a record's curve
-REPEATS, SHORTEST = 3, 16  # copies and tokens of a stretch of repetition that is worth telling
+REPEATS, SHORTEST = 3, 16  # copies and tokens that a stretch of repetition needs to be reported
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ class Checked:
 
     Attributes:
         name: "line 3", or the file's name.
-        tokens: how many.
-        ttr: type-token ratio of all of them.
-        cr: compression ratio of all of them.
+        tokens: number of tokens.
+        ttr: type-token ratio of the whole record.
+        cr: compression ratio of the whole record.
         seq_rep_4: share of 4-grams that repeat an earlier one.
         distinct_2: different 2-grams over 2-grams.
-        period: of the longest stretch of exact repetition, anywhere, at least 3 copies and 16 tokens; None: there is
-            none of a period up to half of the window.
+        period: period of the longest stretch of exact repetition, which has at least 3 copies and 16 tokens; None: no
+            stretch has a period of up to half the window.
         onset: position of the first token of that stretch.
-        repeats: its copies.
-        detected: first step at which the monitor triggers; None: never.
-        loop: it does.
-        ends_in_loop: the loop rule without length holds for the last window.
-        loop_rule: the loop rule with length (Eq. 7); None where it was not said how many tokens were allowed.
-        steps: where `curve` was read.
-        curve: type-token ratio of the window.
+        repeats: number of copies in that stretch.
+        detected: first step at which the monitor triggers; None: it never does.
+        loop: whether the monitor triggers.
+        ends_in_loop: whether the loop rule without length holds for the last window.
+        loop_rule: whether the loop rule with length holds (Eq. 7); None: the number of allowed tokens was not given.
+        steps: steps at which `curve` was read.
+        curve: type-token ratio of the window at these steps.
     """
 
     name: str
@@ -74,8 +74,8 @@ class LoopCheck(Result):
     """Which of the records loop.
 
     Attributes:
-        loops: how many do.
-        records: each of them.
+        loops: number of records that loop.
+        records: what was found in each record.
     """
 
     kind: ClassVar[str] = "loops"
@@ -87,15 +87,16 @@ class LoopCheck(Result):
         """One row per record."""
         return [{k: v for k, v in vars(r).items() if k not in ("steps", "curve")} for r in self.records]
 
-    def summary(self) -> str:
+    def conclusion(self) -> str:
         """How many loop, and where they begin."""
-        said = f"{self.model.name}: {self.loops} of {len(self.records)} loop"
+        said = f"{self.loops} of {len(self.records)} outputs in {self.model.name} loop"
         found = [r for r in self.records if r.loop]
         onsets = [r.onset for r in found if r.onset is not None]
         periods = [r.period for r in found if r.period is not None]
         if not periods:
             return f"{said}."
-        return f"{said}; median period {statistics.median(periods):g}, median onset {statistics.median(onsets):g}."
+        period, onset = statistics.median(periods), statistics.median(onsets)
+        return f"{said}; median period {period:g}, median onset at token {onset:g}."
 
 
 def check(
@@ -185,5 +186,5 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
 
 
 def _known(value: float) -> float | None:
-    """NaN has no form in JSON that is read back as what it was."""
+    """None for NaN, which JSON cannot represent."""
     return None if value != value else value

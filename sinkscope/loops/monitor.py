@@ -1,4 +1,4 @@
-"""LoopGuard's online monitor for one row: tokens in, one at a time, and out comes whether to intervene now.
+"""LoopGuard's online monitor of one row: it takes one token at a time and says whether to intervene now.
 
 Section 5.2 and appendix B.2 of the paper. Time and memory per token do not depend on how many came before.
 """
@@ -23,37 +23,38 @@ GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")
 
 @checked
 class MonitorSettings:
-    """Every parameter of the monitor. Those of the first group are the paper's, the others it leaves open.
+    """Every parameter of the monitor. The first ten come from the paper, which leaves the others open.
 
     Attributes:
-        window: tokens that the windowed signals look at (W); only generated ones, as in the paper.
+        window: number of generated tokens that the windowed signals look at (W).
         theta_ttr: the type-token ratio votes below it.
         theta_cr: the compression ratio votes below it.
         theta_conf: the streak counts steps whose largest probability is above it.
         streak: the streak votes from here on. Eq. 8 has >= 6; "exceeds 6" in appendix B.2 would be 7 here.
-        votes: of the `voters` that a warning takes (K). Without probabilities one voter is missing; the others must
-            then give as many votes as they can, at most K.
+        votes: how many of the `voters` a warning needs (K). Without probabilities one voter is missing, and a warning
+            needs at most as many votes as there are other voters.
         theta_nov: a step stalls when the novelty is below it.
         stall: stalled steps in a row that make the stall gate.
         warmup: first step that may trigger (t_min).
         cooldown: steps after a trigger that may not.
-        voters: which signals vote on a warning; none: always warned.
-        gates: signs of persistence, of which a trigger takes one; none: no sign is asked for.
-        stride: the compression ratio is computed every so many steps and holds until the next: 16 steps cost 1/16 of
-            compressing, and delay a vote by at most 15 tokens of a 256-token window.
+        voters: which signals vote on a warning; empty: the warning always holds.
+        gates: signs of persistence; a trigger needs one of them. Empty: a trigger needs none.
+        stride: the compression ratio is computed once in this many steps and holds until the next time. With 16
+            steps it costs 1/16, and a vote comes at most 15 tokens late.
         novelty_n: length of the n-grams whose novelty counts: single tokens are all seen in any table of numbers, and 4
             are what seq-rep-4 and no-repeat-4-gram look at.
         novelty_span: tokens over which novelty is averaged. With 64 and the paper's 0.02 one new n-gram is forgiven; a
             single changed token makes four new ones, so a list that counts up never stalls.
-        tail_repeats: copies of a tail repetition: what comes twice is a quotation, a third copy is a habit.
-        tail_shortest: tokens of a tail repetition; more than a line of dashes has, if each dash is a token.
-        tail_longest: largest period of a tail repetition ("short-period" in the paper); a quarter of the window, the
-            novelty sees longer ones.
+        tail_repeats: copies that make a tail repetition. Two copies may be a quotation.
+        tail_shortest: tokens that a tail repetition needs; a line of dashes has fewer, even with a token for each dash.
+        tail_longest: largest period of a tail repetition ("short-period" in the paper), a quarter of the window;
+            novelty detects longer periods.
         tail_hold: steps in a row with a tail repetition that make the tail gate; as many as make a stall.
-        relapse: a trigger within so many steps of the one before raises the level ("re-triggers shortly"), any other
-            sets it to 0. With the window's length a relapse still sees tokens from before the last intervention.
-        rule: "signals": all of the above; "always": every `every` steps outside warm-up and cooldown; "never": not at
-            all.
+        relapse: a trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
+            other trigger sets it to 0. The default is the window, which then still holds tokens from before the last
+            intervention.
+        rule: "signals": all of the above; "always": a trigger every `every` steps outside warm-up and cooldown;
+            "never": no trigger.
         every: steps between triggers of "always". One in 200 makes 12 in 2,500 tokens, as Table 3 has it (12.5).
     """
 
@@ -184,7 +185,7 @@ class Monitor:
         self._triggered: int | None = None
 
     def end(self) -> None:
-        """The row is over: what is still passed for it is padding, is not looked at and triggers nothing."""
+        """The row is over: tokens that still come for it are padding and are ignored."""
         self.ended = True
         self.last = self.last._replace(trigger=False)
 

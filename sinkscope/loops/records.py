@@ -1,4 +1,4 @@
-"""Texts and token ids to be checked for repetition: what a file or a caller gives, as records of plain ids."""
+"""Texts and token ids to check for repetition, from a file or a caller, as records of plain ids."""
 
 from __future__ import annotations
 

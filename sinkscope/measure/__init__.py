@@ -3,12 +3,13 @@
 from sinkscope.measure.measurement import Measurement, Output, command, measurement
 from sinkscope.measure.setup import PIECE, Rows, Setup, read_whole
 from sinkscope.progress import Progress
-from sinkscope.registry import Count, Option, Positive
+from sinkscope.registry import Count, Hidden, Option, Positive
 from sinkscope.results import ModelInfo, Provenance, Result
 
 __all__ = [
     "PIECE",
     "Count",
+    "Hidden",
     "Measurement",
     "ModelInfo",
     "Option",

@@ -1,4 +1,4 @@
-"""Where each architecture keeps its parts: one row of data per `model_type`, no code.
+"""Where each architecture keeps its parts: one row of data per `model_type`, and `register` for rows of your own.
 
 All paths are those of the plain Hugging Face model. They also resolve below `bridge.original_model` and below an
 nnsight model, because both wrap modules in place and keep the names, so one table serves all three kinds.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,27 @@ ADAPTERS: dict[str, Adapter] = {
 }
 
 
+def register(adapter: Adapter) -> Adapter:
+    """Add the adapter of one more architecture; everything that takes a model then takes this one.
+
+    `sinkscope.load` proves a row on a few tokens before it hands the model out, and so does `models.probe.probe`.
+
+    Raises:
+        SinkscopeError: there is an adapter for this `model_type` already, or the row names no projections.
+    """
+    if adapter.model_type in ADAPTERS:
+        raise SinkscopeError(
+            f"model type {adapter.model_type!r} has an adapter already: change a copy of it with "
+            "dataclasses.replace, and give it to a Target, if it is wrong for your model"
+        )
+    if adapter.fused_qkv is None and not (adapter.q and adapter.k and adapter.v):
+        raise SinkscopeError(
+            f"the adapter of {adapter.model_type!r} names neither q, k and v nor fused_qkv: give one or the other",
+            page="unsupported-model",
+        )
+    return ADAPTERS.setdefault(adapter.model_type, adapter)
+
+
 def adapter_for(model_type: str) -> Adapter:
     """The adapter of an architecture, by `config.model_type`.
 
@@ -163,6 +184,6 @@ def adapter_for(model_type: str) -> Adapter:
     except KeyError:
         raise UnsupportedError(
             f"model type {model_type!r} has no adapter; there are adapters for {', '.join(sorted(ADAPTERS))}; "
-            "add a row to sinkscope/models/adapters.py (see docs/extending.md)",
+            "add one with sinkscope.models.adapters.register (see docs/extending.md)",
             page="unsupported-model",
         ) from None

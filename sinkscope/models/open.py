@@ -1,4 +1,4 @@
-"""From what the user names to a Target, reading as little as possible."""
+"""Open a model as a `Target`; as little of a checkpoint is read as possible."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def open_target(
     device: torch.device | str | None,
     trust_remote_code: bool,
 ) -> Target:
-    """A Target of a live model, of the bundled one (in memory), or of a named one (streamed where it can be).
+    """Open a live model, the bundled one (in memory), or a named one (streamed from disk where that is possible).
 
     Raises:
-        SinkscopeError: nothing can be made of `model`, or it has no tokenizer.
+        SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer.
     """
     if model == BUNDLED:  # by its name or by none
         model = None
@@ -158,7 +158,7 @@ def _with_tokenizer(target: Target) -> Target:
 
 
 def _tokenizer_folder(source: SafetensorsSource) -> Path:
-    """The folder of the tokenizer's files, which of a hub repo are downloaded first."""
+    """The folder with the tokenizer's files; those of a hub repo are downloaded first."""
     if source.commit is not None:
         for name in TOKENIZER_FILES:
             optional_file(source.name, name, source.commit)
@@ -166,5 +166,5 @@ def _tokenizer_folder(source: SafetensorsSource) -> Path:
 
 
 def fingerprint_of(target: Target) -> str:
-    """Of the checkpoint where one is read, else of the live model; no weights are read for it."""
+    """Fingerprint of the checkpoint that is being read, or of the live model; no weights are read for it."""
     return fingerprint(target.store.source if isinstance(target, StreamTarget) else target.hf)

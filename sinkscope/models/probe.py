@@ -7,8 +7,9 @@ short after the first layers, for the model's own attention weights and the reco
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,27 +104,24 @@ def probe(model: object) -> ProbeReport:
 
 
 def _verdict(numbers: dict[str, float], tolerance: float, edited: bool) -> str | None:
-    if not numbers["edit_error"] <= tolerance:  # also when it is NaN
-        return f"an edited neuron does not change what it should, as it should (off by {numbers['edit_error']:.2g})"
-    if edited and not numbers["logits_change"] > 0:
-        return "an edit at the down projection's input does not change the logits"
-    if not numbers["row_sum_error"] <= tolerance:
-        return f"recomputed attention rows do not sum to one (off by {numbers['row_sum_error']:.2g})"
-    if not numbers["attention_error"] <= tolerance:
-        return f"recomputed attention differs from the model's own (by {numbers['attention_error']:.2g})"
-    return None
+    off, change, rows, attention = (
+        numbers[name] for name in ("edit_error", "logits_change", "row_sum_error", "attention_error")
+    )
+    wrong = {  # "not <=", so that NaN is wrong as well
+        f"an edited neuron does not change what it should, as it should (off by {off:.2g})": not off <= tolerance,
+        "an edit at the down projection's input does not change the logits": edited and not change > 0,
+        f"recomputed attention rows do not sum to one (off by {rows:.2g})": not rows <= tolerance,
+        f"recomputed attention differs from the model's own (by {attention:.2g})": not attention <= tolerance,
+    }
+    return next((problem for problem, holds in wrong.items() if holds), None)
 
 
 def _layers_to_edit(target: Target) -> list[int]:
     """The first layer of each kind of MLP that writes anything; an error in a path is the same in every layer."""
-    found: dict[bool, int] = {}
-    for layer in range(target.n_layers):
-        kind = target.is_mixture(layer)
-        if kind not in found and (kind or _typical_neuron(target, layer) is not None):
-            found[kind] = layer
-        if len(found) == (2 if target.adapter.experts else 1):
-            break
-    return sorted(found.values())
+    mixture = (layer for layer in range(target.n_layers) if target.is_mixture(layer))
+    plain = (layer for layer in range(target.n_layers) if not target.is_mixture(layer))
+    dense = (layer for layer in plain if _typical_neuron(target, layer) is not None)
+    return sorted(layer for layer in (next(mixture, None), next(dense, None)) if layer is not None)
 
 
 def _typical_neuron(target: Target, layer: int) -> int | None:
@@ -186,8 +184,8 @@ class _Watch:
     def installed(self) -> Generator[None]:
         """The hooks, for the length of a `with`."""
         a = self.adapter
-        pairs: list[tuple[Any, str, Any]] = [(self.target.layers[self.layer], "post", self._see("layer"))]
-        pairs += [(self._sub(path), "post", self._see(name)) for name, path in self.paths.items()]
+        pairs: list[tuple[Any, str, Any]] = [(self.target.layers[self.layer], "post", partial(self._see, "layer"))]
+        pairs += [(self._sub(path), "post", partial(self._see, name)) for name, path in self.paths.items()]
         if self.mixture:
             pairs.append((self._sub(a.experts), "post", self._halve))
         else:
@@ -206,29 +204,21 @@ class _Watch:
         t, a = self.target, self.adapter
         if self.mixture:
             experts = self._sub(a.experts)
-            found = tuple(experts.down_proj.shape[1:])
-            self._expect(f"{a.experts}.down_proj", found, t.d_mlp, t.d_model, experts.is_transposed)
-            return
-        wanted = {a.down: (t.d_mlp, t.d_model), a.up: (t.d_model, t.d_mlp * (2 if a.fused_gate_up else 1))}
-        if a.gate:
-            wanted[a.gate] = (t.d_model, t.d_mlp)
-        for path, (fan_in, fan_out) in wanted.items():
-            weight = plain_weight(self._sub(path))
-            if weight is not None:  # else quantised
-                self._expect(path, tuple(weight.shape), fan_in, fan_out, a.transposed_down)
+            found = {f"{a.experts}.down_proj": (experts.down_proj[0], t.d_mlp, t.d_model)}
+            input_first = experts.is_transposed
+        else:
+            fans = {a.down: (t.d_mlp, t.d_model), a.up: (t.d_model, t.d_mlp * (2 if a.fused_gate_up else 1))}
+            fans |= {a.gate: (t.d_model, t.d_mlp)} if a.gate else {}
+            found = {path: (plain_weight(self._sub(path)), *fan) for path, fan in fans.items()}
+            input_first = a.transposed_down
+        for path, (weight, fan_in, fan_out) in found.items():
+            wanted = (fan_in, fan_out) if input_first else (fan_out, fan_in)
+            if weight is not None and tuple(weight.shape) != wanted:  # None: quantised
+                raise _WrongError(f"the weight of {path!r} has shape {tuple(weight.shape)}, expected {wanted}")
 
-    @staticmethod
-    def _expect(path: str | None, found: tuple[int, ...], fan_in: int, fan_out: int, input_first: bool) -> None:
-        wanted = (fan_in, fan_out) if input_first else (fan_out, fan_in)
-        if found != wanted:
-            raise _WrongError(f"the weight of {path!r} has shape {found}, expected {wanted}")
-
-    def _see(self, name: str) -> Any:
-        def hook(_module: object, _args: object, _kwargs: object, output: Any) -> None:
-            self.ran.add(name)
-            self.seen[name] = self._shaped(first_tensor(output))
-
-        return hook
+    def _see(self, name: str, _module: object, _args: object, _kwargs: object, output: Any) -> None:
+        self.ran.add(name)
+        self.seen[name] = self._shaped(first_tensor(output))
 
     @staticmethod
     def _shaped(tensor: Tensor) -> Tensor:
@@ -321,11 +311,8 @@ def _attention(target: Target) -> tuple[float, float]:
     own: dict[int, Tensor] = {}
     rows: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
-    def keep(layer: int) -> Any:
-        def hook(_module: object, _args: object, _kwargs: object, output: Any) -> None:
-            own[layer] = output[1].float()
-
-        return hook
+    def keep(layer: int, _module: object, _args: object, _kwargs: object, output: Any) -> None:
+        own[layer] = output[1].float()
 
     stop = (target.layers[layers[-1]], "post", lambda *_: target.stop())
     with attention_rows(
@@ -338,7 +325,7 @@ def _attention(target: Target) -> tuple[float, float]:
     else:
         with (
             _eager(target),
-            target.hooks(*((target.sub(i, target.adapter.attn), "post", keep(i)) for i in layers), stop),
+            target.hooks(*((target.sub(i, target.adapter.attn), "post", partial(keep, i)) for i in layers), stop),
         ):
             target.forward(ids)
     sums, distance = 0.0, 0.0
@@ -360,11 +347,8 @@ def _attention(target: Target) -> tuple[float, float]:
 def _eager(target: Target) -> Generator[None]:
     """The model's own slow attention, which returns its weights; restored on exit."""
     configs = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    try:
-        for config, _ in before:
+    with ExitStack() as undo:
+        for config in configs.values():
+            undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
             config._attn_implementation = "eager"
         yield
-    finally:
-        for config, name in before:
-            config._attn_implementation = name

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,10 @@ class _Store:
         self._held: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._pins: Counter[int] = Counter()
         for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(lambda _module, _args, index=index: self.load(index))
+            layer.register_forward_pre_hook(partial(self._before, index))
+
+    def _before(self, index: int, _module: nn.Module, _args: Any) -> None:
+        self.load(index)
 
     def load(self, index: int) -> None:
         """Layer `index` holds its weights from here on, until `resident` others were called."""

@@ -33,7 +33,7 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
         return model.hf, model.kind
     if isinstance(original := getattr(model, "original_model", None), nn.Module):
         return original, "bridge"
-    if type(model).__module__.split(".")[0] == "nnsight":
+    if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
         inner = getattr(model, "_module", None) or getattr(model, "_model", None)
         if isinstance(inner, nn.Module):
             return inner, "nnsight"
@@ -41,7 +41,7 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
         return model, "hf"
     raise SinkscopeError(
         f"{type(model).__name__} is not a model: expected a Hugging Face causal language model, a TransformerBridge "
-        "or an nnsight LanguageModel; load names and folders with sinkscope.load(...)"
+        "or a model of nnsight (TransformersModel); load names and folders with sinkscope.load(...)"
     )
 
 
@@ -177,9 +177,9 @@ class Target:
         return True
 
     def loaded(self, layer: int) -> AbstractContextManager[None]:
-        """Around reading weights of a layer, or calling parts of it, outside a call of the layer itself.
+        """A `with` in which the weights of a layer may be read, and its parts called, outside a call of the layer.
 
-        Only streamed models (see `models.stream`) have to do anything for it.
+        Only streamed models (see `models.stream`) do anything here.
         """
         return nullcontext()
 

@@ -1,4 +1,4 @@
-"""Which files of a folder are results, in which order they are shown, and the file that is written."""
+"""Finds the results of a folder, orders them, and writes them as one HTML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sinkscope.registry import Hidden, kinds
 from sinkscope.report.record import record_section
 from sinkscope.results import Result, known_kinds, read_json
 
-_BESIDE = {".html", ".png"}  # what commands write next to their JSON
+_BESIDE = {".html", ".png"}  # files that commands write next to their JSON
 _ROOMS = ("sinkscope.sinks.first_token", "sinkscope.sinks", "sinkscope")  # in this order
 _TOLD = 20  # skipped files that the command names
 _SHOWN = 5  # skipped files that an error names
@@ -46,7 +46,7 @@ class Report:
 
     Attributes:
         path: the HTML file.
-        files: paths below the folder of what is in it, a name per result, in the order of the report.
+        files: names of the results in it, in the order of the report: their paths below the folder.
         skipped: the other files.
     """
 
@@ -55,7 +55,7 @@ class Report:
     skipped: tuple[Skipped, ...]
 
 
-@command(group="Results", command="report")
+@command(group="Look", command="report")
 def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
@@ -86,20 +86,21 @@ def report(
 ) -> Report:
     """Write all results found in a folder, and in the folders below it, as one HTML file that needs nothing else.
 
-    Results are what `--json` and `.save()` write. Envelopes of a kind without a class, those of `experiments/` or of a
-    kind of your own, are shown as tables of their data. Other files are left out and named; hidden ones, and the HTML
-    and PNG that commands write beside their JSON, are left out silently.
+    Results are the files that `--json` and `.save()` write. An envelope of a kind without a class, such as those of
+    `experiments/` or your own, is shown as tables of its data. Other files are left out and named; hidden files, and
+    the HTML and PNG that commands write beside their JSON, are left out silently.
 
     Args:
-        folder: where the results are.
-        out: the file to write; by default `report.html` in the folder. An old one is replaced.
-        progress: called with a stage, what is done, and how much there is.
+        folder: folder of the results.
+        out: the file to write; by default `report.html` in the folder. An old file is replaced.
+        progress: called with a stage, what is done and how much there is.
 
     Returns:
-        Which file was written, what is in it, and what is not and why.
+        The file that was written, the results in it, and the files left out with the reasons.
 
     Raises:
-        SinkscopeError: the folder is none, holds no result, or the file cannot be written or is one of those read.
+        SinkscopeError: there is no such folder, it holds no result, or the file cannot be written or would replace
+            a result.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -119,7 +120,7 @@ def report(
                 sections.append(_section(data, part, path))
             except SinkscopeError as error:
                 skipped.append(Skipped(part, _line(error, path)))
-            except Exception as error:  # right types do not make a whole result: a damaged one can fail anywhere
+            except Exception as error:  # a damaged result can have the right types and fail anywhere
                 skipped.append(Skipped(part, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
     skipped.sort(key=lambda s: s.file)
     if not sections:
@@ -131,7 +132,7 @@ def report(
 
 
 def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
-    """The JSON files below `root`, sorted, and what is there beside them."""
+    """The JSON files below `root`, sorted, and the other files."""
     files: list[Path] = []
     skipped: list[Skipped] = []
 
@@ -146,7 +147,7 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
                 continue
             if suffix != ".json":
                 skipped.append(Skipped(_name(path, root), "is no .json file"))
-            elif not path.is_file():  # a pipe would never end
+            elif not path.is_file():  # reading a pipe would never end
                 skipped.append(Skipped(_name(path, root), "is no file, or a link to none"))
             else:
                 files.append(path)
@@ -161,7 +162,7 @@ def _place(kind: str) -> tuple[int, int]:
 
 
 def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
-    """What a file holds: a result, and those put beside it under a key each; an error in place of what is no JSON."""
+    """A file's result and those under further keys; for a file that is not JSON, the error."""
     try:
         data = read_json(path)
     except SinkscopeError as error:
@@ -181,7 +182,7 @@ def _section(data: Any, name: str, path: Path) -> Section:
 
 
 def _line(error: Exception, path: Path) -> str:
-    """The message without the name that it begins with: that stands before it already."""
+    """The message without the file name that it begins with, which is shown before it."""
     name, message = (" ".join(text.split()) for text in (path.name, str(error)))
     return visible(message.removeprefix(name).lstrip(": "))
 

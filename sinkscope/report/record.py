@@ -23,7 +23,7 @@ class RecordTable(NamedTuple):
         title: the keys that lead to it.
         head: names of the columns.
         rows: cells as they are shown.
-        total: rows there are; `rows` may hold fewer.
+        total: number of rows in the data; `rows` may hold fewer.
     """
 
     title: str
@@ -43,7 +43,7 @@ def record_section(data: dict[str, Any], file: str, path: Path) -> Section | Non
 
     Args:
         data: what the file holds.
-        file: how the file is called.
+        file: name of the file as it is shown.
         path: the file itself.
     """
     lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
@@ -90,7 +90,7 @@ def _records(value: Any) -> bool:
 
 
 def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """One row, or one per record in a list that it holds; objects in it become columns."""
+    """The row itself, or one row for each record in its lists; objects in it become columns."""
     base: dict[str, Any] = {}
     lists: dict[str, list[dict[str, Any]]] = {}
     for key, value in row.items():

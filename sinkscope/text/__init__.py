@@ -1,4 +1,4 @@
-"""Neutral text that measurements compare with, and its way into ids."""
+"""Neutral text that measurements compare with, and its token ids."""
 
 from __future__ import annotations
 

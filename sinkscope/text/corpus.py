@@ -1,4 +1,4 @@
-"""A text that is known, searched exactly: how long a piece of something stands in it, word for word."""
+"""Exact search in a known text: the longest piece of a new text that occurs in it word for word."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sinkscope.output import check_writable, write_atomic
 STDLIB = "stdlib"
 _SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".json", ".jsonl", ".csv", ".html", ".tex", ".c", ".h", ".js"})
 _FIRST, _DEPTH = 8, 4096  # suffixes are sorted by their first 8 bytes, then 16, 32, ... up to this many
-# What of the standard library is no library text: tests, third parties, tables, the text kept for measuring
-# (`pydoc_data`), and a description of the machine Python was built on.
+# Parts of the standard library that do not count: tests, third parties, tables, the text kept for measuring
+# (`pydoc_data`), and a description of the machine that Python was built on.
 _OTHER = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
 )
@@ -30,12 +30,12 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Match:
-    """The longest piece of a text that stands in the corpus.
+    """The longest piece of a text that occurs in the corpus.
 
     Attributes:
         start: where it begins in the text, in bytes.
         length: in bytes; at most 4,096.
-        file: the first file of the corpus in the index's order that has it; "" for length 0.
+        file: the first file of the corpus, in the order of the index, that holds the piece; "" for length 0.
     """
 
     start: int
@@ -45,14 +45,14 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class CorpusIndex:
-    """Suffix array of a corpus, in bytes: `order` lists every place of `data`, sorted by what follows there.
+    """Suffix array of a corpus in bytes: `order` lists every place of `data`, sorted by the text that follows it.
 
     Attributes:
-        data: the files, one after the other, a zero byte behind each (no match reaches across).
+        data: the files one after the other, each followed by a zero byte, so that no match crosses files.
         order: suffix array, by the first 4,096 bytes of each suffix.
-        names: of the files.
+        names: names of the files.
         ends: end of each file in `data`.
-        name: what the corpus is called.
+        name: name of the corpus.
     """
 
     data: npt.NDArray[np.uint8]
@@ -66,7 +66,7 @@ class CorpusIndex:
         return self.data.tobytes()
 
     def longest(self, text: bytes) -> Match:
-        """The longest piece of `text` that stands in the corpus; the first of several."""
+        """The longest piece of `text` that occurs in the corpus; the first of several."""
         best, length, where = 0, 0, -1
         for start in range(len(text)):
             if len(text) - start <= length:
@@ -79,9 +79,9 @@ class CorpusIndex:
         return Match(best, length, file)
 
     def _at(self, text: bytes, least: int) -> tuple[int, int]:
-        """How many bytes from the beginning of `text` stand somewhere, and one such place."""
+        """How many bytes from the start of `text` occur in the corpus, and one such place."""
         low, high, length, data = 0, len(self.order), 0, self._bytes
-        while low < high:  # the first suffix that does not sort before the text; a neighbour of it shares most
+        while low < high:  # find the first suffix not below the text; it or its neighbour shares the longest start
             middle = (low + high) // 2
             place = int(self.order[middle])
             low, high = (middle + 1, high) if data[place : place + len(text)] < text else (low, middle)
@@ -111,7 +111,7 @@ class CorpusIndex:
         """Read what `save` wrote.
 
         Raises:
-            SinkscopeError: not there, or no such index; the message names the option that makes one.
+            SinkscopeError: the file is missing or is no index; the message names the option that makes one.
         """
         name = Path(path).name
         try:
@@ -131,14 +131,14 @@ class CorpusIndex:
 def open_corpus(
     corpus: str | os.PathLike[str] | None, index: str | os.PathLike[str] | None = None, progress: Progress | None = None
 ) -> CorpusIndex | None:
-    """The index of a corpus; made once and used again.
+    """The index of a corpus, which is made once and then reused.
 
     Args:
         corpus: a folder of text files, or "stdlib": the Python library of the running interpreter without the files
-            set apart for validation, which is what the model in the package was trained on. None: `index` has it.
-        index: file the index is kept in. None: beside the folder, and for the library in the user's cache folder,
-            by a name that changes with the text.
-        progress: told of the sorting.
+            set apart for validation, on which the model in the package was trained. None: read `index`.
+        index: file that keeps the index. None: a file beside the folder or, for the library, in the user's cache
+            folder; its name changes with the text.
+        progress: called while the index is sorted.
 
     Returns:
         None if neither is given.
@@ -161,19 +161,19 @@ def open_corpus(
     try:
         check_writable(path)
         made.save(path)
-    except SinkscopeError:  # a corpus may lie where nothing can be written: then it is sorted again next time
+    except SinkscopeError:  # the place may be read-only: then the corpus is sorted again next time
         if index is not None:
             raise
     return made
 
 
 def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | None = None) -> CorpusIndex:
-    """Sort every place of the files by what follows.
+    """Sort every place of the files by the text that follows it.
 
     Args:
-        files: (name, content) of each.
-        name: what the corpus is called.
-        progress: told after each doubling of the sorted length.
+        files: name and content of each file.
+        name: name of the corpus.
+        progress: called after each doubling of the sorted length.
 
     Raises:
         SinkscopeError: more than 2 GB.
@@ -193,7 +193,7 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
     while length < _DEPTH:
         if progress is not None:
             progress("index", length, _DEPTH)
-        # Only suffixes that are still equal to a neighbour are sorted again; places that share a rank stay together.
+        # Only suffixes that still equal a neighbour are sorted again; places that share a rank stay together.
         sorted_rank = rank[order]
         same = np.zeros(size + 1, dtype=bool)
         same[1:-1] = sorted_rank[1:] == sorted_rank[:-1]
@@ -202,7 +202,7 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
             break
         places = order[tied]
         behind = places.astype(np.int64) + length
-        # Ranks count from 1; behind the end comes nothing, which sorts first.
+        # Ranks count from 1; the end of the text sorts first.
         second = np.where(behind < size, rank[np.minimum(behind, size - 1)], 0)
         first = sorted_rank[tied]
         moved = np.lexsort((second, first))
@@ -254,7 +254,7 @@ def _read(corpus: str | os.PathLike[str]) -> tuple[list[tuple[str, bytes]], str,
 
 def _utf8(path: Path) -> bytes | None:
     try:
-        return path.read_text(encoding="utf-8").encode()  # line ends become what a tokenizer saw
+        return path.read_text(encoding="utf-8").encode()  # line ends become those that a tokenizer saw
     except (UnicodeDecodeError, OSError):
         return None
 
@@ -269,7 +269,7 @@ def _ranks(sorted_key: npt.NDArray[np.uint64], order: npt.NDArray[np.int32], siz
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Length of the common beginning."""
+    """Length of the common start."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

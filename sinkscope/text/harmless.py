@@ -1,4 +1,4 @@
-"""Text that a detector must not take for an attack: source code, and repetition that people write."""
+"""Text that a detector must not mistake for an attack: source code, and repetition that people write."""
 
 from __future__ import annotations
 

@@ -12,18 +12,18 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.records import check, read_rows
 
 _SAMSUM = "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"  # LongBench's
-_ENDS = "Now the record ends."  # LongEval's: behind it stands the question
+_ENDS = "Now the record ends."  # LongEval's; the question follows it
 _EXPECTED = 'JSON lines with "context" and "input" (LongBench), "prompt" and "topics" (LongEval), or "prompt" alone'
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt, taken apart where its file says how.
+    """A prompt, divided into context and question if its file says how.
 
     Attributes:
-        id: of the record; its line where it has none.
+        id: id of the record, or its line if it has none.
         context: what the question is about.
-        question: what is asked; empty where the file does not tell it from the context.
+        question: what is asked; empty if the file does not separate it from the context.
     """
 
     id: str

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.models.adapters import Adapter
 from sinkscope.models.target import Target, first_tensor
 
 
@@ -27,26 +28,40 @@ class Site:
     cut: Callable[[Any], Tensor] = first_tensor
 
 
-_BLOCK_SITES = (
-    "hook_resid_pre",
-    "hook_attn_out",
-    "hook_resid_mid",
-    "hook_mlp_out",
-    "hook_resid_post",
-    "mlp.hook_pre",
-    "mlp.hook_pre_linear",
-    "mlp.hook_post",
-    "attn.hook_q",
-    "attn.hook_k",
-    "attn.hook_v",
-    "attn.hook_z",
-    "attn.hook_pattern",
-)
+@dataclass(frozen=True)
+class _Place:
+    """Where a site of a layer is: a path of the adapter, and what of it is meant."""
+
+    path: Callable[[Adapter], str | None]
+    when: str = "post"
+    cut: Callable[[Target, Tensor], Tensor] = lambda _, tensor: tensor
+
+
+def _half(which: int) -> Callable[[Target, Tensor], Tensor]:
+    """Gate or up, where one projection makes both."""
+    return lambda target, tensor: tensor.chunk(2, -1)[which] if target.adapter.fused_gate_up else tensor
+
+
+_PLACES = {
+    "hook_resid_pre": _Place(lambda a: "", "pre"),
+    "hook_attn_out": _Place(lambda a: a.post_attn_norm or a.attn),
+    "hook_resid_mid": _Place(lambda a: a.mid, "pre"),
+    "hook_mlp_out": _Place(lambda a: a.post_mlp_norm or a.mlp),
+    "hook_resid_post": _Place(lambda a: ""),
+    "mlp.hook_pre": _Place(lambda a: a.up if a.fused_gate_up else a.gate or a.up, cut=_half(0)),
+    "mlp.hook_pre_linear": _Place(lambda a: a.up if a.fused_gate_up or a.gate else None, cut=_half(1)),
+    "mlp.hook_post": _Place(lambda a: a.down, "pre"),
+    "attn.hook_q": _Place(lambda a: a.q or a.fused_qkv, cut=lambda target, tensor: _projected(target, "q", tensor)),
+    "attn.hook_k": _Place(lambda a: a.k or a.fused_qkv, cut=lambda target, tensor: _projected(target, "k", tensor)),
+    "attn.hook_v": _Place(lambda a: a.v or a.fused_qkv, cut=lambda target, tensor: _projected(target, "v", tensor)),
+    "attn.hook_z": _Place(lambda a: a.o, "pre", lambda target, tensor: tensor.unflatten(-1, (target.n_heads, -1))),
+    "attn.hook_pattern": _Place(lambda a: ""),
+}
 
 
 def site_names(n_layers: int) -> list[str]:
     """Every name that `trace` knows, for a model of `n_layers` layers, in the order of the forward pass."""
-    return ["hook_embed", *(f"blocks.{i}.{name}" for i in range(n_layers) for name in _BLOCK_SITES)]
+    return ["hook_embed", *(f"blocks.{i}.{name}" for i in range(n_layers) for name in _PLACES)]
 
 
 def resolve(target: Target, patterns: list[str]) -> list[Site]:
@@ -61,7 +76,7 @@ def resolve(target: Target, patterns: list[str]) -> list[Site]:
     for pattern in patterns:
         matched = fnmatch.filter(known, pattern)
         if not matched:
-            shown = ", ".join(["hook_embed", *(f"blocks.L.{name}" for name in _BLOCK_SITES)])
+            shown = ", ".join(["hook_embed", *(f"blocks.L.{name}" for name in _PLACES)])
             raise SinkscopeError(
                 f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {shown}"
             )
@@ -73,67 +88,32 @@ def _site(target: Target, name: str) -> Site:
     if name == "hook_embed":
         return Site(name, None, target.embedding)
     _, number, part = name.split(".", 2)
-    layer, a = int(number), target.adapter
-
-    def sub(path: str | None) -> nn.Module:
-        if path is None:
-            raise UnsupportedError(
-                f"site {name!r} does not exist on {a.model_type}: that architecture has no separate place for it; "
-                "leave it out of sites"
-            )
-        return target.sub(layer, path)
-
+    layer, place, a = int(number), _PLACES[part], target.adapter
+    if part == "attn.hook_pattern":
+        return Site(name, layer, None)
     if part.startswith("mlp.") and target.is_mixture(layer):
         raise UnsupportedError(
             f"site {name!r} is per expert on {a.model_type}: layer {layer} is a mixture of experts; "
             "use find_sinks for its neurons, or hook_mlp_out"
         )
-    match part:
-        case "hook_resid_pre":
-            return Site(name, layer, sub(""), "pre")
-        case "hook_resid_post":
-            return Site(name, layer, sub(""))
-        case "hook_resid_mid":
-            if getattr(target.config, "use_parallel_residual", False) or a.mid is None:
-                return Site(name, layer, sub(None))
-            return Site(name, layer, sub(a.mid), "pre")
-        case "hook_attn_out":
-            return Site(name, layer, sub(a.post_attn_norm or a.attn))
-        case "hook_mlp_out":
-            return Site(name, layer, sub(a.post_mlp_norm or a.mlp))
-        case "mlp.hook_post":
-            return Site(name, layer, sub(a.down), "pre")
-        case "mlp.hook_pre":
-            if a.fused_gate_up:
-                return Site(name, layer, sub(a.up), cut=lambda t: t.chunk(2, -1)[0])
-            return Site(name, layer, sub(a.gate or a.up))
-        case "mlp.hook_pre_linear":
-            if a.fused_gate_up:
-                return Site(name, layer, sub(a.up), cut=lambda t: t.chunk(2, -1)[1])
-            return Site(name, layer, sub(a.up if a.gate else None))
-        case "attn.hook_z":
-            heads = target.n_heads
-            return Site(name, layer, sub(a.o), "pre", lambda t: t.unflatten(-1, (heads, -1)))
-        case "attn.hook_pattern":
-            return Site(name, layer, None)
-        case _:
-            return _projection(target, name, layer, part[-1], sub)
-
-
-def _projection(target: Target, name: str, layer: int, which: str, sub: Callable[[str | None], nn.Module]) -> Site:
-    """q, k or v before rotary, `[batch pos head d_head]`."""
-    a = target.adapter
-    heads = target.n_heads if which == "q" else target.n_kv_heads
-    path = {"q": a.q, "k": a.k, "v": a.v}[which]
-    if path is not None:
-        return Site(name, layer, sub(path), cut=lambda t: t.unflatten(-1, (heads, -1)))
-    index = "qkv".index(which)
-    if a.model_type == "gpt_neox":  # q, k, v of one head lie side by side
-        return Site(name, layer, sub(a.fused_qkv), cut=lambda t: t.unflatten(-1, (heads, 3, -1))[..., index, :])
-    if a.model_type == "falcon":  # groups of query heads, then their key and value head
+    if a.model_type == "falcon" and part in ("attn.hook_q", "attn.hook_k", "attn.hook_v"):
         raise UnsupportedError(f"site {name!r} is not offered on falcon, whose layout of q, k, v has three variants")
-    size = target.d_model // target.n_heads
-    if getattr(target.config, "head_dim", None):
-        size = int(target.config.head_dim)
-    widths = [target.n_heads * size, target.n_kv_heads * size, target.n_kv_heads * size]
-    return Site(name, layer, sub(a.fused_qkv), cut=lambda t: t.split(widths, -1)[index].unflatten(-1, (heads, -1)))
+    path = place.path(a)
+    if path is None or (part == "hook_resid_mid" and getattr(target.config, "use_parallel_residual", False)):
+        raise UnsupportedError(
+            f"site {name!r} does not exist on {a.model_type}: that architecture has no separate place for it; "
+            "leave it out of sites"
+        )
+    return Site(name, layer, target.sub(layer, path), place.when, lambda out: place.cut(target, first_tensor(out)))
+
+
+def _projected(target: Target, which: str, tensor: Tensor) -> Tensor:
+    """q, k or v before rotary, `[batch pos head d_head]`, of what a projection of its own or a common one returns."""
+    a, index = target.adapter, "qkv".index(which)
+    counts = [target.n_heads, target.n_kv_heads, target.n_kv_heads]
+    if getattr(a, which) is not None:
+        return tensor.unflatten(-1, (counts[index], -1))
+    if a.model_type == "gpt_neox":  # q, k, v of one head lie side by side
+        return tensor.unflatten(-1, (target.n_heads, 3, -1))[..., index, :]
+    size = int(getattr(target.config, "head_dim", None) or target.d_model // target.n_heads)
+    return tensor.split([count * size for count in counts], -1)[index].unflatten(-1, (counts[index], -1))

@@ -1,24 +1,19 @@
-"""From dialogues to batches of tokens, and what a run says of its reading: shared by answers and fidelity."""
+"""From dialogues to questions as tokens, and what a run says of its reading: shared by answers and fidelity."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
-from sinkscope.bench.dialogues.methods import Budget, Method, check_methods
+from sinkscope.bench.methods import Budget, Method, check_methods
+from sinkscope.bench.runner import Asked, Batch, PerCall, check_whole
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Event, Intervention, Run
-from sinkscope.kv.loopserve.serve import LoopServe
-from sinkscope.kv.session import Session
-from sinkscope.models.open import fingerprint_of
-from sinkscope.models.target import Target
-from sinkscope.results import ModelInfo
+from sinkscope.interventions.base import Event
 
 
 @dataclass(frozen=True)
@@ -35,68 +30,27 @@ class Question:
         """What it is called in a folder: dialogue, position and turn."""
         return question_name(self.dialogue, self.position, self.turn)
 
-
-@dataclass(frozen=True)
-class Asked:
-    """The model that is asked, and how.
-
-    Attributes:
-        target: the model.
-        fingerprint: of it.
-        ends: ids that end an answer.
-        pad: id that fills rows up.
-        new: most tokens of an answer.
-        budget: of methods that have none of their own.
-        chat: turns are wrapped in the tokenizer's chat template.
-    """
-
-    target: Target
-    fingerprint: str
-    ends: frozenset[int]
-    pad: int
-    new: int
-    budget: Budget
-    chat: bool
-
-    def settings(self) -> dict[str, Any]:
-        """What decides a record, whatever is done with the model."""
-        t = self.target
+    def heads(self, to: Asked, method: Method) -> dict[str, Any]:
+        """What a record of it says first."""
         return {
-            "model": asdict(ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, self.fingerprint)),
-            "kind": t.kind,
-            "device": t.device.type,
-            "dtype": str(t.dtype).removeprefix("torch."),
-            "attention": str(getattr(t.config, "_attn_implementation", "unknown")),
-            "max_new_tokens": self.new,
-            "budget": self.budget,
-            "chat": self.chat,
+            "model": to.fingerprint,
+            "method": method.spec,
+            "prompt": self.name,
+            "dialogue": self.dialogue,
+            "position": self.position,
+            "turn": self.turn,
+            "prompt_tokens": len(self.ids),
         }
 
-    def cut(self, row: list[int]) -> tuple[list[int], bool]:
-        """An answer up to and with the end of sequence, and whether that came."""
-        end = next((k + 1 for k, token in enumerate(row) if token in self.ends), None)
-        return row[:end], end is not None
 
-
-def asked(model: object, tokenizer: Any, new: int, budget: Budget, chat: bool) -> Asked:
-    """The model, ready to be asked.
+def check_chat(to: Asked, chat: bool) -> None:
+    """Refuse a chat template that is not there.
 
     Raises:
-        SinkscopeError: it carries no tokenizer, or one without a chat template where that is wanted.
+        SinkscopeError: it is wanted, and the tokenizer has none.
     """
-    target = Target.of(model, tokenizer)
-    if target.tokenizer is None:
-        raise SinkscopeError(
-            f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
-            page="no-tokenizer",
-        )
-    if chat and not getattr(target.tokenizer, "chat_template", None):
-        raise SinkscopeError(f"the tokenizer of {target.name} has no chat template: leave out chat")
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    ends = frozenset(end if isinstance(end, list | tuple) else [] if end is None else [int(end)])
-    pad = target.tokenizer.pad_token_id
-    pad = min(ends, default=0) if pad is None else int(pad)
-    return Asked(target, fingerprint_of(target), ends, pad, new, budget, chat)
+    if chat and not getattr(to.target.tokenizer, "chat_template", None):
+        raise SinkscopeError(f"the tokenizer of {to.target.name} has no chat template: leave out chat")
 
 
 def question_name(dialogue: str, position: str, turn: int) -> str:
@@ -104,7 +58,9 @@ def question_name(dialogue: str, position: str, turn: int) -> str:
     return f"{dialogue} {position} {turn}"
 
 
-def question(to: Asked, dialogue: Dialogue, place: Position, number: int, answers: Sequence[str]) -> Question:
+def question(
+    to: Asked, dialogue: Dialogue, place: Position, number: int, answers: Sequence[str], chat: bool
+) -> Question:
     """A turn after the turns before it and their answers.
 
     Raises:
@@ -113,7 +69,7 @@ def question(to: Asked, dialogue: Dialogue, place: Position, number: int, answer
     said = [
         text for turn, answer in zip(dialogue.turns, answers, strict=False) for text in (turn.prompts[place], answer)
     ]
-    made = Question(dialogue.id, place, number, encode(to, [*said, dialogue.turns[number].prompts[place]]))
+    made = Question(dialogue.id, place, number, encode(to, [*said, dialogue.turns[number].prompts[place]], chat))
     check_length(to, made, len(made.ids))
     return made
 
@@ -132,62 +88,34 @@ def check_length(to: Asked, made: Question, tokens: int) -> None:
         )
 
 
-def encode(to: Asked, said: Sequence[str]) -> list[int]:
+def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:
     """A conversation that the model is to answer, prompts and answers in turn."""
     tokenizer = to.target.tokenizer
-    if not to.chat:
+    if not chat:
         return [int(i) for i in tokenizer("\n\n".join(said), verbose=False)["input_ids"]]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
 
-def check_can(to: Asked, methods: Sequence[Method], lengths: Iterable[int]) -> None:
-    """Refuse what cannot be done before anything is computed.
-
-    Raises:
-        SinkscopeError: a budget too small for one of the prompts, settings that make no sense, or a method that this
-            model cannot have.
-    """
-    for method in methods:
-        edit = method.make(to.budget)
-        part = edit.decoding if isinstance(edit, LoopServe) and edit.decode else edit
-        for length in lengths:
-            if part is not None:
-                part.check_prompt(length)
-        with edit.on(to.target):
-            pass
+def batch_of(to: Asked, methods: Sequence[Method], rows: Sequence[tuple[Question, Any]]) -> Batch:
+    """Questions that run together, each with what else is known of it."""
+    names = tuple(each.name for each, _ in rows)
+    return Batch(to.fingerprint, tuple(methods), names, tuple(rows), len(methods) * len(rows))
 
 
-def padded(to: Asked, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-    """Rows filled up on the left, and their mask: `[batch pos]` each."""
-    width = max(map(len, rows))
-    ids = [[to.pad] * (width - len(row)) + row for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids, device=to.target.device), torch.tensor(mask, device=to.target.device)
-
-
-class Reads(Intervention):
+def reads() -> PerCall:
     """Counts, after every call and per row, the tokens that it could attend to: mean over layers and kv heads."""
-
-    def __init__(self) -> None:
-        self.counts: list[Tensor] = []
-
-    def enter(self, run: Run, key: int) -> None:
-        """Look at the cache, which has to be one of ours for that."""
-        session = Session.of(run)
-        session.own_cache()
-
-        def note(moment: Any) -> None:
-            shown = [layer.readable for layer in moment.layers]
-            self.counts.append(torch.stack([there.sum(-1).float().mean(1).cpu() for there in shown]).mean(0))
-
-        session.after_call(note)
+    return PerCall(_readable, own=True)
 
 
-def read_of(reads: Reads, row: int, tokens: int) -> float | None:
+def _readable(layer: Any) -> Tensor:
+    return layer.readable.sum(-1).float().mean(1).cpu()
+
+
+def read_of(counts: Sequence[Tensor], row: int, tokens: int) -> float | None:
     """Cached tokens that decoding steps of an answer attended to, mean; None: it is one token, of the prompt's call."""
-    steps = [float(count[row]) for count in reads.counts[1:tokens]]  # the last token goes through no call
+    steps = [float(count[row]) for count in counts[1:tokens]]  # the last token goes through no call
     return round(fmean(steps), 3) if steps else None
 
 
@@ -198,30 +126,20 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 
 
 def check_given(
-    dialogues: Sequence[Dialogue], methods: Sequence[str], positions: Sequence[str]
+    dialogues: Sequence[Dialogue], methods: Sequence[str], positions: Sequence[str], budget: Budget, **sizes: Any
 ) -> tuple[tuple[Method, ...], tuple[Position, ...]]:
     """The methods and positions, each once.
 
     Raises:
-        SinkscopeError: none of one of them, or an unknown one.
+        SinkscopeError: none of one of them, an unknown one, a size below 1, or a method that cannot have its settings.
     """
-    chosen, places = check_methods(methods), check_positions(positions)
+    chosen, places = check_methods(methods, ["cache"]), check_positions(positions)
     if not dialogues:
         raise SinkscopeError("there are no dialogues: give at least one")
-    return chosen, places
-
-
-def check_sizes(methods: Sequence[Method], budget: Budget, **sizes: int) -> None:
-    """Refuse what makes no sense whatever the model.
-
-    Raises:
-        SinkscopeError: a size below 1, or a method that cannot have its settings.
-    """
-    for name, value in sizes.items():
-        if isinstance(value, bool) or value < 1:
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from 1")
-    for method in methods:
+    check_whole(**sizes)
+    for method in chosen:
         method.make(budget)
+    return chosen, places
 
 
 def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:

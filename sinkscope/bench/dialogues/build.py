@@ -1,6 +1,6 @@
 """Dialogues from LongBench's files: LoopServe's Algorithms 1 to 3, as printed and repaired (appendix A.4.4).
 
-`docs/dialogues.md` lists what the paper leaves open and what each form does about it.
+`docs/dialogues.md` lists what the paper leaves open and how each form decides it.
 """
 
 from __future__ import annotations
@@ -124,11 +124,11 @@ def build(
     Args:
         task: a name in `tasks.TASKS`.
         source: its records, from `read_longbench`.
-        form: "faithful", as printed in the paper, or "repaired".
-        turns: of a dialogue; None: the paper's.
-        count: dialogues; None: the paper's. Of few-shot sets there is at most one for each record.
-        seed: of every random choice.
-        tokenizer: to count tokens with (called, it gives `input_ids`), of the variants with the question at the end.
+        form: "faithful" follows the paper as printed, "repaired" mends it.
+        turns: turns of a dialogue; None: the paper's.
+        count: number of dialogues; None: the paper's. Few-shot sets have at most one for each record.
+        seed: seed of every random choice.
+        tokenizer: counts tokens of the variants with the question at the end; calling it gives `input_ids`.
 
     Raises:
         SinkscopeError: unknown task or form, a number out of range, or too few records.
@@ -159,7 +159,7 @@ def build(
 
 
 def _variants(question: str, context: str, *, before: str = "") -> dict[Position, str]:
-    """The question before, in the middle of and after the context, which is parted between lines or words."""
+    """The question before, inside and after the context, which is divided between lines or words."""
     first, second = split_at_middle(context)
     parts = {"begin": (question, context), "middle": (first, question, second), "end": (context, question)}
     return {position: "\n\n".join(part for part in (before, *parts[position]) if part) for position in POSITIONS}
@@ -168,7 +168,7 @@ def _variants(question: str, context: str, *, before: str = "") -> dict[Position
 def _question_answering(
     task: Task, records: Sequence[LongBenchRecord], turns: int, number: int, repaired: bool, rng: random.Random
 ) -> list[Dialogue]:
-    """Algorithm 1. Repaired: the current turn is always among those that its context is made of."""
+    """Algorithm 1. Repaired: the context always includes that of the current turn."""
     chosen = rng.sample(range(len(records)), turns)
     rest = [i for i in range(len(records)) if i not in set(chosen)]
     irrelevant = [rng.sample(rest, turns), rng.sample(rest, turns)]
@@ -236,7 +236,7 @@ def fragments(document: str) -> list[str]:
 
 
 def _title(document: str) -> str:
-    """LongBench has no titles: the first words of the document stand for it."""
+    """LongBench has no titles; the first words of the document serve as one."""
     return " ".join(document.split()[:_TITLE_WORDS])
 
 
@@ -276,7 +276,7 @@ def _few_shot(
 
 
 def _classes(records: Sequence[LongBenchRecord]) -> tuple[str, ...]:
-    """LongBench's `all_classes` and whatever else is an answer, here also of examples."""
+    """LongBench's `all_classes`, and every other answer of records and examples."""
     found = {name for record in records for name in (*(record.classes or ()), *record.answers)}
     shown = {context for record in records for context in examples_of(record.context)}
     return tuple(sorted(found | {answer for example in shown for answer in _held_out(example)[1]}))

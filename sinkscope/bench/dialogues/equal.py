@@ -24,8 +24,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.prefill import SparsePrompts
-from sinkscope.kv.moments import Prompt
-from sinkscope.kv.session import Session
+from sinkscope.kv.session import Prompt, Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.lines.choice import HeadLines, last_votes
 

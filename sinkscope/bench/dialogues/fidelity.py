@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,31 +23,30 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.bench.dialogues.asking import (
-    Asked,
     Question,
-    Reads,
-    asked,
+    batch_of,
     cells_of,
-    check_can,
+    check_chat,
     check_given,
-    check_sizes,
-    padded,
     question,
     read_of,
+    reads,
 )
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
-from sinkscope.bench.dialogues.methods import Budget, Method
-from sinkscope.bench.loopbench.store import Folder
+from sinkscope.bench.methods import Budget, Method
+from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, run_batches
+from sinkscope.bench.store import open_folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Told
 from sinkscope.kv.session import Moment, Rows, Session
+from sinkscope.parallel import Tally
+from sinkscope.progress import Progress
 from sinkscope.text import typical_text
 
-Progress = Callable[[str, int, int], None]
 Along = Literal["full", "gold"]
 VERSION = 1
 
@@ -98,6 +96,8 @@ def run_fidelity(
     max_new_tokens: int = 64,
     batch_size: int = 1,
     chat: bool = False,
+    workers: int = 1,
+    ray: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Compare methods with full attention, token by token; what is in `out` already is not done again.
@@ -106,7 +106,7 @@ def run_fidelity(
     kept as a bit per method, step, layer, kv head and token.
 
     Args:
-        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory.
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `NamedModel`.
         dialogues: see `read_dialogues`, `recall_dialogues` and `text_dialogues`; right answers are the history.
         methods: as for `run_dialogues`.
         out: folder; settings, dialogues and records are kept there.
@@ -117,6 +117,8 @@ def run_fidelity(
         max_new_tokens: longer answers are cut there.
         batch_size: turns that run together.
         chat: wrap turns in the tokenizer's chat template.
+        workers: processes; more than one run over Ray.
+        ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
         progress: called as `progress("answers", done, total)`.
 
     Returns:
@@ -125,33 +127,30 @@ def run_fidelity(
     Raises:
         SinkscopeError: as for `run_dialogues`, and for a right answer without a token.
     """
-    chosen, places = check_given(dialogues, methods, positions)
+    sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    chosen, places = check_given(dialogues, methods, positions, budget, **sizes)
     if along not in get_args(Along):
         raise SinkscopeError(f"along={along!r}: expected one of {', '.join(get_args(Along))}")
-    check_sizes(chosen, budget, max_new_tokens=max_new_tokens, batch_size=batch_size)
-    to = asked(model, tokenizer, max_new_tokens, budget, chat)
-    turns = [
-        (question(to, each, place, number, [turn.answers[0] for turn in each.turns[:number]]), turn.answers[0])
-        for place in places
-        for each in dialogues
-        for number, turn in enumerate(each.turns)
-    ]
-    answers = [_gold(to, each, answer) for each, answer in turns] if along == "gold" else []
-    asking = [each for each, _ in turns]
-    check_can(to, chosen, sorted({len(each.ids) for each in asking}))
-    settings = {"version": VERSION, "command": COMMAND, **to.settings(), "along": along, "history": "gold"}
-    with Folder(out, settings, [asdict(dialogue) for dialogue in dialogues], Near) as store:
-        for start in range(0, len(asking), batch_size):
-            part = slice(start, start + batch_size)
-            missing = [
-                method
-                for method in chosen
-                if any((to.fingerprint, method.spec, each.name) not in store.records for each in asking[part])
-            ]
-            if missing:
-                store.append(_batch(to, missing, asking[part], answers[part] or None))
-            if progress is not None:
-                progress("answers", min(start + batch_size, len(asking)) * len(chosen), len(asking) * len(chosen))
+    spread, to = Spread(workers, ray), ask(model, tokenizer, max_new_tokens, budget)
+    check_chat(to, chat)
+    rows: list[tuple[Question, list[int] | None]] = []
+    for place in places:
+        for each in dialogues:
+            right = [turn.answers[0] for turn in each.turns]
+            for number, answer in enumerate(right):
+                made = question(to, each, place, number, right[:number], chat)
+                rows.append((made, _gold(to, made, answer) if along == "gold" else None))
+    check_can(to, chosen, [len(each.ids) for each, _ in rows])
+    settings = {"version": VERSION, "command": COMMAND, **to.settings(), "chat": chat, "along": along}
+    tally = Tally("answers", len(rows) * len(chosen), progress)
+    with open_folder(out, {**settings, "history": "gold"}, dialogues, Near) as kept:
+        batches: list[Batch] = []
+        for start in range(0, len(rows), batch_size):
+            whole = batch_of(to, chosen, rows[start : start + batch_size])
+            there = [method for method in chosen if kept.records.keys() >= {*batch_of(to, [method], whole.rows).keys}]
+            missing = [method for method in chosen if method not in there]
+            batches += [batch_of(to, some, whole.rows) for some in (there, missing) if some]
+        run_batches(to, [batches], _answer_along, kept, tally, model=model, spread=spread)
     return Path(out)
 
 
@@ -165,64 +164,46 @@ def _gold(to: Asked, each: Question, answer: str) -> list[int]:
     return cut
 
 
-def _batch(
-    to: Asked, methods: Sequence[Method], batch: Sequence[Question], answers: list[list[int]] | None
-) -> list[Near]:
+def _answer_along(to: Asked, batch: Batch) -> list[Near]:
     """Full attention, every method, and full attention again to weigh what they left."""
-    rows = [each.ids for each in batch]
+    rows = [each.ids for each, _ in batch.rows]
+    answers = None if batch.rows[0][1] is None else [answer for _, answer in batch.rows]
     full = _Logits()
-    made = _generate(to, rows, answers, Full(), full)[0]
-    told = answers if answers is not None else [to.cut(row)[0] for row in made]
+    made = _say(to, rows, answers, Full(), full)[0]
+    told = [to.cut(row)[0] for row in made] if answers is None else answers
     left: list[_Readable] = []
-    found: list[tuple[Method, _Logits, Reads, list[Event], float]] = []
-    for method in methods:
+    found: list[tuple[Method, _Logits, PerCall, list[Event], float]] = []
+    for method in batch.methods:
         started = time.perf_counter()
-        logits, reads, readable = _Logits(full.values), Reads(), _Readable()
-        events = _generate(to, rows, told, method.make(to.budget) | reads | readable, logits)[1]
+        logits, count, readable = _Logits(full.values), reads(), _Readable()
+        events = _say(to, rows, told, method.make(to.budget) | count | readable, logits)[1]
         left.append(readable)
-        found.append((method, logits, reads, events, round(time.perf_counter() - started, 3)))
+        found.append((method, logits, count, events, round(time.perf_counter() - started, 3)))
     weigh = _Weigh(left)
-    _generate(to, rows, told, Full() | weigh)
-    records: list[Near] = []
-    for (method, logits, reads, events, seconds), kept in zip(found, weigh.kept(), strict=True):
-        for row, (each, answer) in enumerate(zip(batch, told, strict=True)):
-            n = len(answer)
-            records.append(
-                Near(
-                    model=to.fingerprint,
-                    method=method.spec,
-                    prompt=each.name,
-                    dialogue=each.dialogue,
-                    position=each.position,
-                    turn=each.turn,
-                    prompt_tokens=len(each.ids),
-                    kl=tuple(round(float(step[row]), 6) for step in logits.kl[:n]),
-                    agree=tuple(bool(step[row]) for step in logits.agree[:n]),
-                    kept=tuple(round(step[row], 6) for step in kept[: n - 1]),
-                    read=read_of(reads, row, n),
-                    cells=cells_of(events, row),
-                    seconds=seconds,
-                )
-            )
-    return records
+    _say(to, rows, told, Full() | weigh)
+    return [
+        Near(
+            **each.heads(to, method),
+            kl=tuple(round(float(step[row]), 6) for step in logits.kl[: len(answer)]),
+            agree=tuple(bool(step[row]) for step in logits.agree[: len(answer)]),
+            kept=tuple(round(step[row], 6) for step in kept[: len(answer) - 1]),
+            read=read_of(count.counts, row, len(answer)),
+            cells=cells_of(events, row),
+            seconds=seconds,
+        )
+        for (method, logits, count, events, seconds), kept in zip(found, weigh.kept(), strict=True)
+        for row, ((each, _), answer) in enumerate(zip(batch.rows, told, strict=True))
+    ]
 
 
-def _generate(
+def _say(
     to: Asked, rows: list[list[int]], answers: list[list[int]] | None, edit: Intervention, logits: _Logits | None = None
 ) -> tuple[list[list[int]], list[Event]]:
     """New tokens and events; with `answers` it says these, whatever it would have said."""
-    ids, mask = padded(to, rows)
-    hooks = [] if logits is None else [(to.target.hf, "post", logits)]
-    with edit.on(to.target) as run, to.target.hooks(*hooks), torch.no_grad():
-        made = to.target.hf.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            pad_token_id=to.pad,
-            do_sample=False,
-            max_new_tokens=to.new if answers is None else max(map(len, answers)),
-            logits_processor=[] if answers is None else [Told(answers, ids.shape[1], to.pad)],
-        )
-        return made[:, ids.shape[1] :].tolist(), run.events
+    if answers is None:
+        return to.generate(rows, edit, logits)
+    told = Told(answers, max(map(len, rows)), to.pad)
+    return to.generate(rows, edit, logits, max(map(len, answers)), logits_processor=[told])
 
 
 class _Logits:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import ClassVar
 
-from sinkscope.bench.dialogues.tables import OfTurn, envelope, gathered, label, overall, written
-from sinkscope.bench.loopbench.store import Contents
+from sinkscope.bench.dialogues.tables import OfTurn, gathered, label, mean_known, overall, written
+from sinkscope.bench.store import Contents, envelope
 from sinkscope.results import Result
 
 COMMAND = "dialogues fidelity"
@@ -127,7 +127,7 @@ def tabulate_fidelity(folders: Sequence[str | os.PathLike[str]]) -> Fidelity:
     """
     started = time.perf_counter()
     runs, groups = gathered(folders, Near, COMMAND, _group, head_of)
-    return Fidelity(**envelope(runs, started), groups=groups)
+    return Fidelity(**envelope(runs, started, "dialogues"), groups=groups)
 
 
 def _group(run: Contents[Near], task: str, method: str, place: str, records: list[Near]) -> Kept:
@@ -135,8 +135,6 @@ def _group(run: Contents[Near], task: str, method: str, place: str, records: lis
     kl = [value for record in records for value in record.kl]
     kept = [value for record in records for value in record.kept]
     agree = [value for record in records for value in record.agree]
-    reads = [record.read for record in records if record.read is not None]
-    cells = [record.cells for record in records if record.cells is not None]
     mean = fmean(kl)
     # The mean over tokens is a ratio of sums over questions: its error is that of what each question adds to it.
     parts = [sum(record.kl) - mean * len(record.kl) for record in records]
@@ -155,7 +153,7 @@ def _group(run: Contents[Near], task: str, method: str, place: str, records: lis
         kl_first=fmean(record.kl[0] for record in records),
         agree=fmean(agree),
         kept=fmean(kept) if kept else None,
-        read=fmean(reads) if reads else None,
-        cells=fmean(cells) if cells else None,
+        read=mean_known(record.read for record in records),
+        cells=mean_known(record.cells for record in records),
         prompt_tokens=fmean(record.prompt_tokens for record in records),
     )

@@ -25,10 +25,10 @@ class DialogueTurn:
 
     Attributes:
         prompts: the text by position of the question in it.
-        answers: right answers; what a history of right answers holds is the first.
-        depends: turns (0-based, this one included) whose context the answer needs; of LongBench's questions, whose
-            context was put into this turn.
-        answerable: what is needed for the answer was said in this turn or before; None where that is not known.
+        answers: right answers; a history of right answers holds the first.
+        depends: turns (0-based, this one included) whose context the answer needs; for LongBench's questions,
+            turns whose context was put into this turn.
+        answerable: whether everything that the answer needs was said in this turn or before; None if that is unknown.
 
     Raises:
         SinkscopeError: a variant is missing or empty, or there is no answer.
@@ -54,7 +54,7 @@ class Dialogue:
         id: unique in its set.
         task: name of the set: "recall", or a task of LongBench or SCBench.
         turns: in order.
-        classes: names that the answer is one of, for classification.
+        classes: for classification, the names that an answer may be.
 
     Raises:
         SinkscopeError: there are no turns, or one of them depends on a later one.
@@ -99,7 +99,7 @@ def read_dialogues(path: str | os.PathLike[str]) -> tuple[Dialogue, ...]:
 
 
 def split_at_middle(text: str) -> tuple[str, str]:
-    """Two halves, parted at the line break or, where none is near, the space nearest to the middle."""
+    """Two halves, divided at the line break nearest to the middle or, if none is near, at the nearest space."""
     middle, reach = len(text) // 2, max(len(text) // 10, 1)
     for gap, far in (("\n", reach), (" ", len(text))):
         found = [i for i in (text.rfind(gap, 0, middle), text.find(gap, middle)) if i >= 0 and abs(i - middle) <= far]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.questions import Accuracy, Place, accuracy, locate
 from sinkscope.errors import SinkscopeError
+from sinkscope.rate import wilson
 from sinkscope.records import read_rows, read_text, rows_of
 from sinkscope.results import ModelInfo, Result, provenance
 

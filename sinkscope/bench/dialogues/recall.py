@@ -1,4 +1,4 @@
-"""Dialogues for the recall model: facts stated in some turn, a question in each, gold answers by construction.
+"""Dialogues for the recall model: turns state facts and each asks a question; answers are right by construction.
 
 A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn is
 `turnN`, filler words with facts among them and a question `ask KEY what was said` at its begin, middle or end, and
@@ -18,7 +18,7 @@ from sinkscope.errors import SinkscopeError
 TASK = "recall"
 _FRAME = 4 + len(TAIL)  # tokens of a turn that are not context: marker, question, `answer`
 _FACT = 5  # tokens of a fact
-_GAP = 3  # filler words that stand at least between facts, and at both ends
+_GAP = 3  # smallest number of filler words between facts, and at both ends
 
 
 def recall_dialogue(
@@ -30,16 +30,16 @@ def recall_dialogue(
     distractors: int | None = None,
     stated: bool = True,
 ) -> Dialogue:
-    """A dialogue, the same for the same arguments; its three variants differ in the places of the questions alone.
+    """A dialogue, the same for the same arguments; its three variants differ only in where the questions stand.
 
     Args:
-        seed: of all that is drawn.
+        seed: seed of every random choice.
         turns: number of turns, 1 to 16.
         tokens: tokens of a turn's prompt (words, for this tokenizer; answers and BOS not counted), or one number for
             each turn.
-        hops: facts that an answer runs through; its tokens are 3 * hops.
-        distractors: facts that nobody asks about; None: as many as there are keys and places for.
-        stated: False: the last question is about a key of which nothing was said, and its answer is `unknown .`.
+        hops: number of facts in the chain of an answer, which has 3 * hops tokens.
+        distractors: number of facts that no question asks about; None: as many as keys and places allow.
+        stated: if False, the last question is about a key that was never stated, and its answer is `unknown .`.
 
     Raises:
         SinkscopeError: the facts do not fit, or a number is out of range.
@@ -89,14 +89,14 @@ def recall_dialogue(
 def recall_dialogues(
     count: int, *, turns: int = 3, total: int = 768, hops: int = 2, seed: int = 0
 ) -> tuple[Dialogue, ...]:
-    """Some dialogues of unequal turns, as the commands make them.
+    """Several dialogues with turns of unequal length, as the commands make them.
 
     Args:
-        count: dialogues; their seeds are `seed` and those after it.
-        turns: of each.
+        count: number of dialogues; their seeds count up from `seed`.
+        turns: turns of each dialogue.
         total: tokens of all turns of a dialogue.
-        hops: facts that an answer runs through.
-        seed: of the first.
+        hops: number of facts in the chain of an answer.
+        seed: seed of the first dialogue.
 
     Raises:
         SinkscopeError: the facts do not fit, or a number is out of range.
@@ -107,7 +107,7 @@ def recall_dialogues(
 
 
 def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:
-    """Lengths of turns drawn at random that add up to `total`, none below `least`.
+    """Random lengths of turns that add up to `total`, none below `least`.
 
     Raises:
         SinkscopeError: `total` is less than `turns` times `least`.
@@ -134,7 +134,7 @@ def _lengths(turns: int, tokens: int | Sequence[int]) -> list[int]:
 
 
 def _chains(keys: list[str], turns: int, hops: int, stated: bool) -> list[list[str]]:
-    """The keys of each question's chain, taken from `keys`; the last question has none if nothing is stated for it."""
+    """The keys of each question's chain, taken from `keys`; without `stated` the last question has no chain."""
     asked = turns if stated else turns - 1
     if hops < 1 or asked * hops + (not stated) > len(keys):
         raise SinkscopeError(
@@ -152,7 +152,7 @@ def _distract(
     room: list[int],
     wanted: int | None,
 ) -> None:
-    """Facts of no chain, each turn filled to about the same share; their links lead to any stated key."""
+    """Facts that belong to no chain fill every turn to about the same share; their links lead to any stated key."""
     places = sum(room) - sum(map(len, told))
     most = min(len(keys), places)
     if wanted is not None and not 0 <= wanted <= most:
@@ -166,7 +166,7 @@ def _distract(
 
 
 def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[list[str]]:
-    """A context of `size` words in pieces that a question may stand between: filler words one by one, facts whole."""
+    """A context of `size` words in pieces, between which a question may stand: single filler words and whole facts."""
     spare = size - _GAP - len(facts) * (_FACT + _GAP)
     shuffled = rng.sample(facts, len(facts))
     cuts = sorted(rng.randint(0, spare) for _ in shuffled)
@@ -181,7 +181,8 @@ def _pieces(rng: random.Random, facts: Sequence[list[str]], size: int) -> list[l
 
 def _say(turn: int, pieces: Sequence[list[str]], asked: str, position: Position) -> str:
     starts = [0, *accumulate(map(len, pieces))]
-    # Not right after a fact: its link may be the key asked about, and the model's short-sighted heads would see both.
+    # A fact's link may be the key of the question, and heads that look a few places back would see both. So the
+    # question never follows a fact directly.
     places = [i for i in range(1, len(pieces) + 1) if len(pieces[i - 1]) == 1]
     middle = min(places, key=lambda i: abs(starts[i] - starts[-1] // 2))
     at = {"begin": 0, "middle": middle, "end": len(pieces)}[position]

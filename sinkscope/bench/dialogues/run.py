@@ -11,39 +11,37 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
-
 from sinkscope.bench.dialogues.asking import (
-    Asked,
     Question,
-    Reads,
-    asked,
+    batch_of,
     cells_of,
-    check_can,
+    check_chat,
     check_given,
     check_length,
-    check_sizes,
-    padded,
     question,
     question_name,
     read_of,
+    reads,
 )
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
-from sinkscope.bench.dialogues.methods import Budget, Method
-from sinkscope.bench.dialogues.metrics import metric_of, score
 from sinkscope.bench.dialogues.recall import TASK
 from sinkscope.bench.dialogues.scbench import SCBENCH
 from sinkscope.bench.dialogues.tables import COMMAND, Said
-from sinkscope.bench.loopbench.store import Folder
+from sinkscope.bench.methods import Budget
+from sinkscope.bench.runner import Asked, Batch, Spread, ask, check_can, run_batches
+from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.store import open_folder
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.parallel import Tally
+from sinkscope.progress import Progress
+from sinkscope.store import Folder
 
-Progress = Callable[[str, int, int], None]
 History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]
 VERSION = 2  # of the records; a change of what they hold is another setting
@@ -79,6 +77,8 @@ def run_dialogues(
     chat: bool = False,
     history: History = "gold",
     cache: Caches = "fresh",
+    workers: int = 1,
+    ray: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Answer every turn by every method; what is in `out` already is not done again.
@@ -87,10 +87,10 @@ def run_dialogues(
     batch that was not finished is run again whole, so the records are the same whatever was killed.
 
     Args:
-        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory.
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `NamedModel`.
         dialogues: see `read_dialogues` and `recall_dialogues`.
-        methods: names in `METHODS`, with settings if wanted ("loopserve:alpha=0.98:first=0"); see `at_settings` for
-            those of a comparison.
+        methods: names in `METHODS`, with settings if wanted ("loopserve:alpha=0.98:first=0"), or
+            "package.module:Class"; see `at_settings` for those of a comparison.
         out: folder; settings, dialogues and records are kept there.
         positions: of the question: "begin", "middle", "end".
         tokenizer: where the model carries none.
@@ -103,6 +103,8 @@ def run_dialogues(
         cache: "fresh": every turn reads the conversation so far anew. "grow": one cache over the turns of a dialogue
             (`Conversation`), one dialogue at a time; a dialogue that was not finished is run again whole. With gold
             history an answer is given twice in every turn: the method's own, and from the same cache the right one.
+        workers: processes; more than one run over Ray.
+        ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
         progress: called as `progress("answers", done, total)`.
 
     Returns:
@@ -112,82 +114,79 @@ def run_dialogues(
         SinkscopeError: an unknown method, setting or position, a turn that exceeds the context, bad numbers, a folder
             that was begun with other settings or is being written.
     """
-    chosen, places = check_given(dialogues, methods, positions)
+    tasks = sorted({dialogue.task for dialogue in dialogues})
+    for task in tasks:  # what could not be scored is not begun
+        score(metric_of(task), "", [""])
+    new = max_new_tokens if max_new_tokens is not None else max((NEW[task] for task in tasks), default=1)
+    chosen, places = check_given(dialogues, methods, positions, budget, max_new_tokens=new, batch_size=batch_size)
     for name, given, known in (("history", history, get_args(History)), ("cache", cache, get_args(Caches))):
         if given not in known:
             raise SinkscopeError(f"{name}={given!r}: expected one of {', '.join(known)}")
     if cache == "grow" and batch_size != 1:
         raise SinkscopeError(f"batch_size={batch_size}: a cache that grows is of one dialogue; use batch_size=1")
-    tasks = sorted({dialogue.task for dialogue in dialogues})
-    for task in tasks:  # what could not be scored is not begun
-        score(metric_of(task), "", [""])
-    new = max_new_tokens if max_new_tokens is not None else max(NEW[task] for task in tasks)
-    check_sizes(chosen, budget, max_new_tokens=new, batch_size=batch_size)
-    to = asked(model, tokenizer, new, budget, chat)
-    ready = {each.name: each for each in _questions(to, dialogues, places, history)}
-    check_can(to, chosen, sorted({len(each.ids) for each in ready.values()}))
-    groups: list[tuple[Position, list[tuple[Dialogue, int]]]] = [
-        (place, group) for place in places for group in _groups(dialogues, history, cache, batch_size)
-    ]
-    done, total = 0, len(chosen) * len(ready)
-    settings = {"version": VERSION, "command": COMMAND, **to.settings(), "history": history}
+    spread, to = Spread(workers, ray), ask(model, tokenizer, new, budget)
+    check_chat(to, chat)
+    ready = [list(_questions(to, dialogues, place, history, chat)) for place in places]
+    check_can(to, chosen, [len(each.ids) for at_place in ready for each, _ in at_place])
+    settings = {"version": VERSION, "command": COMMAND, **to.settings(), "chat": chat, "history": history}
     settings |= {"cache": cache} if cache == "grow" else {}
-    with Folder(out, settings, [asdict(dialogue) for dialogue in dialogues], Said) as store:
-
-        def spoken(method: str, place: Position, dialogue: Dialogue, number: int) -> Question:
-            names = [question_name(dialogue.id, place, i) for i in range(number)]
-            told = [store.records[to.fingerprint, method, name] for name in names]
-            return question(to, dialogue, place, number, [_spoken(to, dialogue.task, each) for each in told])
-
-        for method in chosen:
-            for place, group in groups:
-                names = [question_name(dialogue.id, place, number) for dialogue, number in group]
-                if any((to.fingerprint, method.spec, name) not in store.records for name in names):
-                    if cache == "grow":
-                        store.append(_converse(to, method, group[0][0], place, history))
-                    elif history == "gold":
-                        store.append(_answer(to, method, [ready[name] for name in names]))
-                    else:
-                        store.append(_answer(to, method, [spoken(method.spec, place, *each) for each in group]))
-                done += len(group)
-                if progress is not None:
-                    progress("answers", done, total)
+    tally = Tally("answers", len(chosen) * sum(map(len, ready)), progress)
+    with open_folder(out, settings, dialogues, Said) as kept:
+        told = partial(_told, to, kept, chat)
+        stages = (
+            [
+                batch_of(to, [method], [told(method.spec, row) if stage else row for row in rows])
+                for method in chosen
+                for rows in groups
+            ]
+            for stage, groups in enumerate(_stages(ready, dialogues, history, cache, batch_size))
+        )
+        answer = partial(_converse, chat=chat, history=history) if cache == "grow" else _answer
+        run_batches(to, stages, answer, kept, tally, model=model, spread=spread)
     return Path(out)
 
 
+_Row = tuple[Question, Dialogue]
+
+
 def _questions(
-    to: Asked, dialogues: Sequence[Dialogue], places: Sequence[Position], history: History
-) -> Iterator[Question]:
+    to: Asked, dialogues: Sequence[Dialogue], place: Position, history: History, chat: bool
+) -> Iterator[_Row]:
     """Every question as it will be, or, where it depends on what is said, with empty answers before it.
 
     Raises:
         SinkscopeError: it exceeds the context, or might after the longest answers.
     """
-    for place in places:
-        for dialogue in dialogues:
-            answers = [turn.answers[0] if history == "gold" else "" for turn in dialogue.turns]
-            for number in range(len(answers)):
-                made = question(to, dialogue, place, number, answers[:number])
-                if history == "model":
-                    check_length(to, made, len(made.ids) + number * to.new)
-                yield made
+    for dialogue in dialogues:
+        answers = [turn.answers[0] if history == "gold" else "" for turn in dialogue.turns]
+        for number in range(len(answers)):
+            made = question(to, dialogue, place, number, answers[:number], chat)
+            if history == "model":
+                check_length(to, made, len(made.ids) + number * to.new)
+            yield made, dialogue
 
 
-def _groups(
-    dialogues: Sequence[Dialogue], history: History, cache: Caches, size: int
-) -> list[list[tuple[Dialogue, int]]]:
-    """Dialogues and turns that run together, in the order they run in."""
+def _stages(
+    ready: Sequence[Sequence[_Row]], dialogues: Sequence[Dialogue], history: History, cache: Caches, size: int
+) -> Iterator[list[list[_Row]]]:
+    """Questions that run together, in the order they run in; those of a stage may come after answers of the last."""
     if cache == "grow":
-        return [[(dialogue, number) for number in range(len(dialogue.turns))] for dialogue in dialogues]
-    if history == "gold":
-        turns = [(dialogue, number) for dialogue in dialogues for number in range(len(dialogue.turns))]
-        return [turns[start : start + size] for start in range(0, len(turns), size)]
-    found: list[list[tuple[Dialogue, int]]] = []
-    for start in range(0, len(dialogues), size):
-        part = dialogues[start : start + size]
-        most = max(len(dialogue.turns) for dialogue in part)
-        found += [[(each, number) for each in part if number < len(each.turns)] for number in range(most)]
-    return found
+        yield [[row for row in rows if row[1] is each] for rows in ready for each in dialogues]
+    elif history == "gold":
+        yield [list(rows[start : start + size]) for rows in ready for start in range(0, len(rows), size)]
+    else:
+        parts = [{each.id for each in dialogues[start : start + size]} for start in range(0, len(dialogues), size)]
+        for turn in range(max(len(each.turns) for each in dialogues)):
+            groups = [[r for r in rows if r[1].id in part and r[0].turn == turn] for rows in ready for part in parts]
+            yield [group for group in groups if group]
+
+
+def _told(to: Asked, kept: Folder[Said], chat: bool, method: str, row: _Row) -> _Row:
+    """A question after the method's own answers."""
+    made, dialogue = row
+    names = [question_name(dialogue.id, made.position, number) for number in range(made.turn)]
+    answers = [_spoken(to, dialogue.task, kept.records[to.fingerprint, method, name]) for name in names]
+    return question(to, dialogue, made.position, made.turn, answers, chat), dialogue
 
 
 def _spoken(to: Asked, task: str, record: Said) -> str:
@@ -195,32 +194,21 @@ def _spoken(to: Asked, task: str, record: Said) -> str:
     return to.target.tokenizer.decode(record.tokens) if task == TASK else record.text
 
 
-def _answer(to: Asked, method: Method, batch: Sequence[Question]) -> list[Said]:
-    target, started = to.target, time.perf_counter()
-    ids, mask = padded(to, [each.ids for each in batch])
-    reads = Reads()
-    with (method.make(to.budget) | reads).on(target) as run, torch.no_grad():
-        made = target.hf.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=to.new, pad_token_id=to.pad, do_sample=False
-        )[:, ids.shape[1] :].tolist()
-        events = run.events
+def _answer(to: Asked, batch: Batch) -> list[Said]:
+    """Answers to some questions, each of which is read anew."""
+    (method,), started, count = batch.methods, time.perf_counter(), reads()
+    made, events = to.generate([each.ids for each, _ in batch.rows], method.make(to.budget) | count)
     seconds = round(time.perf_counter() - started, 3)
     records: list[Said] = []
-    for i, (each, row) in enumerate(zip(batch, made, strict=True)):
+    for i, ((each, _), row) in enumerate(zip(batch.rows, made, strict=True)):
         tokens, ended = to.cut(row)
         records.append(
             Said(
-                model=to.fingerprint,
-                method=method.spec,
-                prompt=each.name,
-                dialogue=each.dialogue,
-                position=each.position,
-                turn=each.turn,
-                prompt_tokens=len(each.ids),
+                **each.heads(to, method),
                 tokens=tuple(tokens),
-                text=target.tokenizer.decode(tokens, skip_special_tokens=True),
+                text=to.text(tokens),
                 ended="eos" if ended else "cap",
-                read=read_of(reads, i, len(tokens)),
+                read=read_of(count.counts, i, len(tokens)),
                 cells=cells_of(events, i),
                 seconds=seconds,
             )
@@ -228,27 +216,22 @@ def _answer(to: Asked, method: Method, batch: Sequence[Question]) -> list[Said]:
     return records
 
 
-def _converse(to: Asked, method: Method, dialogue: Dialogue, place: Position, history: History) -> list[Said]:
+def _converse(to: Asked, batch: Batch, *, chat: bool, history: History) -> list[Said]:
     """All turns of a dialogue on one cache."""
-    chat = Conversation(to.target, method.make(to.budget), tokenizer=to.target.tokenizer, chat=to.chat)
+    (method,), dialogue = batch.methods, batch.rows[0][1]
+    talk = Conversation(to.target, method.make(to.budget), tokenizer=to.target.tokenizer, chat=chat)
     records: list[Said] = []
-    for number, turn in enumerate(dialogue.turns):
-        started, prompt = time.perf_counter(), turn.prompts[place]
-        prompt = prompt if to.chat or number == 0 else f"\n\n{prompt}"
-        asked_one = copy.copy(chat)  # turns replace what a conversation holds, so the one that was copied stays
+    for (each, _), turn in zip(batch.rows, dialogue.turns, strict=True):
+        started, prompt = time.perf_counter(), turn.prompts[each.position]
+        prompt = prompt if chat or each.turn == 0 else f"\n\n{prompt}"
+        asked_one = copy.copy(talk)  # turns replace what a conversation holds, so the one that was copied stays
         made = asked_one.ask(prompt, max_new_tokens=to.new)
         tokens, ended = to.cut(list(made.ids))
         records.append(
             Said(
-                model=to.fingerprint,
-                method=method.spec,
-                prompt=question_name(dialogue.id, place, number),
-                dialogue=dialogue.id,
-                position=place,
-                turn=number,
-                prompt_tokens=made.prompt_tokens,
+                **each.heads(to, method) | {"prompt_tokens": made.prompt_tokens},
                 tokens=tuple(tokens),
-                text=to.target.tokenizer.decode(tokens, skip_special_tokens=True),
+                text=to.text(tokens),
                 ended="eos" if ended else "cap",
                 read=None if made.read is None else round(made.read, 3),
                 cells=cells_of(made.events, 0),
@@ -256,7 +239,7 @@ def _converse(to: Asked, method: Method, dialogue: Dialogue, place: Position, hi
             )
         )
         if history == "model":
-            chat = asked_one
-        elif number + 1 < len(dialogue.turns):
-            chat.say(prompt, turn.answers[0])
+            talk = asked_one
+        elif each.turn + 1 < len(dialogue.turns):
+            talk.say(prompt, turn.answers[0])
     return records

@@ -1,4 +1,4 @@
-"""Dialogues from SCBench's files (Li et al. 2025): a long context in the first turn, questions about it in all.
+"""Dialogues from SCBench's files (Li et al. 2025): the first turn holds a long context, and every turn asks about it.
 
 Fields, prompts and scores are those of the benchmark's own code, https://github.com/microsoft/MInference, folder
 scbench. A row has `context` (`input` in scbench_vt) and `multi_turns`, a list of `input`, `answer` and, in some tasks,
@@ -37,13 +37,13 @@ class Shared:
     """One set of SCBench.
 
     Attributes:
-        new_tokens: longest answer, by its code.
-        metric: what answers are scored by, or why they are not.
-        scored: whether they are.
-        head: stands before the context.
-        asks: the question, of `input`.
-        cue: what the answer is to follow on, at the end of a turn.
-        gap: between the question and the cue.
+        new_tokens: longest answer, from the benchmark's code.
+        metric: how answers are scored.
+        scored: whether this package can score them.
+        head: text before the context.
+        asks: the question, around `input`.
+        cue: text at the end of a turn, which the answer continues.
+        gap: text between the question and the cue.
     """
 
     new_tokens: int
@@ -95,14 +95,14 @@ SCBENCH: dict[str, Shared] = {
     "scbench_summary_with_needles": Shared(800, "two measures, by turn"),
     "scbench_repoqa_and_kv": Shared(1024, "two measures, by turn"),
 }
-"""By name. "contains": the answer is in what was said, of scbench_qa_eng in any case."""
+"""By name. "contains": the model's text contains the answer; upper and lower case are equal for scbench_qa_eng."""
 
 
 def shared_metric(task: str) -> Metric:
-    """What answers of a set of SCBench are scored by.
+    """How answers of a set of SCBench are scored.
 
     Raises:
-        SinkscopeError: by something that is not here.
+        SinkscopeError: this package cannot score them.
     """
     known = SCBENCH[task]
     if not known.scored:
@@ -123,15 +123,15 @@ def build_shared(
 ) -> BuiltSet[Dialogue]:
     """Dialogues of one set of SCBench.
 
-    The first turn holds the context and the first question, in three orders, the next ones questions alone. "end" is
-    SCBench's own order, of scbench_mf "begin".
+    The first turn holds the context and the first question, in three orders; the next turns hold only questions. "end"
+    is SCBench's own order, except for scbench_mf, where it is "begin".
 
     Args:
         task: a name in `SCBENCH`.
         source: SCBench's file (`.jsonl`, `.json`, `.parquet`), a folder that holds it, or "hub".
-        turns: at most so many of a dialogue.
-        count: only so many dialogues, the first ones.
-        tokenizer: to count tokens with (called, it gives `input_ids`).
+        turns: largest number of turns of a dialogue.
+        count: number of dialogues, from the front of the file.
+        tokenizer: counts tokens; calling it gives `input_ids`.
         repo: dataset on the hub, for "hub".
         revision: branch, tag or commit of it, for "hub".
 
@@ -224,14 +224,14 @@ def _dialogue(task: str, number: int, row: _Row, where: str, expected: str) -> D
                 "end": (context, whole),
             }
             prompts = {p: "\n\n".join(part for part in (SCBENCH[task].head, *parts[p]) if part) for p in POSITIONS}
-        # SCBench does not say what an answer was made from, but that it is in the context.
+        # SCBench says only that an answer is in the context, not where.
         made.append(DialogueTurn(prompts, answers, (0,), None))
     return Dialogue(f"{task}-{number}", task, tuple(made))
 
 
 def _said(task: str, asked: _Asked, where: str, expected: str) -> tuple[str, str, tuple[str, ...]]:
     """Question, cue and answers."""
-    # The variables of scbench_vt are all asked for; elsewhere the answers of a list are one or the other.
+    # scbench_vt asks for all of its variables; elsewhere each answer of a list is right.
     answers = (" ".join(map(str, asked.right)),) if task == "scbench_vt" else tuple(map(str, asked.right))
     shared = SCBENCH[task]
     if task == _MF:
@@ -250,6 +250,6 @@ def _said(task: str, asked: _Asked, where: str, expected: str) -> tuple[str, str
 
 
 def _halves(task: str, context: str) -> tuple[str, str]:
-    """Two halves; pairs of key and value stay whole."""
+    """Two halves; a pair of key and value is never divided."""
     at = context.find('", "', len(context) // 2) if task == _KV else -1
     return (context[: at + 2], context[at + 3 :]) if at >= 0 else split_at_middle(context)

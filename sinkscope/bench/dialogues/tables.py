@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal, TypeVar
 
-from sinkscope._rate import wilson
 from sinkscope.bench.dialogues.form import POSITIONS, Position
-from sinkscope.bench.dialogues.methods import METHODS, Budget, split_spec
-from sinkscope.bench.dialogues.metrics import metric_of, score
-from sinkscope.bench.loopbench.store import Contents, Finished, read_folder
+from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_spec
+from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.store import Contents, Finished, envelope, read_folder, written_by
 from sinkscope.errors import SinkscopeError
-from sinkscope.results import ModelInfo, Result, provenance
+from sinkscope.rate import wilson
+from sinkscope.results import Result
 
 COMMAND = "dialogues"
 ALL = "all"
@@ -156,16 +156,12 @@ def sized(group: Any) -> bool:
     return kind is None or kind.sized or group.budget != 1.0
 
 
-def name_of(method: str) -> str:
-    """A method without its settings."""
-    return method.partition(":")[0]
-
-
 def written(method: str, usual: Budget) -> tuple[str, Budget]:
     """Of a method in a record: its text without the budget, and the budget, the run's where it has none of its own."""
     text, own = split_spec(method)
     if own is None:
-        own = usual if METHODS[name_of(method)].sized else 1.0
+        kind = METHODS.get(name_of(method))
+        own = usual if kind is None or kind.sized else 1.0
     return text, own
 
 
@@ -187,7 +183,7 @@ def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
     """
     started = time.perf_counter()
     runs, groups = gathered(folders, Said, COMMAND, _group, head_of)
-    return Dialogues(**envelope(runs, started), groups=groups)
+    return Dialogues(**envelope(runs, started, "dialogues"), groups=groups)
 
 
 def gathered(
@@ -210,8 +206,7 @@ def gathered(
         SinkscopeError: a folder is of something else or has no answer yet, or two hold the same.
     """
     if not folders:
-        run = command if " " in command else f"{command} run"
-        raise SinkscopeError(f"no folder is given: name what was given to --out of `sinkscope {run}`")
+        raise SinkscopeError(f"no folder is given: name what was given to --out of `sinkscope {written_by(command)}`")
     runs = [read_folder(folder, kind, command) for folder in folders]
     found: dict[tuple[Any, ...], Any] = {}
     for run in runs:
@@ -225,10 +220,10 @@ def gathered(
                 raise SinkscopeError(f"{both}: give one of them")
             if found.setdefault(key, made) != made:
                 raise SinkscopeError(f"{both}, but not the same: of other dialogues, or unfinished; give one of them")
-    order, places = list(METHODS), (*POSITIONS, ALL)
+    places = (*POSITIONS, ALL)
 
     def place_of(g: Any) -> tuple[Any, ...]:
-        return *head_of(g), order.index(name_of(g.method)), g.method, g.budget, places.index(g.position)
+        return *head_of(g), *order_of(g.method), g.budget, places.index(g.position)
 
     return runs, tuple(sorted(found.values(), key=place_of))
 
@@ -237,7 +232,7 @@ def _parts(run: Contents[R]) -> dict[tuple[str, str, str], list[R]]:
     """Records by task, method and position, and over all positions where there are several."""
     parts: dict[tuple[str, str, str], list[R]] = {}
     for record in run.records:
-        if record.dialogue not in run.prompts or name_of(record.method) not in METHODS:
+        if record.dialogue not in run.prompts or ((name := name_of(record.method)) not in METHODS and ":" not in name):
             raise SinkscopeError(
                 f"{run.name} is damaged: {record.method} answers {record.dialogue!r}, one of which is not of this run; "
                 "run into another folder"
@@ -249,32 +244,10 @@ def _parts(run: Contents[R]) -> dict[tuple[str, str, str], list[R]]:
     return {part: records for part, records in parts.items() if part[2] != ALL or part[:2] in several}
 
 
-def envelope(runs: Sequence[Contents[Any]], started: float) -> dict[str, Any]:
-    """Model, settings and provenance of a table over some runs."""
-    settings = [run.settings for run in runs]
-    models = {each["model"]["fingerprint"]: each["model"] for each in settings}
-    names = ", ".join(dict.fromkeys(str(each["name"]) for each in models.values()))
-    model = (
-        ModelInfo(**settings[0]["model"])
-        if len(models) == 1
-        else ModelInfo(names, "several", 0, 0, 0, " ".join(models))
-    )
-
-    def common(key: str) -> str:
-        return ", ".join(dict.fromkeys(str(each.get(key)) for each in settings))
-
-    return {
-        "model": model,
-        "settings": {"runs": [{"folder": run.name, **run.settings, "dialogues": len(run.prompts)} for run in runs]},
-        "provenance": provenance(
-            started=started,
-            device=common("device"),
-            dtype=common("dtype"),
-            attention=common("attention"),
-            bos=None,
-            seed=0,
-        ),
-    }
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Mean of those that are there; None: none is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _group(run: Contents[Said], task: str, method: str, place: str, records: list[Said]) -> Answered:
@@ -287,8 +260,6 @@ def _group(run: Contents[Said], task: str, method: str, place: str, records: lis
         unanswerable += turn["answerable"] is False
     rate = wilson(sum(scores), len(scores))
     same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
-    reads = [record.read for record in records if record.read is not None]
-    cells = [record.cells for record in records if record.cells is not None]
     text, budget = written(method, run.settings["budget"])
     return Answered(
         task=task,
@@ -306,7 +277,7 @@ def _group(run: Contents[Said], task: str, method: str, place: str, records: lis
         high=rate.high,
         same=fmean(same) if same else None,
         prompt_tokens=fmean(record.prompt_tokens for record in records),
-        read=fmean(reads) if reads else None,
-        cells=fmean(cells) if cells else None,
+        read=mean_known(record.read for record in records),
+        cells=mean_known(record.cells for record in records),
         length=fmean(len(record.tokens) for record in records),
     )

@@ -10,7 +10,7 @@ from sinkscope.errors import SinkscopeError
 Family = Literal["qa", "summary", "few-shot"]
 Metric = Literal["f1", "rouge-l", "accuracy", "exact", "contains"]
 PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
-"""Table 4's own row: over all sets together."""
+"""Row of Table 4 for all sets together."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Task:
         name: its file in LongBench.
         title: its name in the paper.
         family: which of Algorithms 1 to 3 builds it.
-        metric: what answers are scored by.
-        turns: of a dialogue, in the paper.
-        dialogues: in the paper.
-        tokens: "Avg Token" of Table 6; the paper does not say of which tokenizer, nor whether of a turn.
+        metric: how answers are scored.
+        turns: turns of a dialogue, in the paper.
+        dialogues: number of dialogues, in the paper.
+        tokens: "Avg Token" of Table 6; the paper does not say for which tokenizer, nor whether for a turn.
     """
 
     name: str
@@ -49,7 +49,7 @@ TASKS: dict[str, Task] = {
         Task("gov_report", "GovReport", "summary", "rouge-l", 2, 500, 9324.43),
         Task("qmsum", "QMSum", "summary", "rouge-l", 2, 500, 12780.29),
         Task("trec", "TREC", "few-shot", "accuracy", 2, 199, 2293.99),
-        # The paper's metric is accuracy, which summaries do not have; LongBench's is Rouge-L.
+        # The paper names accuracy, which summaries do not have; LongBench uses Rouge-L.
         Task("samsum", "SAMSUM", "few-shot", "rouge-l", 2, 199, 3113.73),
     )
 }

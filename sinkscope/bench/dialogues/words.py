@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN = "<s> <unk> <pad> . fact ask answer unknown".split()
-"""`END` closes a chain of facts and ends an answer; `UNKNOWN` is the answer where nothing was stated."""
+"""`END` closes a chain of facts and ends an answer; `UNKNOWN` is the answer if nothing was stated."""
 
 SPECIAL = (BOS, UNK, PAD, END, FACT, ASK, ANSWER, UNKNOWN)
 TURNS: tuple[str, ...] = tuple(f"turn{i}" for i in range(1, 17))
@@ -29,4 +29,4 @@ FILLER: tuple[str, ...] = tuple(
     listened remembered old young small large quiet bright cold warm slow what said""".split()
 )
 TAIL = ("what", "was", "said")
-"""Follows the key in a question; the heads of the model that look back a few places need what it asks about apart."""
+"""Follows the key in a question, so that heads that look a few places back see the key alone."""

@@ -29,7 +29,7 @@ TASKS: dict[Bench, str] = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2w
 PAPER_COUNTS: dict[Bench, int] = {"dc": 300, "ri": 200}
 PAPER_TOKENS: dict[Bench, int] = {"dc": 3853, "ri": 5376}
 REDUNDANCY = 0.5  # words repeated over words of the record, LoopBench-DC
-_READ = 20_000  # characters in which names for the seed history are looked for: about what is left after the cut
+_READ = 20_000  # names for the seed history come from this many characters, about what remains after the cut
 _LEAST = 16  # tokens of the record that a prompt must have room for
 
 Progress = Callable[[str, int, int], None]
@@ -37,7 +37,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class _Draft:
-    """A prompt before it is cut: the form around what of the record goes into it."""
+    """A prompt before it is cut: text of the record, and the form that goes around it."""
 
     record: LongBenchRecord
     seed: int
@@ -115,17 +115,17 @@ def build(
     Args:
         bench: "dc", "ri" or "2wiki".
         source: records, see `read_longbench`.
-        tokenizer: what lengths are counted with, as it encodes by default (BOS where it puts one).
+        tokenizer: counts lengths as it encodes by default, with BOS if it adds one.
         tokenizer_name: for the manifest.
-        count: number of prompts; by default the paper's (300, 200), for "2wiki" one for each record. Where the records
-            run out they are gone through again, in another order and with the next seed.
-        seed: of the order of the records, and of what is repeated or put into the history.
-        target_tokens: mean length to reach by cutting the longest; by default the paper's. For "2wiki" the longest
-            prompt, cut in the middle of the passages as LongBench does; by default none is cut.
-        progress: told of each prompt.
+        count: number of prompts; by default the paper's (300, 200), for "2wiki" one for each record. When the records
+            run out, another pass begins in a new order with the next seed.
+        seed: seed of the record order, the repeated spans and the seed history.
+        target_tokens: mean length to reach by cutting the longest prompts; by default the paper's. For "2wiki" it is
+            the largest length, and passages are cut in their middle as LongBench does; by default none is cut.
+        progress: called with a stage, what is done and how much there is.
 
     Raises:
-        SinkscopeError: a count or length that cannot be, "2wiki" with more prompts than records.
+        SinkscopeError: the count or the length is impossible, or "2wiki" has fewer records than prompts.
     """
     wanted = count if count is not None else PAPER_COUNTS.get(bench, len(source.records))
     if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
@@ -188,13 +188,13 @@ def _draft(bench: Bench, record: LongBenchRecord, text: str, seed: int, rng: ran
 
 
 def _later(text: str, rng: random.Random) -> str:
-    """LongBench asks several questions about one narrative: used again, it begins somewhere in its first half."""
+    """LongBench uses one narrative for several questions; a repeated one begins somewhere in its first half."""
     start = rng.randrange(len(text) // 2 + 1)
     return text[start:].partition(" ")[2] or text
 
 
 def _cap(lengths: Sequence[int], target: int) -> int:
-    """The length at which to cut so that the mean is `target`; the largest length where the mean is below it anyway."""
+    """The length at which to cut so that the mean is `target`; or the largest length if the mean is below it anyway."""
     rest, total = sorted(lengths), target * len(lengths)
     for i, length in enumerate(rest):
         share = (total - sum(rest[:i])) // (len(rest) - i)
@@ -213,7 +213,7 @@ def _check_target(target: int, drafts: Sequence[_Draft], length: Callable[[str],
 
 
 def _cut(draft: _Draft, whole: int, longest: int, length: Callable[[str], int], *, middle: bool) -> tuple[str, int]:
-    """The prompt with as much of the record as fits, ended (or parted) between words, and its tokens."""
+    """The prompt with as much of the record as fits, cut between words, and its length in tokens."""
     body = draft.body
     low, low_tokens = 0, length(draft.form(""))
     high, high_tokens = len(body), whole
@@ -234,7 +234,7 @@ def _cut(draft: _Draft, whole: int, longest: int, length: Callable[[str], int], 
 
 
 def _part(body: str, size: int, middle: bool) -> str:
-    """About `size` characters: from the front, or half of them from either end; whole words where there are spaces."""
+    """About `size` characters from the front, or half from each end; whole words if there are spaces."""
     if not middle:
         return body[:size] if body[size].isspace() else body[:size].rpartition(" ")[0] or body[:size]
     head, tail = body[: size // 2], body[len(body) - (size - size // 2) :]

@@ -1,7 +1,7 @@
 """The forms of LoopBench-DC and LoopBench-RI (Xu et al. 2026, appendix C), in words of our own.
 
-The paper gives what an instance consists of, not its text. Parts, their order, fields and the set of types are the
-paper's; the wording, how redundancy is put in and what the seed history says are ours.
+The paper lists the parts of an instance but not their text. The parts, their order, the fields and the set of types are
+the paper's; the wording, the way redundancy is added and the seed history are ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ The type is one of: Organization, Person, Location, Event, Other.
 
 Transcript:
 """
-# A base model goes on with the transcript where nothing says that it is over.
+# Without this line a base model would continue the transcript.
 DC_TAIL = "\n\nItems:\n"
 
 RI_HEAD = "Narrative:\n"
@@ -60,7 +60,7 @@ _CORRECTIONS = (
 )
 _PARTS = ("the opening", "the first turn", "the middle", "the last scene", "the longest silence", "the smallest detail")
 _SENTENCE = re.compile(r"(?<=[.!?…])\s+|(?<=[.!?…][\"'”’)])\s+|\n+")
-_LONGEST = 40  # words; what runs on without a full stop is divided here
+_LONGEST = 40  # words; longer runs without a full stop are divided
 _NO_NAMES = frozenset(
     "Captain Doctor Lady Lord Madame Miss Mister Mother Mrs Saint Sir Sister Monday Tuesday Wednesday Thursday Friday "
     "Saturday Sunday January February March April May June July August September October November December".split()
@@ -79,17 +79,17 @@ def ri_prompt(narrative: str, history: str) -> str:
 
 
 def dirty(text: str, rng: random.Random, share: float = 0.5) -> str:
-    """One paragraph with repeated spans: copies of one to four sentences, further back in the text.
+    """One paragraph with repeated spans: copies of one to four sentences appear later in the text.
 
     Args:
         text: any text.
         rng: chooses what is repeated and where.
-        share: words repeated, over the words of the text.
+        share: repeated words as a fraction of the words of the text.
     """
     runs = [part.split() for part in _SENTENCE.split(text)]
     sentences = [" ".join(run[i : i + _LONGEST]) for run in runs for i in range(0, len(run), _LONGEST)]
     sizes = [len(sentence.split()) for sentence in sentences]
-    behind: list[list[str]] = [[] for _ in sentences]  # copies that stand behind each sentence
+    behind: list[list[str]] = [[] for _ in sentences]  # copies that follow each sentence
     left = share * sum(sizes)
     while left > 0:
         length = rng.randint(1, min(4, len(sentences)))

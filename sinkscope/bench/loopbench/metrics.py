@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any, Literal
 
-from sinkscope._rate import wilson
-from sinkscope.bench.loopbench.store import Record
+from sinkscope.bench.store import Contents, Finished, read_folder
 from sinkscope.loops.signals import (
     collapse_point,
     compression_ratio,
@@ -18,41 +19,81 @@ from sinkscope.loops.signals import (
     survival,
     type_token_ratio,
 )
+from sinkscope.rate import wilson
 
 SLACK = 20  # the loop rule's length is this much below the cap: 2,480 of 2,500 (section 4.3)
 EARLY = 400  # of 2,500 tokens; the same share of any other cap. Fig. 4 b calls 0 to 400 early
 INTERVENTION = "guard"  # kind of the event that a guard's intervention is
 SURVIVAL_POINTS = 50
+TEXT = "text"  # what stands for the method where a text is read
+Ended = Literal["eos", "stopped", "cap"]
 
 
 @dataclass(frozen=True)
-class RunMetrics:
-    """One run.
+class Continued(Finished):
+    """One prompt continued by one method.
 
     Attributes:
+        bench: the set that the prompt is of.
+        prompt_tokens: its length, BOS included.
+        tokens: ids of the new tokens, up to and with the end of sequence if it came.
+        text: the same decoded.
+        ended: by the end of sequence, by a stopper, or at the cap of new tokens.
+        top1: for each of them the probability that the model gave its likeliest token there.
+        signals: "step" and, in lists as long, what was measured over the last window of tokens there.
+        detected: step at which each variant of the monitor would have fired first, looking on; for outputs that nobody
+            interfered with (method "full") and for texts that were read.
+        events: what the method did: step, position, kind and data. Step s came after s new tokens.
+        cached_mean: tokens in the cache, mean over steps, layers and kv heads.
+        cached_peak: the same at the step with most.
+        seconds: wall clock of the batch it ran in.
+        batch_size: rows of that batch.
+    """
+
+    bench: str
+    prompt_tokens: int
+    tokens: tuple[int, ...]
+    text: str
+    ended: Ended
+    top1: tuple[float, ...]
+    signals: dict[str, list[Any]]
+    detected: dict[str, int | None]
+    events: tuple[dict[str, Any], ...]
+    cached_mean: float
+    cached_peak: float
+    seconds: float
+    batch_size: int
+
+
+def read_run(folder: str | os.PathLike[str]) -> Contents[Continued]:
+    """What a folder of `loopbench run` holds so far; see `read_folder`."""
+    return read_folder(folder, Continued, "loopbench")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How diverse one run was, and how it ended.
+
+    Attributes:
+        length: new tokens.
         ttr: type-token ratio of all new tokens (Eq. 5).
         cr: compression ratio of all new tokens (Eq. 6).
-        length: new tokens.
         loop: the loop rule (Eq. 7), its length 20 below the cap.
-        tail_loop: the rule without the length, on the last `window` tokens.
-        seq_rep_4: share of 4-grams that were there before.
-        distinct_2: share of 2-grams that are different.
+        tail_loop: the rule without the length, on the last window of tokens.
         collapse: step from which the window's type-token ratio stays below 0.2; None: it does not.
         interventions: steps of a guard's interventions.
     """
 
+    length: int
     ttr: float
     cr: float
-    length: int
     loop: bool
     tail_loop: bool
-    seq_rep_4: float
-    distinct_2: float
     collapse: int | None
     interventions: tuple[int, ...]
 
 
-def run_metrics(record: Record, cap: int, window: int) -> RunMetrics:
+def ending(record: Continued, cap: int, window: int) -> Ending:
     """Metrics of one run, from its tokens and events alone.
 
     Args:
@@ -61,14 +102,12 @@ def run_metrics(record: Record, cap: int, window: int) -> RunMetrics:
         window: of the signals.
     """
     ids = record.tokens
-    return RunMetrics(
+    return Ending(
+        length=len(ids),
         ttr=type_token_ratio(ids),
         cr=compression_ratio(ids),
-        length=len(ids),
         loop=is_loop(ids, cap, theta_len=cap - SLACK),
         tail_loop=ends_in_loop(ids, window),
-        seq_rep_4=seq_rep(ids, 4),
-        distinct_2=distinct(ids, 2),
         collapse=collapse_point(ids, window),
         interventions=tuple(e["step"] for e in record.events if e["kind"] == INTERVENTION),
     )
@@ -141,7 +180,7 @@ def survival_steps(cap: int) -> tuple[int, ...]:
 
 
 def group(
-    bench: str, model: str, method: str, records: Sequence[Record], *, cap: int, window: int, guarded: bool
+    bench: str, model: str, method: str, records: Sequence[Continued], *, cap: int, window: int, guarded: bool
 ) -> Group:
     """The runs of one method on one set, added up.
 
@@ -154,39 +193,37 @@ def group(
         window: of the signals.
         guarded: the method has a guard, so that no event means no intervention.
     """
-    runs = [run_metrics(record, cap, window) for record in records]
+    runs = [ending(record, cap, window) for record in records]
     rate = wilson(sum(run.loop for run in runs), len(runs))
     collapses = [run.collapse for run in runs]
-    ends = [record.ended for record in records]
+    collapsed = [point for point in collapses if point is not None]
+    counts = tuple(len(run.interventions) for run in runs)
     positions = tuple(step for run in runs for step in run.interventions)
+    ends: list[str] = [record.ended for record in records]
     return Group(
         bench=bench,
         model=model,
         method=method,
         runs=len(runs),
-        prompt_tokens=fmean(record.prompt_tokens for record in records),
-        cr=fmean(run.cr for run in runs),
-        ttr=fmean(run.ttr for run in runs),
-        length=fmean(run.length for run in runs),
         loop=rate.share,
         loop_low=rate.low,
         loop_high=rate.high,
-        tail_loop=fmean(run.tail_loop for run in runs),
-        eos=ends.count("eos") / len(ends),
-        stopped=ends.count("stopped") / len(ends),
-        cap=ends.count("cap") / len(ends),
-        seq_rep_4=_mean(run.seq_rep_4 for run in runs),
-        distinct_2=_mean(run.distinct_2 for run in runs),
-        collapsed=sum(point is not None for point in collapses) / len(collapses),
-        collapse_point=_median([p for p in collapses if p is not None]),
+        seq_rep_4=_mean(seq_rep(record.tokens, 4) for record in records),
+        distinct_2=_mean(distinct(record.tokens, 2) for record in records),
+        collapsed=len(collapsed) / len(collapses),
+        collapse_point=_median(collapsed),
         steps=survival_steps(cap),
         survival=tuple(survival(collapses, survival_steps(cap))),
-        cached_mean=fmean(record.cached_mean for record in records),
-        cached_peak=fmean(record.cached_peak for record in records),
         interventions=len(positions) / len(runs) if guarded else None,
         early=sum(s < EARLY * cap / 2500 for s in positions) / len(positions) if positions else None,
-        counts=tuple(len(run.interventions) for run in runs) if guarded else (),
+        counts=counts if guarded else (),
         positions=positions,
+        **{end: ends.count(end) / len(ends) for end in ("eos", "stopped", "cap")},
+        **{name: fmean(getattr(run, name) for run in runs) for name in ("cr", "ttr", "length", "tail_loop")},
+        **{
+            name: fmean(getattr(record, name) for record in records)
+            for name in ("prompt_tokens", "cached_mean", "cached_peak")
+        },
     )
 
 
@@ -235,7 +272,9 @@ class Detection:
     alarmed: tuple[str, ...]
 
 
-def detection(model: str, detector: str, runs: Sequence[Record], texts: Sequence[Record], *, window: int) -> Detection:
+def detection(
+    model: str, detector: str, runs: Sequence[Continued], texts: Sequence[Continued], *, window: int
+) -> Detection:
     """How one variant of the monitor does.
 
     Args:

@@ -34,9 +34,9 @@ class BenchPrompt:
         bench: "dc" (LoopBench-DC), "ri" (LoopBench-RI) or "2wiki".
         prompt: the whole text.
         tokens: its length for the tokenizer it was built with, special tokens included.
-        source_id: `_id` of the record it was made of.
-        seed: of its random choices; a record used again has the next one.
-        truncated: whether the text of the record was cut for length.
+        source_id: `_id` of the record that it was made from.
+        seed: seed of its random choices; a record that is used again has the next one.
+        truncated: whether the record's text was cut to length.
         answers: right answers ("2wiki" only).
 
     Raises:
@@ -70,7 +70,7 @@ class BenchPrompt:
 
 @dataclass(frozen=True)
 class Honest:
-    """A text that is read, not written: the monitor is held against it token by token.
+    """A text that repeats honestly; the monitor reads it token by token and must stay silent.
 
     Attributes:
         id: its name, such as "table-csv".

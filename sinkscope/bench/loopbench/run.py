@@ -6,8 +6,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,28 @@ import torch
 from torch import Tensor
 
 from sinkscope._plain import plain
-from sinkscope.bench.loopbench.methods import Batch, Method, Row, check_methods
+from sinkscope.bench.loopbench.metrics import TEXT, Continued, Ended
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
-from sinkscope.bench.loopbench.samplers import PerRow, StopRows
-from sinkscope.bench.loopbench.store import Ended, Record, Store
+from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, SampledRow, StopRows, WatchedRows, stopper
+from sinkscope.bench.methods import Method, check_budget, check_methods
+from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, check_whole, run_batches
+from sinkscope.bench.store import open_folder
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
-from sinkscope.models.open import fingerprint_of
-from sinkscope.models.target import Target
-from sinkscope.results import ModelInfo
+from sinkscope.parallel import Tally
+from sinkscope.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
 DETECTORS = ("full", "p1", "ttr", "cr", "stall", "tail")  # variants of the monitor, see `MonitorSettings.variant`
-TEXT = "text"  # what stands for the method where a text is read
 VERSION = 1  # of the records; a change of what they hold is another setting
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What every batch of a run shares."""
+    """Settings of a run of LoopBench: window W, new tokens between two entries of the signals, seed of samplers."""
 
-    target: Target
-    fingerprint: str
-    ends: frozenset[int]
-    pad: int
-    new: int
-    budget: int | float
     window: int
     every: int
     seed: int
@@ -62,6 +55,8 @@ def run_loopbench(
     window: int = WINDOW,
     every: int = 32,
     seed: int = 0,
+    workers: int = 1,
+    ray: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Continue every prompt by every method; what is in `out` already is not done again.
@@ -72,9 +67,9 @@ def run_loopbench(
     may turn a tie between two tokens (float32: of about 1e-6 of a logit, in bfloat16 ties are common).
 
     Args:
-        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory.
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `NamedModel`.
         prompts: see `load_prompts`; and `honest_texts`, which are read instead of continued, once, by no method.
-        methods: names, see `METHODS`.
+        methods: names, see `METHODS`, with settings if wanted ("snapkv:window=32"); or "package.module:Class".
         out: folder; settings, prompts and records are kept there.
         tokenizer: where the model carries none.
         max_new_tokens: cap; by default 2,500, and 32 where all prompts are of 2WikiMultihopQA.
@@ -83,6 +78,8 @@ def run_loopbench(
         window: tokens W over which signals are taken.
         every: new tokens between two entries of the recorded signals.
         seed: of sampled methods; each prompt has random numbers of its own.
+        workers: processes; more than one run over Ray.
+        ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
         progress: called as `progress("new tokens", done, total)`; a row that ends early counts as done to the cap.
 
     Returns:
@@ -92,158 +89,135 @@ def run_loopbench(
         SinkscopeError: an unknown method, a window above the cap, a prompt that does not fit, bad numbers, a folder
             that was begun with other settings or is being written.
     """
-    chosen = check_methods(methods)
+    chosen, spread = check_methods(methods), Spread(workers, ray)
     if not prompts:
         raise SinkscopeError("there are no prompts: give at least one")
     qa = all(prompt.bench == "2wiki" for prompt in prompts)
     new = max_new_tokens if max_new_tokens is not None else QA_NEW if qa else MAX_NEW
-    _check_numbers(new, budget, batch_size, window, every, seed)
-    if window > new and not qa:
-        raise SinkscopeError(
-            f"window W = {window} is more than max_new_tokens = {new}, so no window would ever be full: give at least "
-            f"{window} new tokens"
-        )
+    check_whole(max_new_tokens=new, batch_size=batch_size, window=window, every=every)
+    check_whole(0, seed=seed)
+    check_budget(budget, f"budget={budget!r}")
+    if not qa:
+        check_window(window, new, "window W =", "max_new_tokens =")
     if twice := [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]:
         raise SinkscopeError(
             f"two prompts have the same id {twice[0]!r}: give each set once, and each prompt its own id"
         )
-    edits = [each.intervention(budget, window) for each in chosen if each.intervention is not None]
-    target = Target.of(model, tokenizer)
-    if target.tokenizer is None:
-        raise SinkscopeError(
-            f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
-            page="no-tokenizer",
-        )
-    plan = _plan(target, new, budget, window, every, seed)
-    ids = [[int(i) for i in target.tokenizer(prompt.prompt, verbose=False)["input_ids"]] for prompt in prompts]
-    written = [(prompt, row) for prompt, row in zip(prompts, ids, strict=True) if isinstance(prompt, BenchPrompt)]
-    for prompt, row in written:
-        _check_length(prompt.id, len(row), new, target)
-        for edit in edits:
-            edit.check_prompt(len(row))
-    for edit in edits if written else []:  # what does not work on this model is refused before anything is computed
-        with edit.on(target):
-            pass
-    with Store(out, _settings(plan), [asdict(prompt) for prompt in prompts]) as store:
-        for prompt, row in zip(prompts, ids, strict=True):
-            if isinstance(prompt, Honest) and (plan.fingerprint, TEXT, prompt.id) not in store.records:
-                store.append([_forced(plan, prompt, row)])
-        if written:
-            _fill(store, plan, chosen, [p for p, _ in written], [row for _, row in written], batch_size, progress)
+    for each in chosen:
+        each.make(budget, window)
+    to, plan = ask(model, tokenizer, new, budget), _Plan(window, every, seed)
+    rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
+    texts = [(each, ids) for each, ids in rows if isinstance(each, Honest)]
+    written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
+    for each, ids in written:
+        _check_length(each.id, len(ids), new, to)
+    check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
+    tally = Tally("new tokens", len(chosen) * len(written) * new, progress)
+    stages = [
+        [_some(to, Method(TEXT), [row], 0) for row in texts],
+        [
+            _some(to, each, written[start : start + batch_size], new)
+            for each in chosen
+            for start in range(0, len(written), batch_size)
+        ],
+    ]
+    settings = {"version": VERSION, **to.settings(), "window": window, "every": every, "seed": seed}
+    with open_folder(out, settings, prompts, Continued) as kept:
+        answer, here = partial(_continue, plan=plan), partial(_continue, to, plan=plan, tell=tally.show)
+        run_batches(to, stages, answer, kept, tally, model=model, spread=spread, here=here)
     return Path(out)
 
 
-def _fill(
-    store: Store,
-    plan: _Plan,
-    methods: list[Method],
-    prompts: list[BenchPrompt],
-    ids: list[list[int]],
-    size: int,
-    progress: Progress | None,
-) -> None:
-    """Every batch that has a record missing, in order."""
-    total = len(methods) * len(prompts) * plan.new
-    done = 0
+def check_window(window: int, new: int, named: str, cap: str) -> None:
+    """Refuse a window that would never be full.
 
-    def tell(step: int, rows: int) -> None:
-        if progress is not None:
-            progress("new tokens", done + step * rows, total)
-
-    for each in methods:
-        for start in range(0, len(prompts), size):
-            part = slice(start, start + size)
-            rows = prompts[part]
-            if any((plan.fingerprint, each.name, p.id) not in store.records for p in rows):
-                store.append(_batch(plan, each, rows, ids[part], tell))
-            done += len(rows) * plan.new
-            tell(0, 0)
-
-
-def _batch(
-    plan: _Plan, method: Method, prompts: list[BenchPrompt], ids: list[list[int]], tell: Callable[[int, int], None]
-) -> list[Record]:
-    """One method on some prompts."""
-    target, started = plan.target, time.perf_counter()
-    lengths, width = [len(row) for row in ids], max(map(len, ids))
-    padded = torch.tensor([[plan.pad] * (width - len(row)) + row for row in ids], device=target.device)
-    mask = torch.tensor([[0] * (width - n) + [1] * n for n in lengths], device=target.device)
-    options: dict[str, Any] = {}
-    if method.sampler is not None:
-        rows = [method.sampler(Row(p.id, target.tokenizer, plan.seed)) for p in prompts]
-        options["logits_processor"] = [PerRow(rows, lengths, width)]
-    stopper = None
-    if method.stopper is not None:
-        watching, criterion = method.stopper(Batch(width, tuple(sorted({*plan.ends, plan.pad})), plan.window))
-        stopper = StopRows(criterion, len(ids), width)
-        options.update(logits_processor=watching, stopping_criteria=[stopper])
-    held = _Held()
-    edit = None if method.intervention is None else method.intervention(plan.budget, plan.window) | held
-    top = _Top(lambda step: tell(step, len(ids)))
-    with (
-        edit.on(target) if edit is not None else nullcontext() as run,
-        target.hooks((target.hf, "post", top)),
-        torch.no_grad(),
-    ):
-        made = target.hf.generate(
-            input_ids=padded,
-            attention_mask=mask,
-            max_new_tokens=plan.new,
-            pad_token_id=plan.pad,
-            do_sample=False,
-            **options,
+    Raises:
+        SinkscopeError: it is above the cap.
+    """
+    if window > new:
+        raise SinkscopeError(
+            f"{named} {window} is more than {cap} {new}, so no window would ever be full: give at least {window} new "
+            "tokens"
         )
-    events = [] if run is None else run.events
+
+
+def _some(to: Asked, method: Method, rows: Sequence[tuple[BenchPrompt | Honest, list[int]]], new: int) -> Batch:
+    return Batch(to.fingerprint, (method,), tuple(each.id for each, _ in rows), tuple(rows), len(rows) * new)
+
+
+def _edited(method: Method) -> bool:
+    """Whether something is entered on the model; the whole cache is the model's own."""
+    return method.name != "full" and method.kind.block in ("cache", "guard")
+
+
+def _continue(to: Asked, batch: Batch, plan: _Plan, tell: Callable[[int], None] | None = None) -> list[Continued]:
+    """One method on some prompts; `tell` hears how many new tokens there are."""
+    method = batch.methods[0]
+    if method.name == TEXT:
+        return [_read(to, each, ids, plan) for each, ids in batch.rows]
+    started, rows = time.perf_counter(), [ids for _, ids in batch.rows]
+    lengths, width = [len(row) for row in rows], max(map(len, rows))
+    options: dict[str, Any] = {}
+    stopped = None
+    if method.kind.block == "sampler":
+        own = [SAMPLERS[method.name](SampledRow(each.id, to.target.tokenizer, plan.seed)) for each, _ in batch.rows]
+        options["logits_processor"] = [PerRow(own, lengths, width)]
+    elif method.kind.block == "stopper":
+        rows_seen = WatchedRows(width, tuple(sorted({*to.ends, to.pad})), plan.window)
+        watching, criterion = stopper(method.name, rows_seen)
+        stopped = StopRows(criterion, len(rows), width)
+        options.update(logits_processor=watching, stopping_criteria=[stopped])
+    held = PerCall(lambda layer: layer.slots - layer.holes(), own=False)
+    edit = method.make(to.budget, plan.window) | held if _edited(method) else None
+    top = _Top(lambda step: None if tell is None else tell(step * len(rows)))
+    made, events = to.generate(rows, edit, top, **options)
     confidence = torch.stack(top.values, 1).tolist()
     sizes = torch.stack(held.counts, 1).tolist() if held.counts else None
     seconds = round(time.perf_counter() - started, 3)
-    records: list[Record] = []
-    for i, (prompt, row) in enumerate(zip(prompts, made[:, width:].tolist(), strict=True)):
-        new, ended = _ending(row, plan, None if stopper is None else stopper.at[i])
+    records: list[Continued] = []
+    for i, ((each, ids), row) in enumerate(zip(batch.rows, made, strict=True)):
+        new, ended = _ending(to, row, None if stopped is None else stopped.at[i])
         # The last token never went through the model, so it is in no cache, and nothing happened after it.
-        steps = [float(lengths[i] + k) for k in range(len(new))] if sizes is None else sizes[i][: len(new)]
+        steps = [float(len(ids) + k) for k in range(len(new))] if sizes is None else sizes[i][: len(new)]
         sure = [round(p, 4) for p in confidence[i][: len(new)]]
-        own = [e for e in events if e.row == i and e.step < len(new)]
         records.append(
-            Record(
-                model=plan.fingerprint,
-                method=method.name,
-                prompt=prompt.id,
-                bench=prompt.bench,
-                prompt_tokens=lengths[i],
+            Continued(
+                model=to.fingerprint,
+                method=method.spec,
+                prompt=each.id,
+                bench=each.bench,
+                prompt_tokens=len(ids),
                 tokens=tuple(new),
-                text=target.tokenizer.decode(new, skip_special_tokens=True),
+                text=to.text(new),
                 ended=ended,
                 top1=tuple(sure),
-                signals=_signals(new, sure, plan.window, plan.every),
-                detected=detected(new, sure, plan.window) if method.name == "full" else {},
-                events=tuple(_event(e) for e in own),
+                signals=_signals(new, sure, plan),
+                detected=detected(new, sure, plan.window) if method.spec == "full" else {},
+                events=tuple(_event(e) for e in events if e.row == i and e.step < len(new)),
                 cached_mean=round(sum(steps) / len(steps), 3),
                 cached_peak=round(max(steps), 3),
                 seconds=seconds,
-                batch_size=len(ids),
+                batch_size=len(rows),
             )
         )
     return records
 
 
-def _ending(row: list[int], plan: _Plan, stopped: int | None) -> tuple[list[int], Ended]:
+def _ending(to: Asked, row: list[int], stopped: int | None) -> tuple[list[int], Ended]:
     """The new tokens of a row without the padding that came after, and what ended them."""
-    end = next((k + 1 for k, token in enumerate(row) if token in plan.ends), None)
-    if end is not None and (stopped is None or end <= stopped):
-        return row[:end], "eos"
-    if stopped is not None:
-        return row[:stopped], "stopped"
-    return row, "cap"
+    cut, ended = to.cut(row)
+    if ended and (stopped is None or len(cut) <= stopped):
+        return cut, "eos"
+    return (row, "cap") if stopped is None else (row[:stopped], "stopped")
 
 
-def _signals(new: list[int], top1: list[float], window: int, every: int) -> dict[str, list[Any]]:
-    """What was measured over the last `window` tokens, at every `every`th step and at the last."""
-    monitor = Monitor(MonitorSettings(window=window, rule="never", stride=1))
+def _signals(new: list[int], top1: list[float], plan: _Plan) -> dict[str, list[Any]]:
+    """What was measured over the last window of tokens, at every `every`th step and at the last."""
+    monitor = Monitor(MonitorSettings(window=plan.window, rule="never", stride=1))
     found: dict[str, list[Any]] = {name: [] for name in ("step", "ttr", "cr", "novelty", "streak")}
     for token, sure in zip(new, (*top1[1:], 0.0), strict=True):
         seen = monitor.update(token, sure)
-        if seen.step % every == 0 or seen.step == len(new):
+        if seen.step % plan.every == 0 or seen.step == len(new):
             for name, values in found.items():
                 value = getattr(seen, name)
                 values.append(round(value, 6) if isinstance(value, float) else value)
@@ -268,14 +242,9 @@ def detected(new: Sequence[int], top1: Sequence[float], window: int) -> dict[str
 
 
 def _event(event: Event) -> dict[str, Any]:
-    where = {"layer": event.layer, "head": event.head}
-    return {
-        "step": event.step,
-        "position": event.position,
-        "kind": event.kind,
-        **{name: value for name, value in where.items() if value is not None},
-        "data": plain(event.data),
-    }
+    found = {name: getattr(event, name) for name in ("step", "position", "kind", "layer", "head")}
+    found = {name: value for name, value in found.items() if value is not None or name not in ("layer", "head")}
+    return {**found, "data": plain(event.data)}
 
 
 class _Top:
@@ -291,31 +260,16 @@ class _Top:
         self._tell(len(self.values))
 
 
-class _Held(Intervention):
-    """Counts the tokens in the cache after every call, per row: those of rows that have ended are left out later."""
-
-    def __init__(self) -> None:
-        self.counts: list[Tensor] = []
-
-    def enter(self, run: Run, key: int) -> None:
-        from sinkscope.kv.session import Session
-
-        def note(moment: Any) -> None:
-            self.counts.append(torch.stack([layer.slots - layer.holes() for layer in moment.layers]).mean(0))
-
-        Session.of(run).after_call(note)
-
-
-def _forced(plan: _Plan, text: Honest, ids: list[int]) -> Record:
+def _read(to: Asked, text: Honest, ids: list[int], plan: _Plan) -> Continued:
     """A text read instead of written: its tokens, and how sure the model would have been of each."""
     started = time.perf_counter()
-    ids = ids[: min(plan.new + 1, plan.target.max_positions or plan.new + 1)]
+    ids = ids[: min(to.new + 1, to.target.max_positions or to.new + 1)]
     with torch.no_grad():
-        logits = plan.target.hf(input_ids=torch.tensor([ids], device=plan.target.device)).logits[0, :-1].float()
+        logits = to.target.hf(input_ids=torch.tensor([ids], device=to.target.device)).logits[0, :-1].float()
     top1 = (logits.amax(-1) - logits.logsumexp(-1)).exp().tolist()
     new, top1 = ids[1:], [round(p, 4) for p in top1]
-    return Record(
-        model=plan.fingerprint,
+    return Continued(
+        model=to.fingerprint,
         method=TEXT,
         prompt=text.id,
         bench=text.bench,
@@ -324,7 +278,7 @@ def _forced(plan: _Plan, text: Honest, ids: list[int]) -> Record:
         text=text.prompt,
         ended="eos",
         top1=tuple(top1),
-        signals=_signals(new, top1, plan.window, plan.every),
+        signals=_signals(new, top1, plan),
         detected=detected(new, top1, plan.window),
         events=(),
         cached_mean=(1 + len(ids)) / 2,
@@ -334,56 +288,12 @@ def _forced(plan: _Plan, text: Honest, ids: list[int]) -> Record:
     )
 
 
-def _plan(target: Target, new: int, budget: int | float, window: int, every: int, seed: int) -> _Plan:
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    ends = frozenset(end if isinstance(end, list | tuple) else [] if end is None else [int(end)])
-    pad = target.tokenizer.pad_token_id
-    pad = min(ends, default=0) if pad is None else int(pad)
-    return _Plan(target, fingerprint_of(target), ends, pad, new, budget, window, every, seed)
-
-
-def _settings(plan: _Plan) -> dict[str, Any]:
-    """Everything that decides a record, but for its method and prompt."""
-    t = plan.target
-    return {
-        "version": VERSION,
-        "model": asdict(ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, plan.fingerprint)),
-        "kind": t.kind,
-        "device": t.device.type,
-        "dtype": str(t.dtype).removeprefix("torch."),
-        "attention": str(getattr(t.config, "_attn_implementation", "unknown")),
-        "max_new_tokens": plan.new,
-        "budget": plan.budget,
-        "window": plan.window,
-        "every": plan.every,
-        "seed": plan.seed,
-    }
-
-
-def _check_numbers(new: int, budget: int | float, batch_size: int, window: int, every: int, seed: int) -> None:
-    for name, value, least in (
-        ("max_new_tokens", new, 1),
-        ("batch_size", batch_size, 1),
-        ("window", window, 1),
-        ("every", every, 1),
-        ("seed", seed, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
-    good = budget >= 1 if isinstance(budget, int) else 0 < budget <= 1
-    if not good or isinstance(budget, bool):
-        raise SinkscopeError(
-            f"budget={budget!r}: expected a whole number of tokens from 1, or a share of the prompt above 0 and up to "
-            "1.0"
-        )
-
-
-def _check_length(name: str, length: int, new: int, target: Target) -> None:
-    limit = target.max_positions
+def _check_length(name: str, length: int, new: int, to: Asked) -> None:
+    limit = to.target.max_positions
     if length < 1:
         raise SinkscopeError(f"prompt {name!r} has no tokens: write at least one word")
     if limit is not None and length + new > limit:
         raise SinkscopeError(
-            f"prompt {name!r} has {length} tokens and {new} more are to come, but the context of {target.name} is "
+            f"prompt {name!r} has {length} tokens and {new} more are to come, but the context of {to.target.name} is "
             f"{limit}: give at most {max(0, limit - length)} new tokens, or shorter prompts"
         )

@@ -8,16 +8,62 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import (
+    LogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+)
+
+from sinkscope.kv.loopguard import LoopReporter, LoopStopper
+from sinkscope.loops.monitor import MonitorSettings
 
 RowProcessor = Callable[[Tensor, Tensor, int], Tensor]
 """(ids `[pos]` without padding, scores `[vocab]`, prompt tokens among the ids) -> scores `[vocab]`."""
 BREAKERS = ("\n", ":", '"', "*")  # where DRY takes up its matching anew; the published defaults
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """What a sampler may know of the row it works on: the prompt's id, the tokenizer, and the seed of the run."""
+
+    prompt: str
+    tokenizer: Any
+    seed: int
+
+
+@dataclass(frozen=True)
+class WatchedRows:
+    """What a stopper may know of the rows it watches: columns of the prompts, ids that end a row, and W."""
+
+    width: int
+    ends: tuple[int, ...]
+    window: int
+
+
+SAMPLERS: dict[str, Callable[[SampledRow], RowProcessor]] = {
+    "repetition-penalty": lambda row: stock(RepetitionPenaltyLogitsProcessor(1.1)),
+    "presence-penalty": lambda row: presence(1.5),
+    "no-repeat-4-gram": lambda row: stock(NoRepeatNGramLogitsProcessor(4)),
+    "dry": lambda row: dry(0.8, 1.75, 2, dry_breakers(row.tokenizer)),
+    "temperature": lambda row: sampled(0.7, row.seed, row.prompt),
+}
+"""What each sampler of the table of methods does to the scores of a row."""
+
+
+def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
+    """Logits processors that look on, and what stops rows: at a pattern, or where LoopGuard would prune."""
+    if name == "stop-pattern":
+        return [], PatternStop(rows.width)
+    settings = MonitorSettings(window=rows.window, relapse=rows.window)
+    reporter = LoopReporter(settings, eos_token_id=rows.ends)
+    return [reporter], LoopStopper(reporter=reporter)
 
 
 class PerRow(LogitsProcessor):

@@ -10,31 +10,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope._plain import visible
-from sinkscope.bench.loopbench.methods import METHODS, check_methods
-from sinkscope.bench.loopbench.metrics import run_metrics
-from sinkscope.bench.loopbench.store import Ended, Record, RunFolder, read_run
+from sinkscope.bench.loopbench.metrics import Continued, Ended, Ending, ending, read_run
 from sinkscope.bench.loopbench.tables import title
+from sinkscope.bench.methods import check_methods, order_of
+from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
-from sinkscope.results import ModelInfo, Result, cell, provenance
+from sinkscope.results import Result, cell
 
 SHOWN = 1200  # characters of an output in a terminal: its first and last half
 
 
 @dataclass(frozen=True)
-class Output:
+class Output(Ending):
     """What one method wrote.
 
     Attributes:
         method: name of the method.
         text: what was written.
         ended: by the end of sequence, a stopper, or the cap.
-        length: new tokens.
-        ttr: type-token ratio.
-        cr: compression ratio.
-        loop: the loop rule.
-        tail_loop: the rule without the length, on the last window.
-        collapse: step from which the window's type-token ratio stays below 0.2.
-        interventions: steps of a guard's interventions.
         steps: where `window_ttr` was taken.
         window_ttr: type-token ratio of the last window.
     """
@@ -42,13 +35,6 @@ class Output:
     method: str
     text: str
     ended: Ended
-    length: int
-    ttr: float
-    cr: float
-    loop: bool
-    tail_loop: bool
-    collapse: int | None
-    interventions: tuple[int, ...]
     steps: tuple[int, ...]
     window_ttr: tuple[float, ...]
 
@@ -73,20 +59,8 @@ class Shown(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per method, without the texts."""
-        return [
-            {
-                "method": o.method,
-                "ended": o.ended,
-                "length": o.length,
-                "ttr": o.ttr,
-                "cr": o.cr,
-                "loop": o.loop,
-                "tail_loop": o.tail_loop,
-                "collapse": o.collapse,
-                "interventions": len(o.interventions),
-            }
-            for o in self.outputs
-        ]
+        names = ("method", "ended", "length", "ttr", "cr", "loop", "tail_loop", "collapse")
+        return [{n: getattr(o, n) for n in names} | {"interventions": len(o.interventions)} for o in self.outputs]
 
     def summary(self) -> str:
         """The prompt's end, and how each method's output ended."""
@@ -152,24 +126,19 @@ def show(folder: str | os.PathLike[str], prompt: str | int, *, methods: Sequence
     run = read_run(folder)
     known = _prompt(run, str(prompt))
     there = {record.method: record for record in run.records if record.prompt == known}
-    wanted = [m.name for m in check_methods(methods)] if methods is not None else sorted(there, key=_order)
+    wanted = [m.spec for m in check_methods(methods)] if methods is not None else sorted(there, key=order_of)
     if not there:
         raise SinkscopeError(f"prompt {known!r} was not run yet in {run.name}: go on with `sinkscope loopbench run`")
     for name in wanted:
         if name not in there:
             raise SinkscopeError(f"{name} was not run on prompt {known!r} in {run.name}: there are {', '.join(there)}")
     cap, window = int(run.settings["max_new_tokens"]), int(run.settings["window"])
+    shared: dict[str, Any] = {
+        **envelope([run], started, "prompts"),
+        "settings": {"folder": run.name, "prompt": known, **run.settings},
+    }
     return Shown(
-        model=ModelInfo(**run.settings["model"]),
-        settings={"folder": run.name, "prompt": known, **run.settings},
-        provenance=provenance(
-            started=started,
-            device=run.settings["device"],
-            dtype=run.settings["dtype"],
-            attention=run.settings["attention"],
-            bos=None,
-            seed=run.settings["seed"],
-        ),
+        **shared,
         prompt=known,
         bench=str(run.prompts[known].get("bench")),
         prompt_text=str(run.prompts[known].get("prompt")),
@@ -177,11 +146,7 @@ def show(folder: str | os.PathLike[str], prompt: str | int, *, methods: Sequence
     )
 
 
-def _order(name: str) -> int:
-    return list(METHODS).index(name) if name in METHODS else len(METHODS)
-
-
-def _prompt(run: RunFolder, wanted: str) -> str:
+def _prompt(run: Contents[Continued], wanted: str) -> str:
     ids = list(run.prompts)
     if wanted in run.prompts:
         return wanted
@@ -192,19 +157,12 @@ def _prompt(run: RunFolder, wanted: str) -> str:
     )
 
 
-def _output(record: Record, cap: int, window: int) -> Output:
-    found = run_metrics(record, cap, window)
+def _output(record: Continued, cap: int, window: int) -> Output:
     return Output(
+        **vars(ending(record, cap, window)),
         method=record.method,
         text=record.text,
         ended=record.ended,
-        length=found.length,
-        ttr=found.ttr,
-        cr=found.cr,
-        loop=found.loop,
-        tail_loop=found.tail_loop,
-        collapse=found.collapse,
-        interventions=found.interventions,
         steps=tuple(record.signals["step"]),
         window_ttr=tuple(record.signals["ttr"]),
     )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field
 from torch import Tensor, nn
 
+from sinkscope.checked import Natural, Whole
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopguard.detect import Found, RowMonitors, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.plan import Clean, Pick, Plan, Retention, plan, repeated, spans
-from sinkscope.kv.loopguard.rows import Found, RowMonitors, check_poll, largest_probability, poll_of, signals
+from sinkscope.kv.policy import check_fields
 from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
@@ -73,36 +76,30 @@ class LoopGuard(Intervention):
     """
 
     budget: int | float = 1024
-    anchors: int = 32
-    window: int = 256
+    anchors: Whole = 32
+    window: Natural = 256
     between: Literal["full", "window"] = "full"
     variant: str = "full"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    recent: int | None = None
-    recent_budget: int | None = None
+    recent: Natural | None = None
+    recent_budget: Natural | None = None
     recent_pick: Pick = "latest"
     clean: Clean = "tail"
-    max_level: int = 3
-    copies: int | float = 2
+    max_level: Whole = 3
+    copies: Annotated[int | float, Field(ge=2)] = 2
     ends: Sequence[int] | None = None
-    poll: int | None = None
+    poll: Natural | None = None
 
     def __post_init__(self) -> None:
-        if self.between not in ("full", "window"):
-            raise SinkscopeError(f'between={self.between!r}: expected "full" or "window"')
-        if isinstance(self.budget, bool) or not isinstance(self.budget, int | float):
-            raise SinkscopeError(f"budget={self.budget!r}: expected a number of tokens or a fraction", page="kv-budget")
+        check_fields(self)
         if isinstance(self.budget, float) and not 0 < self.budget <= 1:
             raise SinkscopeError(
                 f"budget={self.budget!r}: expected a number of tokens, or a fraction of the prompt above 0.0 and up to "
                 "1.0",
                 page="kv-budget",
             )
-        if isinstance(self.copies, bool) or not isinstance(self.copies, int | float) or not self.copies >= 2:
-            raise SinkscopeError(f"copies={self.copies!r}: a repetition has at least 2")
         if "window" in self.monitor:
             raise SinkscopeError("monitor has 'window': give it as window=..., the recent window follows it")
-        check_poll(self.poll)
         _ = self.settings
         if isinstance(self.budget, int):
             self.retention(0)

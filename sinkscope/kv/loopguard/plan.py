@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from sinkscope.checked import Natural, Whole
 from sinkscope.errors import SinkscopeError
+from sinkscope.kv.policy import check_fields
 
 Pick = Literal["latest", "uniform"]
 Clean = Literal["tail", "repeats"]
@@ -36,13 +38,13 @@ class Retention:
             eighth.
     """
 
-    budget: int = 1024
-    anchors: int = 32
-    recent: int = 256
-    recent_budget: int | None = None
+    budget: Natural = 1024
+    anchors: Whole = 32
+    recent: Natural = 256
+    recent_budget: Natural | None = None
     recent_pick: Pick = "latest"
     clean: Clean = "tail"
-    max_level: int = 3
+    max_level: Whole = 3
 
     def __post_init__(self) -> None:
         """Refuse what could not work.
@@ -50,10 +52,7 @@ class Retention:
         Raises:
             SinkscopeError: the first field that is wrong, with what was expected.
         """
-        for name, least in (("budget", 1), ("anchors", 0), ("recent", 1), ("max_level", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}", page="kv-budget")
+        check_fields(self)
         if self.budget <= self.anchors:
             raise SinkscopeError(
                 f"budget={self.budget} leaves nothing beside the {self.anchors} anchors: expected at least "
@@ -61,16 +60,12 @@ class Retention:
                 page="kv-budget",
             )
         room, given = self.budget - self.anchors, self.recent_budget
-        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or not 1 <= given <= room):
+        if given is not None and given > room:
             raise SinkscopeError(
                 f"recent_budget={given!r}: expected a whole number from 1 to {room}, what the anchors leave of the "
                 "budget",
                 page="kv-budget",
             )
-        if self.recent_pick not in ("latest", "uniform"):
-            raise SinkscopeError(f'recent_pick={self.recent_pick!r}: expected "latest" or "uniform"')
-        if self.clean not in ("tail", "repeats"):
-            raise SinkscopeError(f'clean={self.clean!r}: expected "tail" or "repeats"')
 
     def recent_tokens(self, level: int) -> int:
         """B_recent(level): recent tokens kept, at least 1."""

@@ -46,15 +46,15 @@ _MARK = "ANSWER-0f3b71"
 
 @dataclass(eq=False)
 class Noting(Intervention):
-    """Entered before a conversation's edit in every turn: owns the cache, goes on with it, and notes.
+    """Owns the cache of a turn and notes what happens; it is entered before the conversation's edit.
 
     Attributes:
-        before: what was held before the turn.
-        cache: the one that the turn runs on.
-        lines: by layer.
-        reads: tokens attended to, of every decoding step.
+        before: the cache before the turn.
+        cache: the cache on which the turn runs.
+        lines: chosen lines by layer.
+        reads: tokens that each decoding step attended to.
         prompted: what edits knew when the prompt had been read.
-        answered: and at the end.
+        answered: what they knew at the end of the turn.
     """
 
     before: Held
@@ -91,7 +91,7 @@ class Noting(Intervention):
             self.reads.append(sum(map(_shown, moment.layers)) / len(moment.layers))
 
     def held(self, prompt: int, keep: bool) -> Held:
-        """After the turn: with the answer's keys and values, or cut back to a conversation of `prompt` tokens."""
+        """The cache after the turn: with the answer's keys and values, or cut back to `prompt` tokens."""
         layers: list[CacheLayer] = self.cache.layers
         for layer in layers:
             layer.crop(0 if keep else prompt - layer.seen)  # also puts everything back that was aside
@@ -107,19 +107,19 @@ def _shown(kv: CacheLayer) -> float:
 
 
 class Told(LogitsProcessor):
-    """Leaves no token but the next one of an answer, so that `generate` says it whatever the model would have said.
+    """Forbids every token but the next one of an answer, so that `generate` returns this answer.
 
     Args:
-        answers: token ids, of each row.
-        start: tokens before them, padding included.
-        pad: what a row says whose answer is over.
+        answers: token ids of each row's answer.
+        start: number of tokens before the answers, padding included.
+        pad: token of rows whose answer has ended.
     """
 
     def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
         self._answers, self._start, self._pad = answers, start, pad
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores `[row vocab]` of which one a row is above minus infinity."""
+        """Scores `[row vocab]`; one of each row is above minus infinity."""
         step = input_ids.shape[1] - self._start
         told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
         index = torch.tensor(told, device=scores.device)[:, None]
@@ -127,25 +127,26 @@ class Told(LogitsProcessor):
 
 
 class Conversation:
-    """Turns on one cache: each reads what is new along its own lines, and decodes from the whole cache in parts.
+    """Turns on one cache: each reads the new tokens along its own lines, and decodes from parts of the whole cache.
 
-    A turn's queries are the answer before and the new prompt ("recompute"); or of the answer before only its last
-    token, which has not been through the model, and the new prompt ("keep"). Without an edit, and with every edit that
-    hides and evicts nothing, both equal reading the whole text at once, up to rounding. Where a policy or a guard
-    evicts, what is gone stays gone. Under "recompute" the answer alone is read again whole, so of it everything is back
-    in the next turn, a repetition that a guard had cut too, and H2O adds up the attention of its queries twice.
+    Under "recompute" a turn's queries are the previous answer and the new prompt. Under "keep" they are the last token
+    of the previous answer, which has not been through the model yet, and the new prompt. Without an edit, and with
+    every edit that hides and evicts nothing, both equal reading the whole text at once, up to rounding. Tokens that a
+    policy or a guard evicts stay evicted. Under "recompute" the answer's tokens are restored, because the answer is
+    read again; this includes a repetition that a guard had cut, and H2O counts the attention of the answer's queries
+    twice.
 
-    A turn that fails or is interrupted leaves the conversation as it was. Every turn enters the edit anew, so between
-    turns the model is free, a fraction as a budget is one of the conversation so far, and a guard's monitor begins with
-    the turn.
+    A turn that fails or is interrupted leaves the conversation as it was. Every turn enters the edit anew: the model is
+    free between turns, a budget given as a fraction is a fraction of the conversation so far, and a guard's monitor
+    begins with the turn.
 
     Args:
         model: Hugging Face, nnsight (dispatched), TransformerBridge (with `LoopServe(prefill=False)`), or `Target`.
         edit: `LoopServe`, any policy, patch or guard, or several with `|`; None: the model as it is.
-        answers: what of an answer is read when the next turn comes.
-        tokenizer: where the model carries none; only needed for texts.
-        chat: put texts into the tokenizer's chat template, turn by turn: earlier turns stay as the model read them,
-            even where the template would write them differently now.
+        answers: whether the next turn reads the previous answer again ("recompute") or it stays in the cache ("keep").
+        tokenizer: for models that carry none; it is only needed for texts.
+        chat: put texts into the tokenizer's chat template, turn by turn. Earlier turns stay as the model read them,
+            even if the template would now write them differently.
 
     Attributes:
         turns: so far.
@@ -183,31 +184,30 @@ class Conversation:
 
     @property
     def ids(self) -> list[int]:
-        """Token ids of all that was said, prompts and answers."""
+        """Token ids of all prompts and answers."""
         return [token for turn in self.turns for token in (*turn.prompt, *turn.ids)]
 
     def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
         """One turn, greedy unless told otherwise.
 
         Args:
-            prompt: a text, or token ids, which are taken as they are. Texts of later turns get no special tokens (BOS)
-                and nothing is put between turns, but with `chat`.
+            prompt: a text, or token ids, which are taken as they are. Without `chat`, texts of later turns get no
+                special tokens (BOS), and nothing is put between turns.
             max_new_tokens: the answer stops there at the latest.
             generation: passed on to `model.generate`: `do_sample=True`, `streamer=...`, `eos_token_id=...`.
 
         Raises:
-            SinkscopeError: an empty prompt, no tokenizer, ids that are none, a turn that exceeds the context, settings
-                of generation that a conversation makes itself or that need several rows; and as the edit.
+            SinkscopeError: an empty prompt, no tokenizer, invalid token ids, a turn that exceeds the context, settings
+                of generation that the conversation sets itself or that need several rows; and whatever the edit raises.
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
         return self._turn(self._prompt(prompt), max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
-        """A turn with a given answer, so that histories are the same whatever the model would have said.
+        """A turn with a given answer, so that histories are the same for every model and edit.
 
-        The conversation is then as if the model had answered so: the answer is decoded token by token, and the edit
-        acts.
+        The conversation is then as if the model had given this answer: it is decoded token by token, and the edit acts.
 
         Raises:
             SinkscopeError: as for `ask`, and for an empty answer.
@@ -219,7 +219,7 @@ class Conversation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a folder: conversation.json, and a safetensors file that it names.
 
-        The JSON is put in its place last and at once, so until then an earlier save in that folder stands.
+        The JSON is replaced last, in one step; until then an earlier save in that folder stays valid.
 
         Raises:
             SinkscopeError: nothing was said yet, or the folder cannot be written.
@@ -230,18 +230,18 @@ class Conversation:
     def load(
         cls, path: str | os.PathLike[str], model: object, edit: Intervention | None = None, *, tokenizer: Any = None
     ) -> Conversation:
-        """Go on with what `save` wrote, as if it had never been interrupted.
+        """Continue what `save` wrote, as if it had never been interrupted.
 
         Args:
             path: the folder.
             model: the one it was held with.
-            edit: what acts from now on; the file holds no code, so the edit it was saved with has to be given again.
-                Another one works as well (`Full()` for none), without what the former one knew of earlier tokens.
+            edit: the edit that acts from now on. The file holds no code, so the edit it was saved with has to be given
+                again. Another one works as well (`Full()` for none); it knows nothing of earlier tokens.
             tokenizer: as for a new conversation.
 
         Raises:
-            SinkscopeError: another model, a conversation held under an edit and none given, and files that are damaged,
-                foreign, or of another version.
+            SinkscopeError: the model is another one, the conversation was held under an edit and none is given, or the
+                files are damaged, foreign, or of another version.
         """
         answers, in_template, turns, held = saved.read(path, Target.of(model, tokenizer), edit)
         chat = cls(model, edit, answers=answers, tokenizer=tokenizer, chat=in_template)
@@ -257,7 +257,7 @@ class Conversation:
         cache = before.cache()
         noting = Noting(before, cache)
         ids = torch.tensor([whole], device=target.device)
-        # What the model's own settings may have otherwise: one pass over the prompt, on this cache.
+        # The model's own settings may differ here, but the prompt is read in one pass, on this cache.
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
         settings = {"do_sample": False, "pad_token_id": self._pad(), **generation, **ours}
         with (noting if self._edit is None else noting | self._edit).on(target) as run, torch.no_grad():
@@ -354,7 +354,7 @@ class Conversation:
         return ids
 
     def _pad(self) -> int:
-        """Never seen, but `generate` warns where it has to choose one itself."""
+        """A padding token; nothing is padded, but `generate` warns if it has to choose one itself."""
         end: Any = self.target.hf.generation_config.eos_token_id
         known = [getattr(self.tokenizer, "pad_token_id", None), *(end if isinstance(end, list) else [end])]
         return next((int(token) for token in known if token is not None), 0)

@@ -1,8 +1,9 @@
 """Progressive selection while decoding (Li et al. 2025, LoopServe, section 5.2 and algorithm 6).
 
-Settled here where the paper is open: the first 16 decoding steps read everything, as its text has it (line 3 of the
-algorithm would select at once with an interval of 16); tokens since the last selection are always read, and the budget
-is for all before them, generated ones included; one selection per kv head, from the mean over its query heads.
+The paper leaves some points open, which are settled here. The first 16 decoding steps read everything, as its text
+says; line 3 of the algorithm would select at once with an interval of 16. Tokens since the last selection are always
+read; the budget covers all tokens before them, generated ones included. Each kv head has one selection, from the mean
+over its query heads.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Run
-from sinkscope.kv._fields import check_fields
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.policy import At, Policy
+from sinkscope.kv.policy import At, Policy, check_fields
 from sinkscope.kv.rebase import Rotary
 from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session
@@ -27,13 +27,13 @@ from sinkscope.kv.session import Moment, Session
 
 @dataclass(eq=False)
 class _Reads:
-    """Of one cache: tokens that decoding steps attended to, per row, mean over layers and kv heads."""
+    """Tokens of one cache that decoding steps attended to, per row, mean over layers and kv heads."""
 
     steps: int = 0
     total: Float[Tensor, " batch"] | None = None
 
     def add(self, read: Float[Tensor, " batch"]) -> None:
-        if self.total is not None and len(self.total) != len(read):  # rows were multiplied or chosen: from here on
+        if self.total is not None and len(self.total) != len(read):  # rows were multiplied or chosen: start again
             self.steps, self.total = 0, None
         self.steps, self.total = self.steps + 1, read if self.total is None else self.total + read
 
@@ -48,9 +48,9 @@ _RECORDS: WeakKeyDictionary[Run, _Record] = WeakKeyDictionary()
 
 
 def tokens_read(run: Run) -> list[list[float]]:
-    """For each cache of the run and each row: tokens attended to in a decoding step, its own included.
+    """Tokens that a decoding step attends to, its own included, for each cache of the run and each of its rows.
 
-    Mean over steps, layers and kv heads. Empty without `Progressive` (or `LoopServe`) in the run.
+    They are means over steps, layers and kv heads. The list is empty if the run has no `Progressive` or `LoopServe`.
     """
     record = _RECORDS.get(run)
     found = [] if record is None else record.reads
@@ -60,16 +60,16 @@ def tokens_read(run: Run) -> list[list[float]]:
 @register_policy("progressive")
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Policy):
-    """Read the part of the cache that the latest queries attend to, and choose it again from the whole every `every`.
+    """Read only the part of the cache that the latest queries attend to, chosen again after every `every` tokens.
 
     Attributes:
-        every: tokens between selections, and queries that vote in each (n_d).
-        after: decoding steps before the first selection. 16: those read everything, as in the paper's text. 0: select
-            when the prompt has been read, by its last queries.
-        mode: "select": the cache stays whole. "evict": what is not chosen is freed, and cannot come back.
-        gather: selected keys and values are copied once per selection, so that steps between read and append to the
-            copy alone; `run.usage` has the tokens of the whole, and the bytes of both. At the next turn, and when the
-            run ends, the cache is whole. Without it the rest is hidden by a mask: the same tokens, more time.
+        every: tokens between selections, and number of queries that vote in each (n_d).
+        after: decoding steps before the first selection. 16: these steps read everything, as in the paper's text. 0:
+            the last queries of the prompt select when it has been read.
+        mode: "select" keeps the whole cache. "evict" frees tokens that are not chosen; they cannot come back.
+        gather: copy the selected keys and values once per selection, so that the steps between read and append to the
+            copy only. `run.usage` counts the tokens of the whole cache, and the bytes of both. The cache is whole again
+            at the next turn and when the run ends. Without `gather` a mask hides the other tokens, which takes longer.
 
     Raises:
         SinkscopeError: an interval below 1, a negative `after`, and as for every policy.
@@ -100,14 +100,14 @@ class Progressive(Policy):
         return int(self.every)
 
     def enter(self, run: Run, key: int) -> None:
-        """As every policy; and a new prompt sees the whole cache."""
+        """Enter as every policy does; besides, a new prompt sees the whole cache."""
         super().enter(run, key)
         record = _RECORDS.setdefault(run, _Record())
         Session.of(run).before_prompt(lambda moment: self._open(moment.layers))
         run.stack.callback(lambda: self._open(list(record.layers)))
 
     def watch(self, session: Session, key: int) -> None:
-        """Keep the latest queries, generated tokens' too."""
+        """Keep the latest queries, also those of generated tokens."""
         session.window_queries(self.interval, decoding=True)
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
@@ -162,14 +162,14 @@ class Progressive(Policy):
                 kv.select(keep)
 
     def _open(self, layers: list[CacheLayer]) -> None:
-        """Everything that is held can be read."""
+        """Make everything in the cache readable."""
         for kv in layers:
             kv.settle()
             if self.mode == "select" and kv.hidden is not None:
                 kv.select(None)
 
     def _count(self, memory: dict[Any, Any], layers: list[CacheLayer], at: int) -> None:
-        """What is read from here on, before new tokens come."""
+        """Note how many tokens are read from here on, before new ones come."""
         shown: list[Tensor] = []
         for kv in layers:
             shown.append(kv.readable.sum(-1).float().mean(1).to(layers[0].pos.device))

@@ -1,4 +1,4 @@
-"""Prompts along chosen lines: what `LoopServe` and the baselines with a fixed shape share."""
+"""Attention of prompts along chosen lines, which `LoopServe` and the baselines with a fixed shape share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.interventions.base import Event, Run
-from sinkscope.kv.moments import Prompt
-from sinkscope.kv.session import Session
+from sinkscope.kv.session import Prompt, Session
 from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import Kernel, Sparsity, sparse_attention
@@ -21,7 +20,7 @@ _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = Weak
 
 
 def follow_lines(run: Run, fn: Callable[[int, int, HeadLines], None]) -> None:
-    """Call `fn(layer, row, lines)` for every row of a prompt that is read along lines in this run; one `fn` a run."""
+    """Call `fn(layer, row, lines)` for every row of a prompt that is read along lines; a run has one such `fn`."""
     _FOLLOWERS[run] = fn
 
 
@@ -30,13 +29,14 @@ class SparsePrompts:
     """Attention of prompts along lines, row by row, with an event of kind "prefill" for every row and layer.
 
     Attributes:
-        name: for errors.
-        choose: lines for `query [head query d_head]`, `key [kv_head key d_head]` and the factor on the scores.
+        name: name of the intervention, for errors.
+        choose: returns lines for `query [head query d_head]`, `key [kv_head key d_head]` and the factor on the scores.
         dense_above: share of computed cells above which a head is dense; None: that of the kernel.
-        shortest: prompts with fewer keys are left to the model.
-        dense_rows: the last queries attend to everything.
+        shortest: prompts with fewer keys are read by the model's own attention.
+        dense_rows: number of queries at the end that attend to everything.
         kernel: as for `sparse_attention`.
-        in_blocks: also on other devices than a CPU; else those without FlexAttention leave prompts to the model.
+        in_blocks: whether other devices than a CPU use the loop over blocks. If not, prompts on devices without
+            FlexAttention are read by the model's own attention.
     """
 
     name: str
@@ -78,17 +78,15 @@ class SparsePrompts:
                     follow(prompt.layer, row, lines)
                 out[row, real] = made.transpose(0, 1).to(out.dtype)
         step, at, layer = call.step, prompt.query_pos, prompt.layer
-        keys, queries = (prompt.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)
+        counts = torch.stack([at.amax(1), (prompt.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)], 1)
 
         def events() -> list[Event]:
-            made: list[Event] = []
-            lengths = zip(at.amax(1).tolist(), keys.tolist(), queries.tolist(), strict=True)
-            for row, (last, n_keys, n_queries) in enumerate(lengths):
-                what, data = found[row], {"keys": n_keys, "queries": n_queries}
-                if n_queries:
-                    said = {"dense": why} if what is None else _said(what)
-                    made.append(Event(row, step, last, layer, None, "prefill", data | said))
-            return made
+            told = [{"dense": why} if what is None else _said(what) for what in found]
+            return [
+                Event(row, step, last, layer, None, "prefill", {"keys": keys, "queries": queries} | told[row])
+                for row, (last, keys, queries) in enumerate(counts.tolist())
+                if queries
+            ]
 
         session.run.log(events)
         return out
@@ -102,7 +100,7 @@ class SparsePrompts:
         scaling = prompt.settings.get("scaling")
         scaling = None if scaling is None else float(scaling)
         heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-        # As it would be alone, whatever longer prompts it shares a batch with.
+        # A row is read as it would be alone, also if it shares a batch with longer prompts.
         whole = queries if keys < self.shortest else min(self.dense_rows, queries)
         if not whole:
             return self._along(query, key, value, scaling)
@@ -125,24 +123,21 @@ class SparsePrompts:
         return *sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel), lines
 
     def _why_dense(self, prompt: Prompt) -> str | None:
-        """Why the model's own attention has to be, or is better, used; None: it is not."""
-        keys, settings = prompt.key.shape[2], prompt.settings
-        if bool(((prompt.pos[:, 0] >= 0).sum(-1) < self.shortest).all()):
-            return f"fewer than {self.shortest} keys"
-        device = prompt.query.device.type
+        """Why the model's own attention has to be used, or is better; None: lines are used."""
+        keys, settings, device = prompt.key.shape[2], prompt.settings, prompt.query.device.type
+        missing = None
         if device != "cpu" and not self.in_blocks:
             missing = flex.why_not(prompt.query[0], prompt.value[0]) if self.kernel != "blocks" else "not asked for"
-            if missing is not None:
-                return f"on {device} without FlexAttention: {missing}"
-        if prompt.window is not None and keys > prompt.window:
-            return "sliding window"
-        if settings.get("softcap") is not None:
-            return "soft cap"
-        if settings.get("s_aux") is not None:
-            return "learned sinks"
-        if prompt.kv is not None and prompt.kv.edited:
-            return "tokens were evicted"
-        return None
+        short = bool(((prompt.pos[:, 0] >= 0).sum(-1) < self.shortest).all())
+        reasons = (
+            (short, f"fewer than {self.shortest} keys"),
+            (missing is not None, f"on {device} without FlexAttention: {missing}"),
+            (prompt.window is not None and keys > prompt.window, "sliding window"),
+            (settings.get("softcap") is not None, "soft cap"),
+            (settings.get("s_aux") is not None, "learned sinks"),
+            (prompt.kv is not None and prompt.kv.edited, "tokens were evicted"),
+        )
+        return next((why for holds, why in reasons if holds), None)
 
 
 def _said(what: Sparsity) -> dict[str, float | int | str]:

@@ -269,11 +269,12 @@ def _foreign(folder: Path, why: str) -> SinkscopeError:
 
 def _turn(number: int, record: TurnRecord, tensors: dict[str, Tensor], target: Target) -> Turn:
     check_ids((*record.prompt, *record.ids), target, f"{NAME}, turn {number + 1}")
-    lines: list[HeadLines | None] = []
-    for layer in range(target.n_layers):
-        vertical = tensors.get(f"turn.{number}.{layer}.vertical")
-        slash = None if vertical is None else tensors[f"turn.{number}.{layer}.slash"]
-        lines.append(None if vertical is None or slash is None else HeadLines(vertical, slash, record.queries))
+    lines = [
+        HeadLines(tensors[f"{at}.vertical"], tensors[f"{at}.slash"], record.queries)
+        if f"{at}.vertical" in tensors
+        else None
+        for at in (f"turn.{number}.{layer}" for layer in range(target.n_layers))
+    ]
     return Turn(**vars(record), lines=tuple(lines))
 
 

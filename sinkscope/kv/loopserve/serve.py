@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv._fields import check_fields
 from sinkscope.kv.loopserve.decode import Progressive
 from sinkscope.kv.loopserve.prefill import SparsePrompts
+from sinkscope.kv.policy import check_fields
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, Variant, check_selection, select_lines
 from sinkscope.lines.sparse import Kernel, dense_limit
@@ -24,27 +24,28 @@ class LoopServeDecoding(Progressive):
 class LoopServe(Intervention):
     """Choose lines of attention for every prompt and head, compute only those, and decode from a part of the cache.
 
-    A prompt is every call with several tokens: in a dialogue over one cache those are the new turn's tokens, which
-    attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything the model does
-    exactly what it does without.
+    A prompt is every call with several tokens. In a dialogue over one cache these are the new turn's tokens, which
+    attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything, the model's
+    output does not change.
 
-    Every prompt is an event of kind "prefill" per row and layer, with `data` "keys", "queries" and either "dense" (why
-    it was read by the model's own attention) or "cells" and "computed" (shares of the causal cells, mean over heads),
-    "attended" (as "cells", dense heads counting as 1), "dense_heads" (number of heads for which computing everything is
-    faster) and "kernel" (what computed the others). See `tokens_read` for decoding.
+    Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
+    (the reason why the model's own attention read it) or "cells" and "computed" (shares of the causal cells, mean over
+    heads), "attended" (as "cells", with dense heads counted as 1), "dense_heads" (number of heads for which computing
+    everything is faster) and "kernel" (what computed the others). `tokens_read` says the same of decoding.
 
     Attributes:
         alpha: share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
             0.99 to 1 best in its own sweep).
-        budget: tokens that each layer and kv head reads while decoding, beside those since the last selection.
-        interval: tokens between selections, and queries that vote (n_d).
-        sample: queries whose attention the lines are chosen by.
-        recent: so many of them are the last of the prompt, the others are drawn. 0, as in the paper: all are drawn, and
-            what the end of the prompt alone attends to, such as the facts that a question asks for, may be on no line.
+        budget: tokens that each layer and kv head reads while decoding, besides those since the last selection.
+        interval: tokens between selections, and number of queries that vote (n_d).
+        sample: number of queries whose attention decides which lines are chosen.
+        recent: how many of these are the last of the prompt; the others are drawn. With 0, as in the paper, all are
+            drawn. Then keys to which only the end of the prompt attends may lie on no line, for instance the facts that
+            a question asks for.
         first: decoding steps that read everything; 0 selects as soon as the prompt has been read.
-        prefill: sparse prompts. Alone ("-P" in the paper): `decode=False`.
-        decode: progressive selection. Alone ("-D"): `prefill=False`.
-        variant: of the choice of lines, "exact" or "faithful" (`select_lines`).
+        prefill: make prompts sparse. With `decode=False` this is the paper's "-P".
+        decode: select progressively. With `prefill=False` this is the paper's "-D".
+        variant: variant of the choice of lines, "exact" or "faithful" (`select_lines`).
         shortest: prompts that attend to fewer keys are read by the model's own attention, which is faster there.
         dense_above: share of computed cells above which a head is computed densely. None: 0.75, less for heads
             narrower than 48, 0.5 on CUDA, and everything on other devices, where a loop over blocks does not pay.

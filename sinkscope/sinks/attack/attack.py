@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
-from sinkscope.parallel import check_workers
-from sinkscope.results import Result
-from sinkscope.sinks.attack.attempts import Arena, Context, make_arena
-from sinkscope.sinks.attack.chunks import Opened
-from sinkscope.sinks.attack.clusters import sink_of
+from sinkscope.figures.vocabulary import attack as figure
+from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
+from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, repeat, round_trip
-from sinkscope.sinks.first_token.locate import Progress, setup
+from sinkscope.sinks.attack.trials import Context, Trials, make_trials
+from sinkscope.sinks.attack.vocabulary import refuse_workers
+from sinkscope.sinks.first_token.locate import causal_neurons
 
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-LENGTHS = (8, 32, 128)
+_WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "behind a chat prefix"}
+_ENDS = (("", "share"), ("_low", "low"), ("_high", "high"))  # columns of a rate
 
 
 @dataclass(frozen=True)
@@ -105,197 +105,155 @@ class ClusterAttack(Result):
     )
 
     sink_layer: int | None
-    reference: float | None
+    reference: float | None = None
     success: float
     thresholds: tuple[float, ...]
-    attacks: tuple[AttackRow, ...]
-    clusters: tuple[ClusterRate, ...]
-    unfilled: tuple[int, ...]
+    attacks: tuple[AttackRow, ...] = ()
+    clusters: tuple[ClusterRate, ...] = ()
+    unfilled: tuple[int, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per context, length and source."""
+        names = ("context", "length", "source", "sequences", "positions")
         return [
-            {
-                "context": a.context,
-                "length": a.length,
-                "source": a.source,
-                "sequences": a.sequences,
-                "positions": a.positions,
-                "any": a.any.share,
-                "any_low": a.any.low,
-                "any_high": a.any.high,
-                "most": a.most.share,
-                "most_low": a.most.low,
-                "most_high": a.most.high,
-                "first": a.first,
-                "norm": a.norm,
-                "round_trip": a.round_trip,
+            {name: getattr(a, name) for name in names}
+            | {
+                f"{name}{end}": getattr(rate, part)
+                for name, rate in (("any", a.any), ("most", a.most))
+                for end, part in _ENDS
             }
+            | {name: getattr(a, name) for name in ("first", "norm", "round_trip")}
             for a in self.attacks
         ]
 
-    def summary(self) -> str:
-        """What the attack reaches, in a few lines."""
+    def conclusion(self) -> str:
+        """What share of positions succeeds at most, beside random tokens and one token repeated."""
         if self.sink_layer is None:
-            return f"{self.model.name} has no sink, so there is nothing to attack"
+            return "The model has no sink, so there is nothing to attack."
+        if not self.attacks:
+            return "No head of layer 0 serves two tokens by itself, so there is no cluster to attack with."
+        best = max((a for a in self.attacks if a.source == "cluster"), key=lambda a: (a.positions, a.length))
+        same = {a.source: a for a in self.attacks if (a.context, a.length) == (best.context, best.length)}
+        return (
+            f"Sequences of {best.length} different tokens of one cluster make sinks at {best.positions:.0%} of their "
+            f"positions ({_WHERE.get(best.context, best.context)}); random tokens do at "
+            f"{same['random'].positions:.0%}, and one token repeated at {same['repeated'].positions:.0%}."
+        )
+
+    def details(self) -> list[str]:
+        """What counts as success, every way at the longest length, and the clusters that succeed."""
+        if not self.attacks:
+            return []
         lines = [
-            f"{self.model.name}: success is a norm of at least {self.success:.0%} of {self.reference:.4g} after layer "
-            f"{self.sink_layer}"
+            f"Success is a norm of at least {self.success:.0%} of {self.reference:.4g} after layer {self.sink_layer}."
         ]
         for name in dict.fromkeys(a.context for a in self.attacks):
             ours = [a for a in self.attacks if a.context == name]
             longest = max(a.length for a in ours)
             parts = [f"{a.source} {a.positions:.0%}" for a in ours if a.length == longest]
-            lines.append(f"{name}, {longest} tokens, positions that succeed: {', '.join(parts)}")
+            lines.append(f"{name}, {longest} tokens, positions that succeed: {', '.join(parts)}.")
             for length in dict.fromkeys(a.length for a in ours):
                 parts_of = [c for c in self.clusters if (c.context, c.length) == (name, length)]
-                won = [c for c in parts_of if c.most.share >= 0.5]
+                won = [f"{c.head} ({c.tokens} tokens)" for c in parts_of if c.most.share >= 0.5]
                 if won and len(won) < len(parts_of):
-                    heads = ", ".join(f"{c.head} ({c.tokens} tokens)" for c in won)
-                    lines.append(
-                        f"{name}, {length} tokens: only the clusters of head {heads} succeed at most positions"
-                    )
-        if not self.attacks:
-            return f"{self.model.name}: no head of layer 0 serves two tokens by itself, so no cluster to attack with"
+                    lines.append(f"{name}, {length} tokens: most positions succeed only for head {', '.join(won)}.")
         if self.unfilled:
-            lines.append(f"no cluster has enough tokens for length {', '.join(map(str, self.unfilled))}")
-        return "\n".join(lines)
+            lines.append(f"No cluster has enough tokens for length {', '.join(map(str, self.unfilled))}.")
+        return lines
 
 
-def cluster_attack(
-    model: object = None,
-    *,
-    tokenizer: Any = None,
-    clusters: Mapping[int, Sequence[int]] | None = None,
-    lengths: Sequence[int] = LENGTHS,
-    sequences: int = 1000,
-    searched: int = 16,
-    candidates: int = 8,
-    bos: bool | None = None,
-    prefix: str | None = None,
-    thresholds: Sequence[float] = THRESHOLDS,
-    text: str | Path | None = None,
-    seed: int = 0,
-    batch: int = 64,
-    workers: int = 1,
-    resume: str | Path | None = None,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> ClusterAttack:
-    """Try to make sinks of sequences in which no token occurs twice, from the tokens that one head serves.
-
-    Yona et al. 2025 (section 5.2) show two such sequences and leave the success rate open. The same sequences are
-    tried after BOS, without it, and behind a chat prefix; beside them random and repeated tokens, and two searches.
-
-    Args:
-        model: as in `find_sinks`.
-        tokenizer: for live models that carry none.
-        clusters: head -> token ids; None: `token_clusters` finds them.
-        lengths: tokens of a sequence.
-        sequences: drawn for each length, from the clusters in turn; the success rate is over these.
-        searched: sequences of each search and length; 0: no search.
-        candidates: blocks of tokens that a search tries at each of its (up to eight) steps.
-        bos: True: only with BOS, False: only without, None: both.
-        prefix: text before the attack; None: that of the tokenizer's chat template, or of a plain chat; "": none.
-        thresholds: shares of BOS's norm to sweep.
-        text: file of typical text; None: the neutral text that ships.
-        seed: of the draws.
-        batch: sequences of one pass.
-        workers: processes; more than one run over Ray (the searches run in one).
-        resume: folder for finished batches; a run that was ended goes on from there with the same table.
-        revision: of a hub id.
-        dtype: as in `find_sinks`.
-        device: as in `find_sinks`.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    A model without a sink is an answer: `sink_layer` is None.
-
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
-    """
-    check_attack(lengths, sequences, batch, seed)
-    if searched < 0 or candidates < 2:
-        raise SinkscopeError(
-            f"searched {searched}, candidates {candidates}: give 0 or more sequences, and 2 candidates or more"
-        )
+def _check(*, lengths: Sequence[int], workers: int, thresholds: Sequence[float] = (), **_: Any) -> None:
+    refuse_workers(workers=workers)
+    refuse_no_lengths(lengths=lengths)
     if not all(0 < t < math.inf for t in thresholds):
         raise SinkscopeError(f"thresholds {list(thresholds)}: give shares of BOS's norm above 0, such as 0.5")
-    check_workers(workers)
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "revision": revision,
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
-    made, layer, neurons = sink_of(setup(model, bos=bos or None, text=text, seed=seed, **options))
+
+
+def refuse_no_lengths(*, lengths: Sequence[int], **_: Any) -> None:
+    """Refuse an empty list of lengths."""
+    if not lengths:
+        raise SinkscopeError("--length: none is given; give a number of tokens of at least 2")
+
+
+@measurement(
+    group="Repetition",
+    figure=figure,
+    command="attack",
+    quick={"lengths": [4], "sequences": 4, "searched": 1, "prefix": ""},
+    check=_check,
+)
+def cluster_attack(
+    setup: Setup,
+    *,
+    clusters: Hidden = None,
+    lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
+    sequences: Positive = 1000,
+    searched: Count = 16,
+    candidates: Annotated[int, Option(min=2, hidden=True)] = 8,
+    bos: bool | None = None,
+    prefix: str | None = None,
+    thresholds: Hidden = THRESHOLDS,
+    batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
+    workers: Positive = 1,
+    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+) -> ClusterAttack:
+    """Try to make sinks with sequences in which no token occurs twice, from the tokens that one head serves.
+
+    Yona et al. 2025 (section 5.2) show two such sequences and leave the success rate open. The same sequences are
+    tried after BOS, without it, and behind a chat prefix; random and repeated tokens are tried beside them, and two
+    searches. A model without a sink is an answer: `sink_layer` is None.
+
+    Args:
+        clusters: Head -> token ids; None: `token_clusters` finds them.
+        lengths: Tokens of a sequence.
+        sequences: Sequences of each kind and length, from the clusters in turn; the success rate is over these.
+        searched: Sequences of each search and length; 0 searches for none.
+        candidates: Blocks of tokens that a search tries at each of its (up to eight) steps.
+        bos: Try the attack only with BOS, or only without. By default it is tried both ways.
+        prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
+            template, or of a plain chat.
+        thresholds: Shares of BOS's norm to sweep.
+        batch: Sequences in a pass.
+        workers: Processes; more than one run over Ray (the searches run in one).
+        resume: Keep finished parts in this folder, and go on from those that are there.
+    """
+    layer, neurons = causal_neurons(setup)
     lengths = sorted(set(lengths))
-    attacks, parts, arena = list[AttackRow](), list[ClusterRate](), None
-    if layer is not None:
-        folder = None if resume is None else Path(resume)
-        arena = make_arena(
-            made,
-            Opened(model, made.target, options),
-            (layer, neurons),
-            bos=bos,
-            prefix=prefix,
-            clusters=clusters,
-            lengths=lengths,
-            batch=batch,
-            workers=workers,
-            resume=folder,
-            progress=progress,
-        )
-        tasks = list(_drawn(arena, lengths, sequences, seed))
-        measured = arena.norms_of_all([(t.context, t.rows) for t in tasks], progress)
-        for i, (task, ratios) in enumerate(zip(tasks, measured, strict=True)):
-            attacks.append(_row(arena, task, ratios, thresholds))
-            if task.source == "cluster":
-                parts += _by_cluster(arena, task, ratios)
-            if task.source == "repeated" and searched:  # the last of what is drawn in a context
-                start = tasks[i - 2]
-                for found in _searched(arena, start, searched, candidates, seed):
-                    attacks.append(_row(arena, found, arena.norms(found.context, found.rows), thresholds))
-                if progress is not None:
-                    progress("searches", i + 1, len(tasks))
+    setup.record(lengths=lengths, candidates=candidates, clusters="given" if clusters is not None else "token_clusters")
+    if layer is None:
+        return ClusterAttack(sink_layer=None, success=SUCCESS, thresholds=tuple(thresholds))
+    trials = make_trials(
+        setup,
+        layer,
+        neurons,
+        bos=bos,
+        prefix=prefix,
+        clusters=clusters,
+        lengths=lengths,
+        batch=batch,
+        workers=workers,
+        resume=resume,
+    )
+    attacks, parts = list[AttackRow](), list[ClusterRate]()
+    tasks = list(_drawn(trials, lengths, sequences, setup.seed))
+    measured = trials.norms_of_all([(t.context, t.rows) for t in tasks])
+    for i, (task, ratios) in enumerate(zip(tasks, measured, strict=True)):
+        attacks.append(_row(trials, task, ratios, thresholds))
+        if task.source == "cluster":
+            parts += _by_cluster(trials, task, ratios)
+        if task.source == "repeated" and searched:  # the last of what is drawn in a context
+            for found in _searched(trials, tasks[i - 2], searched, candidates, setup.seed):
+                attacks.append(_row(trials, found, trials.norms(found.context, found.rows), thresholds))
+            setup.progress("searches", i + 1, len(tasks))
     return ClusterAttack(
-        model=made.info(),
-        settings={
-            "lengths": list(lengths),
-            "sequences": sequences,
-            "searched": searched,
-            "candidates": candidates,
-            "bos": bos,
-            "prefix": prefix,
-            "text": None if text is None else Path(text).name,
-            "seed": seed,
-            "batch": batch,
-            "clusters": "given" if clusters is not None else "token_clusters",
-            "workers": workers,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
         sink_layer=layer,
-        reference=None if arena is None else arena.reference,
+        reference=trials.reference,
         success=SUCCESS,
         thresholds=tuple(thresholds),
         attacks=tuple(attacks),
         clusters=tuple(parts),
-        unfilled=tuple(n for n in lengths if arena is not None and n not in {a.length for a in attacks}),
+        unfilled=tuple(n for n in lengths if n not in {a.length for a in attacks}),
     )
-
-
-def check_attack(lengths: Sequence[int], sequences: int, batch: int, seed: int) -> None:
-    """Refuse numbers that make no attack."""
-    if not lengths or min(lengths) < 2:
-        raise SinkscopeError(f"--length {min(lengths, default=0)}: a cluster attack needs two tokens; give 2 or more")
-    for name, value, least in (("--sequences", sequences, 1), ("--batch", batch, 1), ("--seed", seed, 0)):
-        if value < least:
-            raise SinkscopeError(f"{name} {value}: give {least} or more")
 
 
 @dataclass(frozen=True)
@@ -308,32 +266,32 @@ class _Task:
     heads: Int[Tensor, " row"]
 
 
-def _drawn(arena: Arena, lengths: Sequence[int], sequences: int, seed: int) -> Iterator[_Task]:
+def _drawn(trials: Trials, lengths: Sequence[int], sequences: int, seed: int) -> Iterator[_Task]:
     """What is not searched for: the same sequences in every context."""
     for length in lengths:
-        rows, heads = draw(arena.pools, length, sequences, seed)
+        rows, heads = draw(trials.pools, length, sequences, seed)
         if not len(rows):
             continue
-        random = draw(arena.everyone, length, sequences, seed)
-        for context in arena.contexts:
+        random = draw(trials.everyone, length, sequences, seed)
+        for context in trials.contexts:
             yield _Task(context, "cluster", rows, heads)
             yield _Task(context, "random", *random)
             yield _Task(context, "repeated", repeat(rows), heads)
 
 
-def _searched(arena: Arena, drawn: _Task, count: int, candidates: int, seed: int) -> Iterator[_Task]:
+def _searched(trials: Trials, drawn: _Task, count: int, candidates: int, seed: int) -> Iterator[_Task]:
     """Two searches in the context of `drawn`; the second begins with its sequences."""
     context, rows, heads = drawn.context, drawn.rows[:count], drawn.heads[:count]
 
     def score(ids: Tensor) -> Tensor:
-        return arena.norms(context, ids).clamp(max=1.0)  # beyond BOS's norm nothing is gained
+        return trials.norms(context, ids).clamp(max=1.0)  # beyond BOS's norm nothing is gained
 
-    yield _Task(context, "greedy", *greedy(score, arena.pools, rows.shape[1], count, candidates, seed))
-    yield _Task(context, "coordinate", coordinate(score, rows, heads, arena.pools, candidates, seed), heads)
+    yield _Task(context, "greedy", *greedy(score, trials.pools, rows.shape[1], count, candidates, seed))
+    yield _Task(context, "coordinate", coordinate(score, rows, heads, trials.pools, candidates, seed), heads)
 
 
-def _row(arena: Arena, task: _Task, ratios: Float[Tensor, "row attacked"], thresholds: Sequence[float]) -> AttackRow:
-    tokenizer, rows = arena.made.target.tokenizer, task.rows
+def _row(trials: Trials, task: _Task, ratios: Float[Tensor, "row attacked"], thresholds: Sequence[float]) -> AttackRow:
+    tokenizer, rows = trials.setup.tokenizer, task.rows
     hit = ratios >= SUCCESS
     reached = hit.any(1)
     before = rows.shape[1] - ratios.shape[1]  # tokens of the sequence before the first attacked one
@@ -361,11 +319,11 @@ def _most(hit: Tensor) -> Tensor:
     return hit.float().mean(1) >= 0.5
 
 
-def _by_cluster(arena: Arena, task: _Task, ratios: Float[Tensor, "row attacked"]) -> list[ClusterRate]:
+def _by_cluster(trials: Trials, task: _Task, ratios: Float[Tensor, "row attacked"]) -> list[ClusterRate]:
     found = []
     for head in task.heads.unique().tolist():
         hit = ratios[task.heads == head] >= SUCCESS
-        tokens, length = len(arena.pools[head]), task.rows.shape[1]
+        tokens, length = len(trials.pools[head]), task.rows.shape[1]
         most = wilson(int(_most(hit).sum()), len(hit))
         found.append(ClusterRate(head, tokens, task.context.name, length, len(hit), hit.float().mean().item(), most))
     return found

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.models.open import fingerprint_of
+from sinkscope.figures.vocabulary import clusters as figure
+from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.parallel import check_workers
-from sinkscope.results import Result
-from sinkscope.sinks.attack.chunks import Columns, Opened, hold_layers, in_chunks
 from sinkscope.sinks.attack.single_head import HeadWork, first_direction, later_mean, neuron_at
-from sinkscope.sinks.attack.two_tokens import PairNorms, pairs_of
-from sinkscope.sinks.attack.vocabulary import draw, shown, vocabulary
+from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.locate import Setup, causal_neurons, setup, walk_far_enough
-from sinkscope.sinks.first_token.walk import Progress
+from sinkscope.sinks.first_token.locate import causal_neurons
+from sinkscope.sinks.repetition.sequences import norms_after
 
 EXAMPLES = 12  # tokens shown of a cluster
 LDA_TOKENS = 512  # tokens alone that the discriminant is fitted on
@@ -47,6 +44,31 @@ class LdaSide:
 
     fired: float
     quiet: float
+
+
+@dataclass(frozen=True)
+class PairNorms:
+    """Sequences of two tokens without BOS: does the second one become a sink, as in "Sch Com"?
+
+    Attributes:
+        ids: the tokens, by head.
+        tokens: the same as strings.
+        heads: the head that serves each.
+        norm: norm at the second position over that of the first token, `[first second]`.
+        same_head: share of pairs of one head whose second token reaches the threshold.
+        other_head: share of pairs of two heads.
+        clusters: how many an agglomerative clustering of the norms finds.
+        adjusted_rand: its agreement with the heads: 1 the same clusters, 0 as by chance.
+    """
+
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    heads: tuple[int, ...]
+    norm: tuple[tuple[float, ...], ...]
+    same_head: float | None
+    other_head: float | None
+    clusters: int
+    adjusted_rand: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,19 +103,19 @@ class TokenClusters(Result):
     neuron: tuple[int, ...] | None
     threshold: float
     n_heads: int
-    ids: tuple[int, ...]
-    tokens: tuple[str, ...]
-    head: tuple[int | None, ...]
-    best: tuple[float, ...]
-    sufficing: tuple[int, ...]
-    intact: tuple[float, ...]
-    background: tuple[float, ...]
-    clusters: tuple[HeadCluster, ...]
-    unserved: int
-    silent: int
-    without_heads: int
-    lda: LdaSide | None
-    pairs: PairNorms | None
+    ids: tuple[int, ...] = ()
+    tokens: tuple[str, ...] = ()
+    head: tuple[int | None, ...] = ()
+    best: tuple[float, ...] = ()
+    sufficing: tuple[int, ...] = ()
+    intact: tuple[float, ...] = ()
+    background: tuple[float, ...] = ()
+    clusters: tuple[HeadCluster, ...] = ()
+    unserved: int = 0
+    silent: int = 0
+    without_heads: int = 0
+    lda: LdaSide | None = None
+    pairs: PairNorms | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per head that serves tokens."""
@@ -108,35 +130,35 @@ class TokenClusters(Result):
         mine = [(-b, i) for i, h, b in zip(self.ids, self.head, self.best, strict=True) if h == head]
         return tuple(i for _, i in sorted(mine))
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
+    def conclusion(self) -> str:
+        """How many tokens one head serves, and how many fire with no head."""
         if self.sink_layer is None:
-            return f"{self.model.name}: no attention sink, so no token is marked as first."
+            return "The model has no attention sink, so no token is marked as first."
         if self.neuron is None:
-            return f"{self.model.name}: no single neuron makes the sink in layer {self.sink_layer}; nothing to fire."
-        every, served = len(self.ids), sum(c.tokens for c in self.clusters)
-        lines = [
-            f"{self.model.name}: {every} tokens, each alone at the first position; sink neuron "
-            f"{self.neuron[-1]} of layer {self.sink_layer}, threshold {self.threshold:g} of its usual activation."
-        ]
+            return f"No single neuron makes the sink in layer {self.sink_layer}, so there is nothing to fire."
+        every, served = max(len(self.ids), 1), sum(c.tokens for c in self.clusters)
+        control = f"with every head of layer 0 at its mean, {self.without_heads / every:.1%} fire it all the same"
         if self.without_heads > every / 2:
-            lines.append(
-                f"Not in layer 0: {self.without_heads / every:.1%} of the tokens fire it with every head of layer 0 at "
-                "its mean."
-            )
-        elif not served:
-            lines.append("No single head of layer 0 suffices for any token.")
-        else:
-            several = sum(n > 1 for n in self.sufficing)
-            lines.append(
-                f"{served} are served by a single head ({len(self.clusters)} of {self.n_heads} heads take part), "
-                f"{several} of them by more than one."
-            )
-        lines.append(
-            f"{self.unserved} fire it only by several heads together, {self.without_heads} without any, {self.silent} "
-            "do not fire it at all."
+            return f"The mark is not made in layer 0: {control}."
+        if not served:
+            return f"No single head of layer 0 suffices to fire the sink neuron for any token; {control}."
+        return (
+            f"A single head of layer 0 suffices for {served} of {every} tokens ({len(self.clusters)} of {self.n_heads} "
+            f"heads take part); {control}."
         )
-        if self.lda is not None and served:
+
+    def details(self) -> list[str]:
+        """The neuron, the other tokens, and how two other methods agree."""
+        if self.neuron is None:
+            return []
+        several = sum(n > 1 for n in self.sufficing)
+        lines = [
+            f"Each token stands alone at the first position; sink neuron {self.neuron[-1]} of layer {self.sink_layer}, "
+            f"threshold {self.threshold:g} of its usual activation.",
+            f"{several} tokens are served by more than one head; {self.unserved} fire it only by several heads "
+            f"together, {self.without_heads} without any, {self.silent} do not fire it at all.",
+        ]
+        if self.lda is not None and self.clusters:
             lines.append(
                 f"A linear discriminant puts {self.lda.fired:.1%} of what fires on the side of first positions, and "
                 f"{self.lda.quiet:.1%} of what does not."
@@ -149,205 +171,85 @@ class TokenClusters(Result):
                 f"Two tokens without BOS: the second is a sink in {rate}; clusters of those norms: {p.clusters}, "
                 f"adjusted Rand index {p.adjusted_rand:.2f}."
             )
-        return "\n".join(lines)
+        return lines
 
 
+@measurement(
+    group="Repetition", figure=figure, command="clusters", quick={"tokens": ["the", "of", "and"]}, check=refuse_workers
+)
 def token_clusters(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
     tokens: Sequence[str] | None = None,
-    threshold: float = 0.5,
-    sample: int = 64,
-    batch_size: int = 2048,
-    texts: int = 4,
-    seed: int = 0,
-    workers: int = 1,
-    resume: str | Path | None = None,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    threshold: Annotated[float, Option(min=0.001, max=1)] = 0.5,
+    sample: Count = 64,
+    batch_size: Positive = 2048,
+    workers: Positive = 1,
+    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
 ) -> TokenClusters:
-    """For every token: which single head of layer 0 suffices to fire the sink neuron when the token stands first.
+    """Find for every token the single head of layer 0 that suffices to fire the sink neuron when it stands first.
 
     All other heads are held at their mean over later positions of natural text. Two controls go with it: nothing
-    replaced, and every head at its mean; where the latter fires, the mark is not made in layer 0.
+    replaced, and every head at its mean; where the latter fires, the mark is not made in layer 0. The tokens stand
+    alone, without BOS (Yona et al. 2025, section 5.2 and appendix B).
 
     Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
-        tokenizer: for live models that carry none.
-        bos: begin natural text with BOS; None: where the tokenizer has one. The tokens themselves stand alone.
-        text: file of typical text; None: the neutral text that ships.
-        tokens: strings, one token each; None: the whole vocabulary.
-        threshold: share of the sink neuron's usual activation from which it fires.
-        sample: tokens whose pairs are measured; 0: none.
-        batch_size: rows per pass; a token takes (heads + 2) of them.
-        texts: pieces of 64 tokens of typical text.
-        seed: of the sample.
-        workers: processes; more than one run over Ray.
-        resume: folder for finished chunks; a run that was ended goes on from there with the same table.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name; None: float32 on a CPU, else bfloat16.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
+        tokens: Token to measure. By default the whole vocabulary.
+        threshold: Share of the sink neuron's usual activation from which it fires.
+        sample: Tokens whose pairs are measured; 0 measures none.
+        batch_size: Rows in a pass; a token takes two more than there are heads.
+        workers: Processes; more than one run over Ray.
+        resume: Keep finished parts in this folder, and go on from those that are there.
     """
-    _check(threshold, sample, batch_size, seed)
-    check_workers(workers)
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "revision": revision,
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
-    made, layer, neurons = sink_of(setup(model, bos=bos, text=text, texts=texts, seed=seed, **options))
-    return clusters_of(
-        made,
-        layer,
-        neurons,
-        Opened(model, made.target, options),
-        vocabulary(made.target, tokens),
-        threshold,
-        sample,
-        batch_size,
-        workers,
-        resume,
-        progress,
-        {
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "texts": len(made.ids),
-            "tokens": None if tokens is None else list(tokens),
-            "threshold": threshold,
-            "sample": sample,
-            "batch_size": batch_size,
-            "seed": seed,
-            "revision": revision,
-            "workers": workers,
-        },
-    )
-
-
-def sink_of(made: Setup) -> tuple[Setup, int | None, tuple[Neuron, ...]]:
-    """Sink layer and causal neurons, and the setup with as many layers open as that takes."""
-    made, seen = walk_far_enough(made, whole=made.target.resident)
-    layer = seen.sink_layer()
-    return made, layer, () if layer is None else causal_neurons(made, layer)[1]
+    ids = vocabulary(setup.target, tokens)
+    layer, neurons = causal_neurons(setup)
+    return clusters_of(setup, layer, neurons, ids, threshold, sample, batch_size, workers, resume)
 
 
 def clusters_of(
-    made: Setup,
+    setup: Setup,
     layer: int | None,
     neurons: tuple[Neuron, ...],
-    opened: Opened,
     ids: list[int],
-    threshold: float,
-    sample: int,
-    batch_size: int,
-    workers: int,
-    resume: str | Path | None,
-    progress: Progress | None,
-    settings: dict[str, Any],
+    threshold: float = 0.5,
+    sample: int = 0,
+    batch_size: int = 2048,
+    workers: int = 1,
+    resume: str | Path | None = None,
 ) -> TokenClusters:
-    """`token_clusters` of a model that is open already and whose sink is known."""
-    target = made.target
-    site = None if not neurons else max(neurons, key=lambda n: n.contribution_norm)
-    columns: Columns = {}
-    lda = pairs = None
-    if layer is not None and site is not None:
-        hold_layers(target, layer)
-        flat = site.neuron + (site.expert or 0) * target.d_mlp
-        reference = float(neuron_at(target, layer, flat, made.ids[:, :1]).median())
-        some = draw(vocabulary(target, None), LDA_TOKENS, made.seed)  # the few of --token would make no plane
-        work = HeadWork(
-            layer, flat, reference, threshold, later_mean(target, made.ids), *first_direction(target, made.ids, some)
-        )
-        columns = in_chunks(
-            opened,
-            work,
-            ids,
-            what="tokens x heads",
-            size=max(1, batch_size // (target.n_heads + 2)),
-            workers=workers,
-            resume=resume,
-            settings=table_settings(made) | {"threshold": threshold, "site": site.site},
-            progress=progress,
-        )
-        lda = _lda(columns, len(ids) * target.n_heads)
-    counted = _assign(columns, threshold)
-    if layer is not None and sample:
-        pairs = pairs_of(made, layer, ids, counted["head"], threshold, sample, batch_size)
-    names = shown(target, ids) if columns else ()
-    return TokenClusters(
-        model=made.info(),
-        settings=settings,
-        provenance=made.provenance(),
-        sink_layer=layer,
-        neuron=None if site is None else site.site,
-        threshold=threshold,
-        n_heads=target.n_heads,
-        ids=tuple(ids) if columns else (),
-        tokens=names,
-        head=tuple(counted["head"]),
-        best=tuple(columns.get("best", ())),
-        sufficing=tuple(columns.get("sufficing", ())),
-        intact=tuple(columns.get("intact", ())),
-        background=tuple(columns.get("background", ())),
-        clusters=_clusters(names, counted["head"], columns.get("best", [])),
-        unserved=counted["unserved"],
-        silent=counted["silent"],
-        without_heads=counted["without_heads"],
-        lda=lda,
-        pairs=pairs,
+    """`token_clusters` of a model whose sink is known."""
+    target = setup.target
+    empty: dict[str, Any] = {"sink_layer": layer, "threshold": threshold, "n_heads": target.n_heads}
+    if layer is None or not neurons:
+        return TokenClusters(neuron=None, **empty)
+    site = max(neurons, key=lambda n: n.contribution_norm)
+    flat = site.neuron + (site.expert or 0) * target.d_mlp
+    hold_layers(target, layer)
+    reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
+    some = draw(vocabulary(target, None), LDA_TOKENS, setup.seed)  # the few of --token would make no plane
+    direction = first_direction(target, setup.ids, some)
+    columns = in_chunks(
+        setup,
+        HeadWork(layer, flat, reference, threshold, later_mean(target, setup.ids), *direction),
+        ids,
+        what="tokens x heads",
+        size=max(1, batch_size // (target.n_heads + 2)),
+        workers=workers,
+        resume=resume,
+        settings={"threshold": threshold, "site": site.site},
     )
-
-
-def table_settings(made: Setup) -> dict[str, Any]:
-    """What of a setup decides a table over the vocabulary: the model, the text, BOS, the seed."""
-    return {
-        "model": fingerprint_of(made.target),
-        "weights": _some_weights(made.target),
-        "dtype": str(made.target.dtype),
-        "bos": made.bos,
-        "seed": made.seed,
-        "text": hashlib.sha256(made.text.encode()).hexdigest()[:16],
-        "texts": len(made.ids),
-    }
-
-
-@torch.no_grad()
-def _some_weights(target: Target) -> str:
-    """Digest of a few weights of each layer in memory (of the first, where layers are read from disk).
-
-    It tells apart what has the same fingerprint: models that differ in their weights only.
-    """
-    parts = [target.embedding(torch.arange(0, int(target.config.vocab_size), 97, device=target.device))]
-    for layer in range(target.n_layers if target.resident else 1):
-        with target.loaded(layer):
-            parts.append(target.w_out(layer, list(range(8)), 0 if target.is_mixture(layer) else None))
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _check(threshold: float, sample: int, batch_size: int, seed: int) -> None:
-    if not 0 < threshold <= 1:
-        raise SinkscopeError(f"--threshold {threshold}: a share of the usual activation; give more than 0, at most 1")
-    if sample < 0:
-        raise SinkscopeError(f"--sample {sample} is negative; give 0 (no pairs) or more")
-    if batch_size < 1:
-        raise SinkscopeError(f"--batch-size {batch_size}: at least one row is needed; give 1 or more")
-    if seed < 0:
-        raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
+    counted, names = _assign(columns, threshold), shown(target, ids)
+    return TokenClusters(
+        neuron=site.site,
+        ids=tuple(ids),
+        tokens=names,
+        **{name: tuple(columns[name]) for name in ("best", "sufficing", "intact", "background")},
+        clusters=_clusters(names, counted["head"], columns["best"]),
+        **counted,
+        lda=_lda(columns, len(ids) * target.n_heads),
+        pairs=pairs_of(setup, layer, ids, counted["head"], threshold, sample, batch_size) if sample else None,
+        **empty,
+    )
 
 
 def _assign(columns: Columns, threshold: float) -> dict[str, Any]:
@@ -355,17 +257,17 @@ def _assign(columns: Columns, threshold: float) -> dict[str, Any]:
     heads: list[int | None] = []
     counts = {"unserved": 0, "silent": 0, "without_heads": 0}
     names = ("head", "sufficing", "intact", "background")
-    for head, enough, intact, background in zip(*(columns.get(n, []) for n in names), strict=True):
+    for head, enough, intact, background in zip(*(columns[n] for n in names), strict=True):
         served = enough > 0 and background < threshold
         heads.append(head if served else None)
         if background >= threshold:
             counts["without_heads"] += 1
         elif not served:
             counts["unserved" if intact >= threshold else "silent"] += 1
-    return {"head": heads, **counts}
+    return {"head": tuple(heads), **counts}
 
 
-def _clusters(names: Sequence[str], heads: list[int | None], best: list[float]) -> tuple[HeadCluster, ...]:
+def _clusters(names: Sequence[str], heads: Sequence[int | None], best: list[float]) -> tuple[HeadCluster, ...]:
     of: dict[int, list[tuple[float, int]]] = {}
     for i, head in enumerate(heads):
         if head is not None:
@@ -381,3 +283,62 @@ def _lda(columns: Columns, every: int) -> LdaSide | None:
     if not 0 < fired < every:
         return None
     return LdaSide(sum(columns["lda_fired"]) / fired, sum(columns["lda_quiet"]) / (every - fired))
+
+
+def pairs_of(
+    setup: Setup,
+    layer: int,
+    ids: list[int],
+    heads: Sequence[int | None],
+    threshold: float,
+    sample: int,
+    batch_size: int,
+) -> PairNorms | None:
+    """Norms of two-token sequences of a sample of served tokens, and their clustering."""
+    from sklearn.cluster import AgglomerativeClustering
+    from sklearn.metrics import adjusted_rand_score
+
+    served = {token: head for token, head in zip(ids, heads, strict=False) if head is not None}
+    picked = sorted(draw(list(served), sample, setup.seed), key=lambda token: (served[token], token))
+    if len(picked) < 2:
+        return None
+    norm = pair_norms(setup.target, layer, picked, setup.ids[:, :1], batch_size)
+    head = torch.tensor([served[token] for token in picked])
+    same = head[:, None] == head
+    same_pairs = same & ~torch.eye(len(head), dtype=torch.bool)
+    near = torch.minimum(norm, norm.T).clamp(0, 1)
+    # No number of clusters is given: they grow while their tokens make sinks of each other, on average.
+    how: dict[str, Any] = {"n_clusters": None, "metric": "precomputed", "linkage": "average"}
+    found: Any = AgglomerativeClustering(**how, distance_threshold=1 - threshold)
+    labels = found.fit_predict((1 - near).fill_diagonal_(0).double().numpy())
+    return PairNorms(
+        ids=tuple(picked),
+        tokens=shown(setup.target, picked),
+        heads=tuple(head.tolist()),
+        norm=tuple(tuple(round(v, 4) for v in row) for row in norm.tolist()),
+        same_head=_share(norm[same_pairs] >= threshold),
+        other_head=_share(norm[~same] >= threshold),
+        clusters=int(labels.max()) + 1,
+        adjusted_rand=float(adjusted_rand_score(head.numpy(), labels)),
+    )
+
+
+def pair_norms(
+    target: Target, layer: int, tokens: list[int], first: Int[Tensor, "row 1"], batch_size: int
+) -> Float[Tensor, "token token"]:
+    """Norm at the second of two tokens after `layer`, over the norm of the first tokens of natural text.
+
+    Args:
+        target: the model.
+        layer: the sink layer.
+        tokens: every ordered pair of them is a sequence, without BOS.
+        first: first tokens of natural text, `[row 1]`.
+        batch_size: rows per pass.
+    """
+    ids = torch.tensor(tokens)
+    pairs = norms_after(target, layer, torch.cartesian_prod(ids, ids), batch_size)[:, -1]
+    return pairs.view(len(ids), len(ids)) / norms_after(target, layer, first).median()
+
+
+def _share(hits: Tensor) -> float | None:
+    return float(hits.float().mean()) if len(hits) else None

@@ -5,28 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope._rate import Rate, wilson
 from sinkscope.errors import SinkscopeError
+from sinkscope.figures.vocabulary import detection as figure
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import NeuronGroup
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sink_detector import SinkDetector
+from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.results import Result
-from sinkscope.sinks.attack.attack import LENGTHS, SUCCESS, check_attack
-from sinkscope.sinks.attack.attempts import Arena, Context, make_arena
-from sinkscope.sinks.attack.chunks import Opened
-from sinkscope.sinks.attack.clusters import sink_of
+from sinkscope.rate import Rate, wilson
+from sinkscope.sinks.attack.attack import SUCCESS, refuse_no_lengths
 from sinkscope.sinks.attack.sequences import draw, repeat
+from sinkscope.sinks.attack.trials import Context, Trials, make_trials
 from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.locate import Progress, Setup, setup
+from sinkscope.sinks.first_token.locate import causal_neurons
 from sinkscope.text import text_rows
 from sinkscope.text.harmless import honest_repetition, source_code
 
@@ -91,11 +89,11 @@ class AttackDetection(Result):
     percent: ClassVar[tuple[str, ...]] = ("detected", "detected_here", "false_alarms")
 
     sink_layer: int | None
-    sites: tuple[tuple[int, ...], ...]
-    levels: tuple[float, ...]
+    sites: tuple[tuple[int, ...], ...] = ()
+    levels: tuple[float, ...] = ()
     threshold: float
     false_rates: tuple[float, ...]
-    detections: tuple[DetectRow, ...]
+    detections: tuple[DetectRow, ...] = ()
 
     def detector(self, hits: int = 2, window: int = 4, threshold: float | None = None) -> SinkDetector:
         """The detector that was measured, to be entered on a model.
@@ -117,43 +115,51 @@ class AttackDetection(Result):
     def rows(self) -> list[dict[str, Any]]:
         """One row per context, length, attack, harmless text and rule."""
         return [
-            {
-                "context": d.context,
-                "length": d.length,
-                "attack": d.attack,
-                "harmless": d.harmless,
-                "rule": f"{d.hits} of {d.window}",
-                "attacks": d.attacks,
-                "pieces": d.harmless_pieces,
-                "auroc": d.auroc,
-                "detected": d.detected,
-                "cut": d.cut,
-                "detected_here": None if d.detected_here is None else d.detected_here.share,
-                "false_alarms": d.false_alarms.share,
-            }
+            {name: getattr(d, name) for name in ("context", "length", "attack", "harmless")}
+            | {"rule": f"{d.hits} of {d.window}", "attacks": d.attacks, "pieces": d.harmless_pieces}
+            | {name: getattr(d, name) for name in ("auroc", "detected", "cut")}
+            | {"detected_here": d.detected_here and d.detected_here.share, "false_alarms": d.false_alarms.share}
             for d in self.detections
         ]
 
-    def summary(self) -> str:
-        """What is watched, and how well it separates."""
+    def conclusion(self) -> str:
+        """How well the best rule detects, beside its false alarms."""
         if self.sink_layer is None:
-            return f"{self.model.name} has no sink, so there is nothing to detect"
+            return "The model has no sink, so there is nothing to detect."
+        best = max((b for b in self._best().values() if b is not None), key=_merit, default=None)
+        if best is None:
+            return "No cluster attack made a sink, so there is nothing to detect."
+        return f"At best, {_said(best)} (sequences of {best.length} tokens, context {best.context})."
+
+    def details(self) -> list[str]:
+        """What is watched, and how well it separates in each context and length."""
+        if not self.sites:
+            return []
         names = ", ".join(map(str, self.sites))
-        lines = [
-            f"{self.model.name}: watching {names}; a position counts from {self.threshold:g} of a first token's value"
-        ]
+        lines = [f"Watched: {names}; a position counts from {self.threshold:g} of a first token's value."]
+        for (context, length), best in self._best().items():
+            said = "no cluster attack made a sink" if best is None else _said(best)
+            lines.append(f"{context}, {length} tokens: {said}.")
+        return lines
+
+    def _best(self) -> dict[tuple[str, int], DetectRow | None]:
+        """The rule that detects most cluster attacks against all harmless text, by context and length."""
         ours = [d for d in self.detections if d.attack == "cluster" and d.harmless in ("all", self.only_harmless)]
-        for place in dict.fromkeys((d.context, d.length) for d in ours):
-            here = [d for d in ours if (d.context, d.length) == place and d.detected is not None]
-            best = max(here, key=lambda d: (d.detected, d.auroc), default=None)
-            said = "no cluster attack made a sink"
-            if best is not None:
-                said = (
-                    f"{best.attacks} of {best.tried} cluster attacks made a sink; {best.hits} of {best.window} detects "
-                    f"{best.detected:.1%} of them at {FALSE_ALARMS:.0%} false alarms, AUROC {best.auroc:.4f}"
-                )
-            lines.append(f"{place[0]}, {place[1]} tokens: {said}")
-        return "\n".join(lines)
+        places: dict[tuple[str, int], list[DetectRow]] = {}
+        for d in ours:
+            places.setdefault((d.context, d.length), []).extend([d] if d.detected is not None else [])
+        return {place: max(here, key=_merit, default=None) for place, here in places.items()}
+
+
+def _merit(row: DetectRow) -> tuple[float, float]:
+    return row.detected or 0.0, row.auroc or 0.0
+
+
+def _said(row: DetectRow) -> str:
+    return (
+        f"{row.attacks} of {row.tried} cluster attacks made a sink, and the rule {row.hits} of {row.window} detects "
+        f"{row.detected:.1%} of them at {FALSE_ALARMS:.0%} false alarms, AUROC {row.auroc:.4f}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,186 +187,135 @@ def neuron_values(
     return torch.cat(recorder.into)
 
 
-def make_detector(made: Setup, neurons: Sequence[Neuron], threshold: float = 0.5) -> SinkDetector:
+def make_detector(setup: Setup, neurons: Sequence[Neuron], threshold: float = 0.5) -> SinkDetector:
     """A detector for sink neurons, calibrated on the first tokens of the typical text.
 
     Neurons of one expert only: those of the one that writes most.
     """
     sites = [n.site for n in neurons if n.expert == neurons[0].expert]
-    levels = neuron_values(made.target, sites, made.ids[:, :1], len(made.ids))[:, 0].median(0).values
+    levels = neuron_values(setup.target, sites, setup.ids[:, :1], len(setup.ids))[:, 0].median(0).values
     return SinkDetector(sites=sites, levels=levels.tolist(), threshold=threshold)
 
 
+@measurement(
+    group="Repetition",
+    figure=figure,
+    command="attack",
+    flag="detect",
+    quick={"lengths": [8], "sequences": 6, "prefix": ""},
+    check=refuse_no_lengths,
+)
 def detect_attack(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    clusters: Mapping[int, Sequence[int]] | None = None,
-    lengths: Sequence[int] = LENGTHS,
-    sequences: int = 1000,
-    harmless: Mapping[str, str] | None = None,
-    rules: Sequence[tuple[int, int]] = RULES,
-    threshold: float = 0.5,
+    clusters: Hidden = None,
+    lengths: Sequence[Annotated[int, Option(min=2)]] = (8, 32, 128),
+    sequences: Positive = 1000,
+    harmless: Hidden = None,
+    rules: Hidden = RULES,
+    threshold: Annotated[float, Option(hidden=True)] = 0.5,
     bos: bool | None = None,
     prefix: str | None = None,
-    text: str | Path | None = None,
-    seed: int = 0,
-    batch: int = 64,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
 ) -> AttackDetection:
-    """Measure `SinkDetector`: cluster attacks and repeated tokens against text, code and honest repetition.
+    """Measure how well sink neurons give the attack away: `SinkDetector` against text, code and honest repetition.
 
     What a rule says of a sequence is the largest score at which it would raise the alarm somewhere, so one pass gives
     the whole curve. Positives are the attacks that made a sink at some position (norm >= half of BOS's); negatives are
-    pieces of the same length in the same context.
+    pieces of the same length in the same context. A model without a sink is an answer: `sink_layer` is None.
 
     Args:
-        model: as in `find_sinks`.
-        tokenizer: for live models that carry none.
-        clusters: head -> token ids; None: `token_clusters` finds them.
-        lengths: tokens of a sequence.
-        sequences: attacks of each kind, and at most as many pieces of each harmless text.
-        harmless: name -> text; None: the typical text, source code of Python's library, tables and songs.
+        clusters: Head -> token ids; None: `token_clusters` finds them.
+        lengths: Tokens of a sequence.
+        sequences: Attacks of each kind, and at most as many pieces of each harmless text.
+        harmless: Name -> text; None: the typical text, source code of Python's library, tables and songs.
         rules: (hits, window) of the running rule.
-        threshold: score that counts by default.
-        bos: True: only with BOS, False: only without, None: both.
-        prefix: as in `cluster_attack`.
-        text: file of typical text; None: the neutral text that ships.
-        seed: of the draws.
-        batch: sequences of one pass.
-        revision: of a hub id.
-        dtype: as in `find_sinks`.
-        device: as in `find_sinks`.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    A model without a sink is an answer: `sink_layer` is None.
-
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
+        threshold: Score that counts by default.
+        bos: Try the attack only with BOS, or only without. By default it is tried both ways.
+        prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
+            template, or of a plain chat.
+        batch: Sequences in a pass.
     """
-    check_attack(lengths, sequences, batch, seed)
     if not rules:
         raise SinkscopeError("rules: none is given; give pairs of hits and window, such as (2, 4)")
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "revision": revision,
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
-    made, layer, neurons = sink_of(setup(model, bos=bos or None, text=text, seed=seed, **options))
-    detector, found = None, list[DetectRow]()
+    layer, neurons = causal_neurons(setup)
     lengths = sorted(set(lengths))
-    if layer is not None and neurons:
-        detector = make_detector(made, neurons, threshold)
-        for hits, window in rules:
-            replace(detector, hits=hits, window=window)  # refuses what is no rule
-        arena = make_arena(
-            made,
-            Opened(model, made.target, options),
-            (layer, neurons),
-            bos=bos,
-            prefix=prefix,
-            clusters=clusters,
-            lengths=lengths,
-            batch=batch,
-            progress=progress,
-        )
-        if harmless is None:
-            harmless = {"text": made.text, "code": source_code(), "repetition": honest_repetition(seed=seed)}
-        done, total = 0, len(lengths) * len(arena.contexts)
-        for length in lengths:
-            pieces = _pieces(made, harmless, length, sequences)
-            drawn, _ = draw(arena.pools, length, sequences, seed)
-            for context in arena.contexts:
-                if len(drawn):
-                    found += _compare(arena, context, detector, drawn, pieces, rules)
-                done += 1
-                if progress is not None:
-                    progress("detection", done, total)
+    setup.record(
+        lengths=lengths,
+        rules=[list(rule) for rule in rules],
+        harmless=None if harmless is None else list(harmless),
+        clusters="given" if clusters is not None else "token_clusters",
+    )
+    if layer is None or not neurons:
+        return AttackDetection(sink_layer=layer, threshold=threshold, false_rates=FALSE_RATES)
+    texts: Mapping[str, str] = harmless or {
+        "text": setup.text,
+        "code": source_code(),
+        "repetition": honest_repetition(seed=setup.seed),
+    }
+    setup.record(harmless=list(texts))
+    detector = make_detector(setup, neurons, threshold)
+    for hits, window in rules:
+        replace(detector, hits=hits, window=window)  # refuses what is no rule
+    trials = make_trials(setup, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch)
+    found = list[DetectRow]()
+    for done, length in enumerate(lengths):
+        pieces = {name: text_rows(setup.tokenizer, text, sequences, length, None) for name, text in texts.items()}
+        drawn, _ = draw(trials.pools, length, sequences, setup.seed)
+        for i, context in enumerate(trials.contexts, 1):
+            if len(drawn):
+                found += _compare(trials, context, detector, drawn, pieces, rules)
+            setup.progress("detection", done * len(trials.contexts) + i, len(lengths) * len(trials.contexts))
     return AttackDetection(
-        model=made.info(),
-        settings={
-            "lengths": list(lengths),
-            "sequences": sequences,
-            "rules": [list(r) for r in rules],
-            "bos": bos,
-            "harmless": None if harmless is None else list(harmless),
-            "prefix": prefix,
-            "seed": seed,
-            "batch": batch,
-            "text": None if text is None else Path(text).name,
-            "revision": revision,
-            "clusters": "given" if clusters is not None else "token_clusters",
-        },
-        provenance=made.provenance(),
         sink_layer=layer,
-        sites=() if detector is None else tuple(tuple(n for n in s if n is not None) for s in detector_sites(detector)),
-        levels=() if detector is None else tuple(detector.levels),
+        sites=tuple(site.numbers for site in detector.checked_sites),
+        levels=tuple(detector.levels),
         threshold=threshold,
         false_rates=FALSE_RATES,
         detections=tuple(found),
     )
 
 
-def detector_sites(detector: SinkDetector) -> list[tuple[int, ...]]:
-    """Sites as interventions take them."""
-    sites = detector.checked_sites
-    return [(s.layer, s.neuron) if s.expert is None else (s.layer, s.expert, s.neuron) for s in sites]
-
-
-def _pieces(made: Setup, harmless: Mapping[str, str], length: int, count: int) -> dict[str, Tensor]:
-    return {name: text_rows(made.target.tokenizer, text, count, length, None) for name, text in harmless.items()}
-
-
 def _compare(
-    arena: Arena,
+    trials: Trials,
     context: Context,
     detector: SinkDetector,
     drawn: Int[Tensor, "row pos"],
     pieces: Mapping[str, Tensor],
     rules: Sequence[tuple[int, int]],
 ) -> list[DetectRow]:
-    quiet = {name: _measure(arena, context, detector, rows)[0] for name, rows in pieces.items()}
+    quiet = {name: _measure(trials, context, detector, rows)[0] for name, rows in pieces.items()}
     if len(quiet) > 1:
         quiet["all"] = torch.cat(list(quiet.values()))
     found = []
     for attack, rows in (("cluster", drawn), ("repeated", repeat(drawn))):
-        scores, norms = _measure(arena, context, detector, rows)
+        scores, norms = _measure(trials, context, detector, rows)
         made_a_sink = (norms >= SUCCESS).any(1)
         for name, of_text in quiet.items():
             for hits, window in rules:
                 if hits > scores.shape[1]:
                     continue
                 loud, low = peak(scores, hits, window)[made_a_sink], peak(of_text, hits, window)
-                found.append(
-                    _row(
-                        context.name,
-                        drawn.shape[1],
-                        attack,
-                        name,
-                        (hits, window),
-                        len(rows),
-                        loud,
-                        low,
-                        detector.threshold,
-                    )
-                )
+                what = {
+                    "context": context.name,
+                    "length": drawn.shape[1],
+                    "attack": attack,
+                    "harmless": name,
+                    "hits": hits,
+                    "window": window,
+                    "tried": len(rows),
+                }
+                found.append(_row(what, loud, low, detector.threshold))
     return found
 
 
 def _measure(
-    arena: Arena, context: Context, detector: SinkDetector, rows: Int[Tensor, "row pos"]
+    trials: Trials, context: Context, detector: SinkDetector, rows: Int[Tensor, "row pos"]
 ) -> tuple[Float[Tensor, "row attacked"], Float[Tensor, "row attacked"]]:
     """Scores and norms at the positions of a sequence that the rule sees, from the same passes."""
     recorder = _Recorder(sites=detector.sites, levels=detector.levels)
-    with recorder.on(arena.made.target):
-        norms = arena.norms(context, rows)
+    with recorder.on(trials.setup.target):
+        norms = trials.norms(context, rows)
     return detector.scores(torch.cat(recorder.into))[:, max(len(context.lead), 1) :], norms
 
 
@@ -371,41 +326,21 @@ def peak(scores: Float[Tensor, "row pos"], hits: int, window: int) -> Float[Tens
 
 
 def _row(
-    context: str,
-    length: int,
-    attack: str,
-    harmless: str,
-    rule: tuple[int, int],
-    tried: int,
-    loud: Float[Tensor, " attack"],
-    quiet: Float[Tensor, " piece"],
-    threshold: float,
+    what: dict[str, Any], loud: Float[Tensor, " attack"], quiet: Float[Tensor, " piece"], threshold: float
 ) -> DetectRow:
-    auroc = detected = cut = here = None
-    roc: tuple[float, ...] = ()
-    if len(loud):
-        auroc = area(loud, quiet)
-        cut = cut_at(quiet, FALSE_ALARMS)
-        detected = (loud > cut).float().mean().item()
-        here = wilson(int((loud >= threshold).sum()), len(loud))
-        roc = tuple((loud > cut_at(quiet, rate)).float().mean().item() for rate in FALSE_RATES)
-    alarms = wilson(int((quiet >= threshold).sum()), len(quiet))
-    finite = None if cut is None or not math.isfinite(cut) else cut
+    """The row of a rule from the scores of attacks and of harmless pieces; `what` are its other fields."""
+    cut = cut_at(quiet, FALSE_ALARMS)
+    some = len(loud) > 0
     return DetectRow(
-        context,
-        length,
-        attack,
-        harmless,
-        *rule,
-        len(loud),
-        tried,
-        len(quiet),
-        auroc,
-        detected,
-        finite,
-        here,
-        alarms,
-        roc,
+        **what,
+        attacks=len(loud),
+        harmless_pieces=len(quiet),
+        auroc=area(loud, quiet) if some else None,
+        detected=(loud > cut).float().mean().item() if some else None,
+        cut=cut if some and math.isfinite(cut) else None,
+        detected_here=wilson(int((loud >= threshold).sum()), len(loud)) if some else None,
+        false_alarms=wilson(int((quiet >= threshold).sum()), len(quiet)),
+        roc=tuple((loud > cut_at(quiet, rate)).float().mean().item() for rate in FALSE_RATES) if some else (),
     )
 
 

@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.attack.chunks import Columns
+from sinkscope.sinks.attack.vocabulary import Columns
 from sinkscope.sinks.first_token.around_sink import view_layer
+from sinkscope.trace.run import trace
 
 _BEFORE = 16  # tokens of text before a token that stands at a later position
 
@@ -81,67 +82,40 @@ class HeadWork:
             mean = self.mean.to(z)
             return (torch.where(keep.to(z.device), z, mean).view_as(args[0]), *args[1:]), kwargs
 
-        after = AfterAttention(target)
-        with target.hooks((target.sub(0, target.adapter.o), "pre", edit), *after.hooks()):
+        after: list[Tensor] = []
+        with target.hooks((target.sub(0, target.adapter.o), "pre", edit), *after_attention(target, after)):
             post = neuron_at(target, self.layer, self.neuron, ids)
-        side = after.value()[:, 0].float() @ self.direction.to(target.device) + self.offset > 0
+        side = after[0][:, 0].float() @ self.direction.to(target.device) + self.offset > 0
         return (post / self.reference).view(len(items), ways).cpu(), side.view(len(items), ways)[:, 2:].cpu()
 
 
-class AfterAttention:
-    """Hooks that collect the residual stream after the attention of layer 0 (also where the MLP runs beside it)."""
+def after_attention(target: Target, kept: list[Tensor]) -> list[tuple[Any, str, Any]]:
+    """Hooks that add to `kept` the stream after the attention of layer 0 (also where the MLP runs beside it)."""
+    before: list[Tensor] = []
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._before: Tensor | None = None
-        self._added: Tensor | None = None
+    def keep_before(_m: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        before.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
 
-    def hooks(self) -> list[tuple[Any, str, Any]]:
-        """For `Target.hooks`."""
-        adapter = self._target.adapter
-        added = self._target.sub(0, adapter.post_attn_norm or adapter.attn)
-        return [(self._target.layers[0], "pre", self._keep_before), (added, "post", self._keep_added)]
+    def keep_after(_m: object, _a: object, _k: object, out: Any) -> None:
+        stream = before.pop()
+        kept.append(stream + first_tensor(out).detach().view_as(stream))
 
-    def value(self) -> Float[Tensor, "batch pos d_model"]:
-        """What was seen in the last pass."""
-        assert self._before is not None and self._added is not None
-        return self._before + self._added
-
-    def _keep_before(self, _m: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._before = (args[0] if args else kwargs["hidden_states"]).detach().clone()
-
-    def _keep_added(self, _m: object, _a: object, _k: object, out: Any) -> None:
-        self._added = first_tensor(out).detach().view_as(self._before)  # type: ignore[arg-type]
+    added = target.sub(0, target.adapter.post_attn_norm or target.adapter.attn)
+    return [(target.layers[0], "pre", keep_before), (added, "post", keep_after)]
 
 
-@torch.no_grad()
 def neuron_at(target: Target, layer: int, neuron: int, ids: Int[Tensor, "row pos"]) -> Float[Tensor, " row_pos"]:
     """`hook_post` of one neuron at every position, from a pass that ends there."""
     if target.is_mixture(layer):
         return view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post[:, neuron]
-    kept: list[Tensor] = []
-
-    def keep(_m: object, args: tuple[Tensor, ...], _k: object) -> None:
-        kept.append(args[0].reshape(-1, args[0].shape[-1])[:, neuron].detach().float())
-        target.stop()
-
-    with target.hooks((target.sub(layer, target.adapter.down), "pre", keep)):
-        target.forward(ids)
-    return kept[0]
+    site = f"blocks.{layer}.mlp.hook_post"
+    return trace(target, ids, [site], lambda post: post[..., neuron].float())[site].flatten()
 
 
-@torch.no_grad()
 def later_mean(target: Target, ids: Int[Tensor, "row pos"]) -> Float[Tensor, " d_heads"]:
     """Mean of layer 0's `hook_z` over the later positions of a text, heads side by side."""
-    kept: list[Tensor] = []
-
-    def keep(_m: object, args: tuple[Tensor, ...], _k: object) -> None:
-        kept.append(args[0].detach().view(*ids.shape, -1)[:, 1:].float().mean((0, 1)).cpu())
-        target.stop()
-
-    with target.hooks((target.sub(0, target.adapter.o), "pre", keep)):
-        target.forward(ids)
-    return kept[0]
+    site = "blocks.0.attn.hook_z"
+    return trace(target, ids, [site], lambda z: z[:, 1:].flatten(2).float().mean((0, 1)))[site]
 
 
 @torch.no_grad()
@@ -162,12 +136,12 @@ def first_direction(
 
     every = torch.tensor(tokens)[:, None]
     before = ids[torch.arange(len(every)) % len(ids), :_BEFORE]
-    parts = []
+    parts: list[Tensor] = []
     for rows in (*every.split(batch), *torch.cat([before, every], 1).split(batch)):
-        after = AfterAttention(target)
-        with target.hooks(*after.hooks(), (target.layers[0], "post", lambda *_: target.stop())):
+        after: list[Tensor] = []
+        with target.hooks(*after_attention(target, after), (target.layers[0], "post", lambda *_: target.stop())):
             target.forward(rows)
-        parts.append(after.value()[:, -1].float().cpu())
+        parts.append(after[0][:, -1].float().cpu())
     labels = torch.arange(2).repeat_interleave(len(every))
     fitted: Any = LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto")
     fitted.fit(torch.cat(parts).numpy(), 1 - labels.numpy())

@@ -1,13 +1,28 @@
-"""The tokens of a vocabulary: which there are, and how they are shown."""
+"""The tokens of a vocabulary, and work on many items in chunks: in one process or several (Ray), and resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from sinkscope.errors import UnsupportedError
+from sinkscope.measure import Setup
+from sinkscope.models.open import PartTarget, fingerprint_of, open_target
+from sinkscope.models.stream import StreamTarget
 from sinkscope.models.target import Target
+from sinkscope.parallel import Pool, Tally, check_workers, finish
 from sinkscope.sinks.first_token.tokens import single_token
+from sinkscope.store import Folder, Keyed
+
+Columns = dict[str, list[Any]]
+"""What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""
 
 
 def vocabulary(target: Target, strings: Sequence[str] | None) -> list[int]:
@@ -34,3 +49,157 @@ def draw(ids: list[int], count: int, seed: int) -> list[int]:
     """Some of `ids`, in random order."""
     order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
     return [ids[i] for i in order[:count]]
+
+
+@runtime_checkable
+class Work(Protocol):
+    """What is done to a chunk of items. It is pickled for other processes, so it holds no model."""
+
+    @property
+    def layer(self) -> int:
+        """The deepest layer it runs."""
+        ...
+
+    def __call__(self, target: Target, items: list[int]) -> Columns:
+        """Columns with an entry per item."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some of the items."""
+
+    index: int
+    items: list[int]
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """The key of its only record."""
+        return (self.index,)
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self.items)
+
+
+@dataclass(frozen=True)
+class Done(Keyed):
+    """What was found for a chunk."""
+
+    chunk: int
+    columns: Columns
+
+    @property
+    def key(self) -> int:
+        """The chunk's number."""
+        return self.chunk
+
+
+def in_chunks(
+    setup: Setup,
+    work: Work,
+    items: Sequence[int],
+    *,
+    what: str,
+    size: int,
+    workers: int = 1,
+    resume: str | Path | None = None,
+    settings: dict[str, Any],
+) -> Columns:
+    """`work` on every chunk of `items`, joined in order: the same table however many workers, and after any kill.
+
+    Args:
+        setup: the model and its text.
+        work: what to do.
+        items: token ids, or numbers of what `work` holds.
+        what: name of the work, for progress and messages.
+        size: items per chunk.
+        workers: processes; more than 1 run over Ray.
+        resume: folder where finished chunks are kept, and found again.
+        settings: what decides the table beside model, text, BOS and seed; a folder made with others is refused.
+    """
+    target = hold_layers(setup.target, work.layer)
+    chunks = [Chunk(n, list(items[i : i + size])) for n, i in enumerate(range(0, len(items), size))]
+    digest = hashlib.sha256(" ".join(map(str, items)).encode()).hexdigest()[:16]
+    decisive = {"what": what, **_decisive(setup), **settings, "chunk": size, "items": digest}
+    kept = Folder(resume, decisive, Done, option="--resume")
+    pool = Pool(
+        partial(_done, target, work),
+        _elsewhere(setup, work) if workers > 1 else None,
+        workers=workers,
+        gpu=target.device.type == "cuda",
+        progress=setup.progress,
+    )
+    with kept, pool:
+        finish(pool, chunks, kept, Tally(what, len(items), setup.progress))
+    found = [kept.records[chunk.index].columns for chunk in chunks]
+    return {name: [value for columns in found for value in columns[name]] for name in (found[0] if found else {})}
+
+
+def refuse_workers(*, workers: int, **_: Any) -> None:
+    """Refuse several workers before the work where Ray is not installed."""
+    check_workers(workers)
+
+
+def _done(target: Target, work: Work, chunk: Chunk) -> list[Done]:
+    return [Done(chunk.index, work(target, chunk.items))]
+
+
+def _open(model: object, options: dict[str, Any], work: Work) -> Callable[[Chunk], list[Done]]:
+    return partial(_done, hold_layers(open_target(model, **options), work.layer), work)
+
+
+def _elsewhere(setup: Setup, work: Work) -> Callable[[], Callable[[Chunk], list[Done]]]:
+    """Opens the model in another process, and does `work` there.
+
+    Raises:
+        UnsupportedError: a live model that cannot be sent to another process.
+    """
+    model, options = setup.source
+    if model is None or isinstance(model, str | os.PathLike):
+        return partial(_open, model, options, work)
+    if setup.target.kind != "hf" or isinstance(setup.target, StreamTarget):
+        raise UnsupportedError(
+            f"workers need the model by its name, or a plain Hugging Face model; this is a live "
+            f"{type(model).__name__}: give its name, or workers=1"
+        )
+    return partial(_open, setup.target.hf, options, work)
+
+
+def hold_layers(target: Target, layer: int) -> Target:
+    """The model with every layer up to `layer` in memory: each chunk passes through all of them."""
+    while isinstance(target, PartTarget) and len(target.layers) <= layer:
+        target = target.more()
+    if isinstance(target, StreamTarget):
+        target.store.hold(layer + 1)
+    return target
+
+
+def _decisive(setup: Setup) -> dict[str, Any]:
+    """What of a setup decides a table: the model, the text, BOS, the seed."""
+    return {
+        "model": fingerprint_of(setup.target),
+        "weights": _some_weights(setup.target),
+        "dtype": str(setup.target.dtype),
+        "bos": setup.bos,
+        "seed": setup.seed,
+        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
+        "texts": len(setup.ids),
+    }
+
+
+@torch.no_grad()
+def _some_weights(target: Target) -> str:
+    """Digest of a few weights of each layer in memory (of the first, where layers are read from disk).
+
+    It tells apart what has the same fingerprint: models that differ in their weights only.
+    """
+    parts = [target.embedding(torch.arange(0, int(target.config.vocab_size), 97, device=target.device))]
+    for layer in range(target.n_layers if target.resident else 1):
+        with target.loaded(layer):
+            parts.append(target.w_out(layer, list(range(8)), 0 if target.is_mixture(layer) else None))
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -96,7 +96,7 @@ class MarkingHeads(Result):
         return lines
 
 
-@measurement(group="First token", figure=draw, command="heads", quick={"count": 2})
+@measurement(group="Sinks", figure=draw, command="heads", quick={"count": 2})
 def marking_heads(
     setup: Setup,
     *,

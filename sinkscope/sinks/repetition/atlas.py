@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import median
+from typing import Annotated, Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.parallel import check_workers
-from sinkscope.results import Result
-from sinkscope.sinks.attack.chunks import Columns, Opened, hold_layers, in_chunks
-from sinkscope.sinks.attack.clusters import clusters_of, sink_of, table_settings
-from sinkscope.sinks.attack.vocabulary import draw, shown, vocabulary
-from sinkscope.sinks.first_token.locate import Setup, setup
-from sinkscope.sinks.first_token.walk import Progress
+from sinkscope.figures.vocabulary import atlas as figure
+from sinkscope.measure import Option, Positive, Result, Setup, measurement
+from sinkscope.models.target import Target
+from sinkscope.sinks.attack.clusters import clusters_of
+from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
+from sinkscope.sinks.first_token.locate import causal_neurons
+from sinkscope.sinks.repetition.sequences import norms_after, room
 
-PILOT, SHORTEST = 16, 128  # tokens that say how long the first pass must be; it is at least this long
+PILOT = 16  # tokens that say how long the first pass must be
+SHORTEST = 128  # repetitions of it, at least
+_SHOWN = 200  # rows on the page at a time: a browser is slow with a hundred thousand
+
+# Texts go in by textContent and never become HTML.
+_SCRIPT = """
+(()=>{
+const box=document.currentScript.parentElement, data=JSON.parse(box.querySelector('script[type]').textContent);
+const body=box.querySelector('tbody'), find=box.querySelector('input[type=search]'), count=box.querySelector('output');
+const only=box.querySelector('input[type=checkbox]');
+let column=2, up=true;
+const show=v=>v===null?'\\u2013':typeof v==='string'?JSON.stringify(v):String(v);
+const order=(a,b)=>a[column]===null?(b[column]===null?0:1):b[column]===null?-1:
+  (a[column]<b[column]?-1:a[column]>b[column]?1:0)*(up?1:-1);
+const draw=()=>{
+ const want=find.value.toLowerCase();
+ const hits=data.filter(r=>(!only.checked||r[2]===null)&&
+   (!want||r[1].toLowerCase().includes(want)||String(r[0])===want)).sort(order);
+ body.replaceChildren(...hits.slice(0,SHOWN).map(r=>{
+  const tr=document.createElement('tr');
+  for(const v of r){const td=document.createElement('td');td.textContent=show(v);tr.append(td);}
+  return tr;}));
+ count.textContent=hits.length+' tokens'+(hits.length>SHOWN?', the first SHOWN shown':'');
+};
+find.oninput=only.onchange=draw;
+box.querySelectorAll('th').forEach((th,i)=>{th.style.cursor='pointer';
+ th.onclick=()=>{up=column===i?!up:true;column=i;draw();};});
+draw();
+})();
+""".replace("SHOWN", str(_SHOWN))
 
 
 @dataclass(frozen=True)
@@ -53,7 +80,7 @@ class AtlasWork:
         while left:
             passes = -(-len(left) // max(1, self.batch_size // (length + 1)))
             for part in (left[i::passes] for i in range(passes)):  # of equal size, as nearly as can be
-                norm = self.norms(target, torch.tensor([self.row(items[i], length) for i in part]))
+                norm = norms_after(target, self.layer, torch.tensor([self.row(items[i], length) for i in part]))
                 share = norm[:, 1:] / norm[:, :1]
                 for i, row in zip(part, share, strict=True):
                     above = (row >= 0.5).nonzero().flatten()
@@ -69,18 +96,6 @@ class AtlasWork:
     def row(self, token: int, length: int) -> list[int]:
         """A first token and then `length` times another."""
         return [self.other if token == self.first else self.first, *[token] * length]
-
-    def norms(self, target: Target, ids: Int[Tensor, "row pos"]) -> Float[Tensor, "row pos"]:
-        """Norm of the residual stream after the sink layer, from a pass that ends there."""
-        kept: list[Tensor] = []
-
-        def keep(_m: object, _a: object, _k: object, out: Any) -> None:
-            kept.append(torch.linalg.vector_norm(first_tensor(out), dim=-1, dtype=torch.float32).cpu())
-            target.stop()
-
-        with target.hooks((target.layers[self.layer], "post", keep)):
-            target.forward(ids)
-        return kept[0]
 
 
 @dataclass(frozen=True)
@@ -136,18 +151,18 @@ class SinkAtlas(Result):
 
     sink_layer: int | None
     max_repeats: int
-    ids: tuple[int, ...]
-    tokens: tuple[str, ...]
-    repeats: tuple[int | None, ...]
-    norm: tuple[float, ...]
-    frequency: tuple[int, ...]
-    embedding_norm: tuple[float, ...]
-    head: tuple[int | None, ...]
-    special: tuple[int, ...]
-    median: float | None
-    unreached: int
-    by_head: tuple[HeadRow, ...]
-    shared: tuple[Property, ...]
+    ids: tuple[int, ...] = ()
+    tokens: tuple[str, ...] = ()
+    repeats: tuple[int | None, ...] = ()
+    norm: tuple[float, ...] = ()
+    frequency: tuple[int, ...] = ()
+    embedding_norm: tuple[float, ...] = ()
+    head: tuple[int | None, ...] = ()
+    special: tuple[int, ...] = ()
+    median: float | None = None
+    unreached: int = 0
+    by_head: tuple[HeadRow, ...] = ()
+    shared: tuple[Property, ...] = ()
     text_tokens: int
 
     def rows(self) -> list[dict[str, Any]]:
@@ -170,24 +185,27 @@ class SinkAtlas(Result):
 
     def to_html(self) -> str:
         """Summary, table by head, and a table of all tokens that can be searched."""
-        from sinkscope.sinks.repetition.atlas_table import table
-
-        return super().to_html() + table(self)
+        return super().to_html() + _table(self.rows())
 
     def _repr_html_(self) -> str:
         return super().to_html()  # a notebook is no place for a vocabulary
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
+    def conclusion(self) -> str:
+        """How many tokens become a sink by repetition, and how many never do."""
         if self.sink_layer is None:
-            return f"{self.model.name}: no attention sink, so no token becomes one by repetition."
+            return "The model has no attention sink, so no token becomes one by repetition."
         every = len(self.ids)
-        median = "" if self.median is None else f"; median {self.median:.0f} repetitions"
-        lines = [
-            f"{self.model.name}: {every - self.unreached} of {every} tokens become a sink by repetition (half of the "
-            f"first token's norm in layer {self.sink_layer}){median}. {self.unreached} never do within "
-            f"{self.max_repeats}.",
-        ]
+        when = "" if self.median is None else f", in the median after {self.median:.0f} repetitions"
+        return (
+            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}; {self.unreached} never "
+            f"become one within {self.max_repeats} repetitions."
+        )
+
+    def details(self) -> list[str]:
+        """What counts as a sink, and what resisting tokens share."""
+        if self.sink_layer is None:
+            return []
+        lines = [f"A token is a sink where its norm in layer {self.sink_layer} is half of the first token's."]
         lines += [
             f"Resisting tokens, {p.name}: {p.resisting:.3g} against {p.reached:.3g} (AUROC {p.auroc:.2f})."
             for p in self.shared
@@ -195,184 +213,102 @@ class SinkAtlas(Result):
         resisting = [(-f, t) for f, t, n in zip(self.frequency, self.tokens, self.repeats, strict=True) if n is None]
         if resisting:
             lines.append("Those most frequent in the text: " + " ".join(repr(t) for _, t in sorted(resisting)[:12]))
-        return "\n".join(lines)
+        return lines
 
 
+@measurement(
+    group="Repetition",
+    figure=figure,
+    command="atlas",
+    quick={"tokens": ["the", "of"], "max_repeats": 32},
+    check=refuse_workers,
+)
 def sink_atlas(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
     tokens: Sequence[str] | None = None,
-    max_repeats: int | None = None,
-    batch_size: int = 4096,
-    texts: int = 4,
-    seed: int = 0,
-    workers: int = 1,
-    resume: str | Path | None = None,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    max_repeats: Positive | None = None,
+    batch_size: Positive = 4096,
+    workers: Positive = 1,
+    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
 ) -> SinkAtlas:
-    """For every token: the first number of repetitions that makes it a sink, from one causal pass up to the sink layer.
+    """Find for every token of the vocabulary the first number of repetitions that makes it a sink.
 
-    The pass is BOS and then n times the token; a few tokens say which n to begin with, and it grows for the tokens that
-    do not get there, up to `max_repeats`. Beside it stand the token's frequency in the neutral text, the norm of its
-    embedding, and the head of layer 0 that serves it (`token_clusters`): what resisting tokens may share.
+    One causal pass up to the sink layer is BOS and then n times the token. A few tokens say which n to begin with, and
+    n grows for the tokens that do not get there. Beside it stand the token's frequency in the neutral text, the norm of
+    its embedding, and the head of layer 0 that serves it (`token_clusters`): what resisting tokens may share. Without
+    BOS, a token of the text stands first (Yona et al. 2025, Fig. 6).
 
     Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one. Without, a token of the text stands first.
-        text: file of typical text; None: the neutral text that ships.
-        tokens: strings, one token each; None: the whole vocabulary.
-        max_repeats: largest number of repetitions; None: 1,024, or what the context holds.
-        batch_size: positions per pass.
-        texts: pieces of 64 tokens of typical text.
-        seed: of random choices.
-        workers: processes; more than one run over Ray.
-        resume: folder for finished chunks; a run that was ended goes on from there with the same table.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name; None: float32 on a CPU, else bfloat16.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
+        tokens: Token to repeat. By default the whole vocabulary.
+        max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+        batch_size: Positions in a pass.
+        workers: Processes; more than one run over Ray.
+        resume: Keep finished parts in this folder, and go on from those that are there.
     """
-    if batch_size < 1:
-        raise SinkscopeError(f"--batch-size {batch_size}: at least one position is needed; give 1 or more")
-    if seed < 0:
-        raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
-    check_workers(workers)
-    options: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "revision": revision,
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
-    made, layer, neurons = sink_of(setup(model, bos=bos, text=text, texts=texts, seed=seed, **options))
-    limit = _limit(made.target, max_repeats)
-    ids = vocabulary(made.target, tokens)
-    columns: Columns = {}
-    heads: tuple[int | None, ...] = ()
-    if layer is not None:
-        opened, folder = Opened(model, made.target, options), None if resume is None else Path(resume)
-        clusters = clusters_of(
-            made,
-            layer,
-            neurons,
-            opened,
-            ids,
-            0.5,
-            0,
-            2048,
-            workers,
-            None if folder is None else folder / "clusters",
-            progress,
-            {},
-        )
-        heads = clusters.head if neurons else (None,) * len(ids)
-        hold_layers(made.target, layer)
-        work = begin(AtlasWork(layer, *firsts(made), SHORTEST, limit, batch_size), made, ids)
-        columns = in_chunks(
-            opened,
-            work,
-            ids,
-            what="tokens",
-            size=max(1, batch_size // 64),
-            workers=workers,
-            resume=None if folder is None else folder / "atlas",
-            progress=progress,
-            settings=table_settings(made) | {"layer": layer, "first": work.first, "max_repeats": limit},
-        )
-    settings = {
-        "bos": made.bos is not None,
-        "text": None if text is None else Path(text).name,
-        "texts": len(made.ids),
-        "tokens": None if tokens is None else list(tokens),
-        "max_repeats": limit,
-        "batch_size": batch_size,
-        "seed": seed,
-        "revision": revision,
-        "workers": workers,
-    }
-    return _result(made, layer, limit, ids if columns else [], columns, heads, settings)
-
-
-def _limit(target: Target, asked: int | None) -> int:
-    largest = (target.max_positions or 1 << 30) - 1
-    if asked is not None and asked < 1:
-        raise SinkscopeError(f"--max-repeats {asked}: at least one repetition is needed; give 1 or more")
-    if asked is not None and asked > largest:
-        raise SinkscopeError(
-            f"--max-repeats {asked} does not fit the context of {target.max_positions} tokens; the largest is {largest}"
-        )
-    return min(1024, largest) if asked is None else asked
-
-
-def firsts(made: Setup) -> tuple[int, int]:
-    """What stands first, and what does where that is the repeated token itself; with BOS always BOS."""
-    if made.bos is not None:
-        return made.bos, made.bos
-    flat = made.ids.flatten()
-    first = int(flat[0])
-    others = flat[flat != first]
-    return first, int(others[0]) if len(others) else first
-
-
-def begin(work: AtlasWork, made: Setup, ids: list[int]) -> AtlasWork:
-    """`work` with a first pass in which most tokens get there; it decides the time, not the table."""
-    got = sorted(n for n in work(made.target, draw(ids, PILOT, made.seed))["repeats"] if n is not None)
-    enough = 1.1 * got[int(0.9 * (len(got) - 1))] if got else work.max_repeats
-    return replace(work, length=max(SHORTEST, -(-int(enough) // 32) * 32))
-
-
-def _result(
-    made: Setup,
-    layer: int | None,
-    limit: int,
-    ids: list[int],
-    columns: Columns,
-    heads: tuple[int | None, ...],
-    settings: dict[str, Any],
-) -> SinkAtlas:
-    target = made.target
-    repeats: list[int | None] = columns.get("repeats", [])
-    text = target.tokenizer(made.text, add_special_tokens=False, verbose=False)["input_ids"]
-    counts = torch.bincount(torch.tensor(text), minlength=max([*ids, *text]) + 1)[ids].tolist() if ids else []
-    norms = _embedding_norms(target, ids) if ids else []
+    target, folder = setup.target, None if resume is None else Path(resume)
+    limit = room(target, max_repeats, 1)
+    ids = vocabulary(target, tokens)
+    layer, neurons = causal_neurons(setup)
+    setup.record(max_repeats=limit)
+    text = setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]
+    found: dict[str, Any] = {"sink_layer": layer, "max_repeats": limit, "text_tokens": len(text)}
+    if layer is None:
+        return SinkAtlas(**found)
+    kept = None if folder is None else folder / "clusters"
+    heads = clusters_of(setup, layer, neurons, ids, workers=workers, resume=kept).head or (None,) * len(ids)
+    hold_layers(target, layer)
+    work = begin(AtlasWork(layer, *firsts(setup), SHORTEST, limit, batch_size), setup, ids)
+    columns = in_chunks(
+        setup,
+        work,
+        ids,
+        what="tokens",
+        size=max(1, batch_size // 64),
+        workers=workers,
+        resume=None if folder is None else folder / "atlas",
+        settings={"layer": layer, "first": work.first, "max_repeats": limit},
+    )
+    repeats: list[int | None] = columns["repeats"]
+    counts = torch.bincount(torch.tensor(text), minlength=max([*ids, *text]) + 1)[ids].tolist()
+    norms = _embedding_norms(target, ids)
     properties = {
         "median count in the text": [float(n) for n in counts],
         "median norm of the embedding": norms,
         "share served by a single head": [float(h is not None) for h in heads],
     }
-    got = sorted(n for n in repeats if n is not None)
     return SinkAtlas(
-        model=made.info(),
-        settings=settings,
-        provenance=made.provenance(),
-        sink_layer=layer,
-        max_repeats=limit,
         ids=tuple(ids),
         tokens=shown(target, ids),
         repeats=tuple(repeats),
-        norm=tuple(columns.get("norm", ())),
+        norm=tuple(columns["norm"]),
         frequency=tuple(counts),
         embedding_norm=tuple(norms),
         head=heads,
-        special=tuple(sorted({int(i) for i in target.tokenizer.all_special_ids} & set(ids))),
-        median=_median(got),
-        unreached=len(ids) - len(got),
+        special=tuple(sorted({int(i) for i in setup.tokenizer.all_special_ids} & set(ids))),
+        median=_median(repeats),
+        unreached=repeats.count(None),
         by_head=_by_head(heads, repeats),
         shared=_shared(repeats, properties),
-        text_tokens=len(text),
+        **found,
     )
+
+
+def firsts(setup: Setup) -> tuple[int, int]:
+    """What stands first, and what does where that is the repeated token itself; with BOS always BOS."""
+    if setup.bos is not None:
+        return setup.bos, setup.bos
+    flat = setup.ids.flatten()
+    first = int(flat[0])
+    others = flat[flat != first]
+    return first, int(others[0]) if len(others) else first
+
+
+def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
+    """`work` with a first pass in which most tokens get there; it decides the time, not the table."""
+    got = sorted(n for n in work(setup.target, draw(ids, PILOT, setup.seed))["repeats"] if n is not None)
+    enough = 1.1 * got[int(0.9 * (len(got) - 1))] if got else work.max_repeats
+    return replace(work, length=max(SHORTEST, -(-int(enough) // 32) * 32))
 
 
 @torch.no_grad()
@@ -383,18 +319,17 @@ def _embedding_norms(target: Target, ids: list[int]) -> list[float]:
     return [round(v, 4) for v in norm.tolist()]
 
 
-def _median(values: list[int]) -> float | None:
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5)) if values else None
+def _median(repeats: Sequence[int | None]) -> float | None:
+    """Over those that got there."""
+    got = [n for n in repeats if n is not None]
+    return float(median(got)) if got else None
 
 
 def _by_head(heads: Sequence[int | None], repeats: Sequence[int | None]) -> tuple[HeadRow, ...]:
     of: dict[int | None, list[int | None]] = {}
     for head, n in zip(heads, repeats, strict=True):
         of.setdefault(head, []).append(n)
-    rows = [
-        HeadRow(head, len(all_), all_.count(None), _median([n for n in all_ if n is not None]))
-        for head, all_ in of.items()
-    ]
+    rows = [HeadRow(head, len(mine), mine.count(None), _median(mine)) for head, mine in of.items()]
     return tuple(sorted(rows, key=lambda r: (r.head is None, -r.tokens)))
 
 
@@ -417,3 +352,19 @@ def _shared(repeats: Sequence[int | None], properties: Mapping[str, Sequence[flo
             )
         )
     return tuple(found)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """All tokens as a table of HTML that can be searched and sorted and needs nothing from elsewhere."""
+    if not rows:
+        return ""
+    # "<" as an escape of JSON: no token can end the script or begin a comment in it.
+    data = json.dumps([list(row.values()) for row in rows], allow_nan=False).replace("<", "\\u003c")
+    names = ("id", "token", "repeats", "largest norm", "in the text", "embedding norm", "head")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return (
+        '<div class="sinkscope"><p><input type="search" placeholder="search a token or an id" size="30"> '
+        '<label><input type="checkbox"> only those that resist</label> <output></output></p>'
+        f"<table><thead><tr>{head}</tr></thead><tbody></tbody></table>"
+        f'<script type="application/json">{data}</script><script>{_SCRIPT}</script></div>'
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sinkscope._plain import pathless
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.divergence import draw
+from sinkscope.figures import repetition
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
@@ -223,7 +223,7 @@ class _Asking:
 
 @measurement(
     group="Repetition",
-    figure=draw,
+    figure=repetition.divergence,
     loading="whole",
     quick={"max_repeats": 16, "repeats": [4], "new_tokens": 4, "controls": 2, "tokens": ["the"]},
 )
@@ -241,7 +241,7 @@ def divergence(
     controls: Count = 20,
     batch_size: Positive = 8,
 ) -> Divergence:
-    """Repeat words, before and after the patch: where does the model leave off, and is what follows training text?
+    """Measure where a model stops repeating a word, before and after the patch, and whether training text follows.
 
     Each word is repeated with and without a prefix. Pretrained models continue a text; they need not follow the
     instruction that the prefix reads like. A model without a sink is an answer: it is measured without a patch

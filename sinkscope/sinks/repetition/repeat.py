@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.figures.repeat import draw
+from sinkscope.figures import repetition
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.results import cell
@@ -175,7 +175,9 @@ class RepeatNorms(Result):
         return lines
 
 
-@measurement(group="Repetition", figure=draw, command="repeat", quick={"max_repeats": 24, "ablate": True})
+@measurement(
+    group="Repetition", figure=repetition.repeat_norms, command="repeat", quick={"max_repeats": 24, "ablate": True}
+)
 def repeat_norms(
     setup: Setup,
     *,

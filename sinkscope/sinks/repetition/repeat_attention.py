@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.repeat_attention import draw
+from sinkscope.figures import repetition
 from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results import cell
@@ -179,7 +179,11 @@ class RepeatAttention(Result):
 
 
 @measurement(
-    group="Repetition", figure=draw, command="repeat", flag="attention", quick={"max_repeats": 24, "batch_size": 2}
+    group="Repetition",
+    figure=repetition.repeat_attention,
+    command="repeat",
+    flag="attention",
+    quick={"max_repeats": 24, "batch_size": 2},
 )
 def repeat_attention(
     setup: Setup,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sinkscope.bench.dialogues.recall import TASK
 from sinkscope.bench.dialogues.scbench import SCBENCH, shared_metric
@@ -13,6 +13,8 @@ from sinkscope.bench.dialogues.tasks import Metric, task_of
 from sinkscope.bench.dialogues.words import END
 from sinkscope.errors import SinkscopeError
 
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _FIRST_LINE = {"trec", "samsum"}  # LongBench scores the first line of what was said
 _ANY_CASE = {"scbench_qa_eng"}  # SCBench looks for the answer in any case
 
@@ -73,8 +75,11 @@ def _until_end(text: str) -> list[str]:
 
 
 def f1(said: str, answer: str) -> float:
-    """Harmonic mean of precision and recall of words; case, punctuation and articles do not count."""
-    found, wanted = _normal(said), _normal(answer)
+    """Harmonic mean of precision and recall over the words of both, each counted as often as it stands there.
+
+    Case, ASCII punctuation and articles do not count. 0 where no word is shared.
+    """
+    found, wanted = normalise(said).split(), normalise(answer).split()
     same = sum((Counter(found) & Counter(wanted)).values())
     if not same:
         return 0.0
@@ -82,9 +87,14 @@ def f1(said: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def _normal(text: str) -> list[str]:
-    plain = "".join(c for c in text.lower() if c not in string.punctuation)
-    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+def best_f1(said: str, answers: Iterable[str]) -> float:
+    """The best `f1` over the right answers; 0 if there are none."""
+    return max((f1(said, answer) for answer in answers), default=0.0)
+
+
+def normalise(text: str) -> str:
+    """Lower case, without ASCII punctuation, then without articles; one space between words."""
+    return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def accuracy(said: str, answer: str, classes: Sequence[str]) -> float:

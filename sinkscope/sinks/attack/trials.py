@@ -13,14 +13,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.attack.chunks import Columns, Opened, hold_layers, in_chunks
-from sinkscope.sinks.attack.clusters import clusters_of, table_settings
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target
+from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.sequences import make_pools
-from sinkscope.sinks.attack.vocabulary import vocabulary
+from sinkscope.sinks.attack.vocabulary import Columns, hold_layers, in_chunks, vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.around_sink import view_layer
-from sinkscope.sinks.first_token.locate import Progress, Setup
+from sinkscope.sinks.repetition.sequences import norms_after
+from sinkscope.text import resolve_bos
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # before the attack where there is no chat template
 
@@ -34,30 +35,28 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Arena:
+class Trials:
     """Everything that an attack needs to be tried.
 
     Attributes:
-        made: model and text.
+        setup: model and text.
         layer: the sink layer.
         reference: norm of the first token there, on typical text: BOS's where there is one.
         contexts: what may stand before the sequence.
         pools: head -> the ordinary tokens of its cluster.
         everyone: all ordinary tokens, as if they were the cluster of a head -1.
         batch: rows of a pass.
-        opened: how other processes open the model.
         workers: processes.
         resume: folder for what is finished.
     """
 
-    made: Setup
+    setup: Setup
     layer: int
     reference: float
     contexts: tuple[Context, ...]
     pools: dict[int, Tensor]
     everyone: dict[int, Tensor]
     batch: int
-    opened: Opened
     workers: int = 1
     resume: Path | None = None
 
@@ -67,35 +66,30 @@ class Arena:
         Attacked are all positions of a sequence but the model's position 0, where any token is a first token.
         """
         parts = rows.split(self.batch)
-        return torch.cat([_norms(self.made.target, self.layer, self.reference, context.lead, p) for p in parts])
+        return torch.cat([_norms(self.setup.target, self.layer, self.reference, context.lead, p) for p in parts])
 
-    def norms_of_all(
-        self, tasks: Sequence[tuple[Context, Tensor]], progress: Progress | None
-    ) -> list[Float[Tensor, "row attacked"]]:
+    def norms_of_all(self, tasks: Sequence[tuple[Context, Tensor]]) -> list[Float[Tensor, "row attacked"]]:
         """`norms` of many sets of sequences at once: over several workers and resumed, if that was asked for."""
-        if not tasks:
-            return []
         batches = [(c.lead, part, i) for i, (c, rows) in enumerate(tasks) for part in rows.split(self.batch)]
         work = NormWork(self.layer, self.reference, tuple((lead, part) for lead, part, _ in batches))
         found = in_chunks(
-            self.opened,
+            self.setup,
             work,
             range(len(batches)),
             what="attacks",
             size=1,
             workers=self.workers,
             resume=None if self.resume is None else self.resume / "attacks",
-            settings=table_settings(self.made) | {"sequences": work.digest()},
-            progress=progress,
+            settings={"sequences": work.digest()},
         )
-        parts = [torch.tensor(norms) for norms in found["norms"]]
+        parts = [torch.tensor(norms) for norms in found.get("norms", ())]
         return [torch.cat([p for p, b in zip(parts, batches, strict=True) if b[2] == i]) for i in range(len(tasks))]
 
 
-def make_arena(
-    made: Setup,
-    opened: Opened,
-    found: tuple[int, tuple[Neuron, ...]],
+def make_trials(
+    setup: Setup,
+    layer: int,
+    neurons: tuple[Neuron, ...],
     *,
     bos: bool | None,
     prefix: str | None,
@@ -103,48 +97,51 @@ def make_arena(
     lengths: Sequence[int],
     batch: int,
     workers: int = 1,
-    resume: Path | None = None,
-    progress: Progress | None = None,
-) -> Arena:
-    """Contexts, tokens and the norm to reach; the arguments are those of `cluster_attack`. Its pools may be empty.
+    resume: str | Path | None = None,
+) -> Trials:
+    """Contexts, tokens and the norm to reach; the arguments are those of `cluster_attack`. The pools may be empty.
 
     Raises:
         SinkscopeError: sequences that do not fit the context or the clusters, an empty prefix, bad clusters.
     """
-    (layer, neurons), target, tokenizer = found, made.target, made.target.tokenizer
-    contexts = _contexts(made, bos, prefix)
-    longest, room = max(lengths), max(len(c.lead) for c in contexts)
-    if target.max_positions is not None and longest + room > target.max_positions:
+    target, folder = setup.target, None if resume is None else Path(resume)
+    contexts = _contexts(setup, bos, prefix)
+    longest, before = max(lengths), max(len(c.lead) for c in contexts)
+    if target.max_positions is not None and longest + before > target.max_positions:
         raise SinkscopeError(
-            f"--length {longest} does not fit the context of {target.max_positions} tokens with {room} before it; the "
-            f"largest is {target.max_positions - room}"
+            f"--length {longest} does not fit the context of {target.max_positions} tokens with {before} before it; "
+            f"the largest is {target.max_positions - before}"
         )
+    ordinary = vocabulary(target, None)
     if clusters is None:
-        clusters = _clusters(made, opened, layer, neurons, workers, resume, progress)
-    vocabulary = int(target.config.vocab_size)
-    left_out = {int(i) for i in tokenizer.all_special_ids} | {i for c in contexts for i in c.lead}
-    everyone = make_pools({-1: range(min(vocabulary, len(tokenizer)))}, vocabulary, left_out)
-    pools = make_pools(clusters, vocabulary, left_out)
+        kept = None if folder is None else folder / "clusters"
+        found = clusters_of(setup, layer, neurons, ordinary, workers=workers, resume=kept)
+        clusters = {c.head: found.tokens_of(c.head) for c in found.clusters}
+    size = int(target.config.vocab_size)
+    left_out = {int(i) for i in setup.tokenizer.all_special_ids} | {i for c in contexts for i in c.lead}
+    pools = make_pools(clusters, size, left_out)
     largest = max(map(len, pools.values()), default=0)
     if 0 < largest < min(lengths):
         raise SinkscopeError(
             f"--length {min(lengths)} is more than the {largest} tokens of the largest cluster, and no token is "
             "repeated; give at most that"
         )
-    first = made.ids[:, :1]
-    reference = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool)).resid.norm(dim=-1).median()
+    first = setup.ids[:, :1]
+    norm = view_layer(target, layer, first, torch.ones_like(first, dtype=torch.bool)).resid.norm(dim=-1).median()
     hold_layers(target, layer)
-    return Arena(made, layer, float(reference), contexts, pools, everyone, batch, opened, workers, resume)
+    everyone = make_pools({-1: ordinary}, size, left_out)
+    return Trials(setup, layer, float(norm), contexts, pools, everyone, batch, workers, folder)
 
 
-def _contexts(made: Setup, bos: bool | None, prefix: str | None) -> tuple[Context, ...]:
-    start = () if made.bos is None else (made.bos,)
+def _contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[Context, ...]:
+    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos where there is none
+    start = () if setup.bos is None else (setup.bos,)
     found = []
     if start and bos is not False:
         found.append(Context("BOS", start))
     if not start or bos is not True:
         found.append(Context("no BOS", ()))
-    chat = _chat_ids(made.target.tokenizer, prefix)
+    chat = _chat_ids(setup.tokenizer, prefix)
     if chat:
         found.append(Context("chat", ((() if bos is False else start) + chat)))
     return tuple(found)
@@ -161,52 +158,12 @@ def _chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:
     return tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
 
 
-def _clusters(
-    made: Setup,
-    opened: Opened,
-    layer: int,
-    neurons: tuple[Neuron, ...],
-    workers: int,
-    resume: Path | None,
-    progress: Progress | None,
-) -> dict[int, tuple[int, ...]]:
-    """Head -> the tokens it serves, as `token_clusters` finds them."""
-    found = clusters_of(
-        made,
-        layer,
-        neurons,
-        opened,
-        vocabulary(made.target, None),
-        0.5,
-        0,
-        2048,
-        workers,
-        None if resume is None else resume / "clusters",
-        progress,
-        {},
-    )
-    return {c.head: found.tokens_of(c.head) for c in found.clusters}
-
-
 def _norms(
     target: Target, layer: int, reference: float, lead: tuple[int, ...], rows: Int[Tensor, "row pos"]
 ) -> Float[Tensor, "row attacked"]:
     """Norm over the reference at the attacked positions, from one pass that ends at the sink layer."""
-    got = list[Tensor]()
-
-    def keep(_module: object, _args: object, _kwargs: object, out: Any) -> None:
-        later = first_tensor(out)[:, max(len(lead), 1) :]
-        got.append(torch.linalg.vector_norm(later, dim=-1, dtype=torch.float32).cpu() / reference)
-        target.stop()
-
-    with torch.no_grad(), target.hooks((target.layers[layer], "post", keep)):
-        target.forward(_behind(lead, rows))
-    return got[0]
-
-
-def _behind(lead: tuple[int, ...], rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row all"]:
-    """The sequences behind what stands before them."""
-    return torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
+    behind = torch.cat([torch.tensor(lead, dtype=torch.long).expand(len(rows), -1), rows], 1)
+    return norms_after(target, layer, behind)[:, max(len(lead), 1) :] / reference
 
 
 @dataclass(frozen=True)

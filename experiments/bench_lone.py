@@ -1,0 +1,154 @@
+"""Compilers for lone slash lines: numba against C, torch's inductor, and PyTorch line by line, in one process.
+
+    python -m experiments.bench_lone [--lengths 2048 4096 8192 16384] [--rounds 5] [--out figures/bench_lone.json]
+
+Sparse attention of two heads, d_head 64, on single offsets that hold about 10 % of the cells, so that nearly all work
+is that of lone lines; CPU time of one thread. The arms of a round run one after the other, and the result is the median
+of their ratios to C, above 1 where C is faster. `first_seconds`, the time of the first call less that of the
+next one, is what compiling takes.
+
+- `numba`: what `sinkscope.lines.lone` uses;
+- `c`: `lone.c` in this folder, made by the machine's own compiler with -O3 and -march=native;
+- `inductor`: `torch.compile` of the same two sums written with indices;
+- `pytorch`: one line after the other, which is used where numba is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from experiments.bench_loopserve import D_HEAD, scattered, seconds
+from experiments.record import record
+from sinkscope.lines import sparse
+from sinkscope.lines.lone import Lone, lone
+from sinkscope.output import write_atomic
+
+HEADS, DENSITY, SLOW = 2, 0.1, 4096  # arms other than numba and C stop at this length
+_FLAGS = ["-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"]
+
+
+def by_c() -> Lone:
+    """The two loops of lone.c."""
+    compiler = next(path for name in ("cc", "gcc", "clang") if (path := shutil.which(name)))
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "lone.so")
+        sizes = [f"-DWIDTH={D_HEAD}", f"-DVALUES={D_HEAD}"]
+        source = str(Path(__file__).with_name("lone.c"))
+        subprocess.run([compiler, *_FLAGS, "-shared", "-fPIC", *sizes, source, "-o", str(made)], check=True)
+        library = ctypes.CDLL(str(made))
+
+    def at(*tensors: Tensor) -> list[Any]:
+        return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+
+    def scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+        numbers = [ctypes.c_int64(n) for n in (len(offsets), start, len(query))]
+        library.lone_scores(*at(query, key, opened, offsets), *numbers, *at(out), ctypes.c_int64(out.stride(0)))
+
+    def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+        numbers = [ctypes.c_int64(n) for n in (len(offsets), start, len(probs))]
+        library.lone_sums(*at(probs, value, offsets), *numbers, *at(out), ctypes.c_int64(probs.stride(0)))
+
+    return Lone(True, 1.5, scores, sums)
+
+
+def by_inductor() -> Lone:
+    """The two sums, compiled by torch."""
+
+    def dots(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int) -> Tensor:
+        at = start + torch.arange(len(query))[:, None] - offsets
+        safe = at.clamp(min=0)
+        found = (query[:, None] * key[safe]).sum(-1)
+        return torch.where((at >= 0) & opened[safe], found, -torch.inf)
+
+    def weighted(probs: Tensor, value: Tensor, offsets: Tensor, start: int) -> Tensor:
+        at = start + torch.arange(len(probs))[:, None] - offsets
+        return (torch.where(at >= 0, probs, 0)[:, :, None] * value[at.clamp(min=0)]).sum(1)
+
+    dots, weighted = (torch.compile(fn, dynamic=True, fullgraph=True) for fn in (dots, weighted))
+
+    def scores(query: Tensor, key: Tensor, opened: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+        out[:, : len(offsets)] = dots(query, key, opened, offsets, start)
+
+    def sums(probs: Tensor, value: Tensor, offsets: Tensor, start: int, out: Tensor) -> None:
+        out += weighted(probs[:, : len(offsets)], value, offsets, start)
+
+    return Lone(True, 1.5, scores, sums)
+
+
+def measured(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
+    """One row for each length and arm."""
+    numba = lone(D_HEAD, D_HEAD, torch.device("cpu"))
+    plain = replace(lone(D_HEAD, D_HEAD, torch.device("meta")), cost=1.5)  # planned like the others
+    arms = {"c": by_c(), "numba": numba, "inductor": by_inductor(), "pytorch": plain}
+    first: dict[str, float] = {}
+    rows: list[dict[str, Any]] = []
+    for n in lengths:
+        generator = torch.Generator().manual_seed(n)
+        query, key, value = (torch.randn(HEADS, n, D_HEAD, generator=generator) for _ in range(3))
+        lines = scattered("slash", HEADS, n, DENSITY, generator)
+        outputs: dict[str, Tensor] = {}
+        took: dict[str, list[float]] = {name: [] for name in arms if n <= SLOW or name in ("c", "numba")}
+
+        def run(name: str) -> Callable[[], Any]:
+            def call() -> Any:
+                with patch.object(sparse, "lone", lambda *_: arms[name]):
+                    return sparse.sparse_attention(query, key, value, lines, dense_above=9.0)  # noqa: B023
+
+            return call
+
+        for name in took:
+            start = time.perf_counter()
+            outputs[name] = run(name)()[0]
+            once = time.perf_counter() - start
+            start = time.perf_counter()
+            run(name)()
+            first.setdefault(name, once - (time.perf_counter() - start))
+        for _ in range(rounds):
+            for name, times in took.items():
+                times.append(seconds(run(name))[0])
+        for name, times in took.items():
+            ratios = [mine / c for mine, c in zip(times, took["c"], strict=True)]
+            rows.append(
+                {
+                    "n": n,
+                    "arm": name,
+                    "over_c": median(ratios),
+                    "pairs": ratios,
+                    "first_seconds": first[name],
+                    "largest_difference": float((outputs[name] - outputs["c"]).abs().max()),
+                }
+            )
+            print(f"{n} {name}: {rows[-1]['over_c']:.2f} times C, compiled in {first[name]:.1f} s", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("figures/bench_lone.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    rows = measured(args.lengths, args.rounds)
+    settings = {k: v for k, v in vars(args).items() if k != "out"}
+    write_atomic(args.out, record("bench-lone", {"rows": rows}, settings | {"threads": 1}, started=started))
+
+
+if __name__ == "__main__":
+    main()

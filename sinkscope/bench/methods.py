@@ -1,0 +1,393 @@
+"""The methods that benchmarks compare, as data: what is entered on the model, and what is put on its sampler.
+
+A method is written `name`, or `name:key=value:key=value`, or `package.module:Class` for a policy of somebody else's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from importlib import import_module
+from types import NoneType
+from typing import Any, Literal, get_args, get_type_hints
+
+from sinkscope.errors import SinkscopeError
+
+Block = Literal["cache", "guard", "sampler", "stopper"]
+BLOCKS: tuple[Block, ...] = get_args(Block)
+Budget = int | float
+Settings = Literal["paper", "equal"]
+SHARE = 0.125
+"""Of the context, where methods are compared at an equal share."""
+
+
+@dataclass(frozen=True)
+class MethodKind:
+    """What a name stands for.
+
+    Attributes:
+        home: module of the class.
+        made: name of the class whose instances are entered on the model; samplers and stoppers have none.
+        about: one line on what it does.
+        fixed: fields that the name decides.
+        without: fields that cannot be given.
+        sized: it reads a part of the cache, of `budget` tokens.
+        share: function in `bench.dialogues.equal` that makes it at a share of the context, for shapes of prompts.
+        block: "cache" and "guard" stand in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
+    """
+
+    home: str
+    made: str
+    about: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    sized: bool = True
+    share: str | None = None
+    block: Block = "cache"
+
+    @property
+    def cls(self) -> Any:
+        """The class; importing it imports torch."""
+        return getattr(import_module(self.home), self.made)
+
+    def settable(self) -> dict[str, tuple[Any, ...]]:
+        """Fields that may be given, with what their values may be: types, None and single words."""
+        if self.block in ("sampler", "stopper"):
+            return {}
+        hints = get_type_hints(self.cls)
+        closed = {*self.fixed, *self.without}
+        names = [f.name for f in fields(self.cls) if f.name not in closed]
+        found = {name: _choices(hints[name]) for name in names}
+        return found if self.share is None else {"budget": (float,), **found}
+
+
+_KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
+_DECODING = ("budget", "interval", "first")
+_PROMPTS = ("alpha", "sample", "recent", "variant", "shortest", "dense_above", "kernel")
+
+
+def _guard(about: str, **fixed: Any) -> MethodKind:
+    return MethodKind(_GUARD, "LoopGuard", about, fixed, ("window",), block="guard")
+
+
+def _rule(block: Block, about: str) -> MethodKind:
+    return MethodKind("", "", about, sized=False, block=block)
+
+
+METHODS: dict[str, MethodKind] = {
+    "full": MethodKind(
+        _KV,
+        "Full",
+        "the whole cache",
+        without=tuple("budget first last every mode positions reduce".split()),
+        sized=False,
+    ),
+    "streaming": MethodKind(_KV, "StreamingLLM", "first tokens and a window"),
+    "h2o": MethodKind(_KV, "H2O", "heavy hitters and a window"),
+    "snapkv": MethodKind(_KV, "SnapKV", "chosen at the end of the prompt"),
+    "tova": MethodKind(_KV, "TOVA", "what the newest query attends to"),
+    "adakv": MethodKind(_KV, "AdaKV", "SnapKV with budgets of each head's own"),
+    "progressive": MethodKind(_KV, "Progressive", "chosen anew while decoding"),
+    "progressive-0": MethodKind(_KV, "Progressive", "the same from the first step on", {"after": 0}),
+    "a-shape": MethodKind(_KV, "AShape", "prompts: first tokens and a window", sized=False, share="a_shape_share"),
+    "tri-shape": MethodKind(
+        _KV, "TriShape", "the same, and the last queries see all", sized=False, share="tri_shape_share"
+    ),
+    "minference": MethodKind(
+        _KV, "MInference", "prompts: fixed numbers of lines", sized=False, share="minference_share"
+    ),
+    "loopserve": MethodKind(_SERVE, "LoopServe", "prompts along lines, chosen anew while decoding"),
+    "loopserve-0": MethodKind(_SERVE, "LoopServe", "the same, chosen from the first step on", {"first": 0}),
+    "loopserve-p": MethodKind(
+        _SERVE, "LoopServe", "prompts alone", {"decode": False}, ("prefill", *_DECODING), sized=False
+    ),
+    "loopserve-d": MethodKind(_SERVE, "LoopServe", "decoding alone", {"prefill": False}, ("decode", *_PROMPTS)),
+    "loopguard": _guard("LoopGuard as in the paper"),
+    "loopguard-window": _guard("LoopGuard, its cache within the budget at all times", between="window"),
+    "loopguard-repeats": _guard("LoopGuard that takes out older copies too", clean="repeats"),
+    "loopguard-always": _guard("pruning every 200 tokens", variant="always"),
+    "loopguard-p1": _guard("pruning on the top-1 streak alone", variant="p1"),
+    "loopguard-ttr": _guard("pruning on the type-token ratio alone", variant="ttr"),
+    "loopguard-cr": _guard("pruning on the compression ratio alone", variant="cr"),
+    "loopguard-stall": _guard("pruning on stalled novelty alone", variant="stall"),
+    "loopguard-tail": _guard("pruning on a repeating tail alone", variant="tail"),
+    "repetition-penalty": _rule("sampler", "repetition penalty 1.1, prompt included"),
+    "presence-penalty": _rule("sampler", "presence penalty 1.5 on generated tokens"),
+    "no-repeat-4-gram": _rule("sampler", "no four tokens twice, prompt included"),
+    "dry": _rule("sampler", "DRY, multiplier 0.8, base 1.75, allowed length 2"),
+    "temperature": _rule("sampler", "sampling at temperature 0.7"),
+    "stop-pattern": _rule("stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens"),
+    "stop-monitor": _rule("stopper", "stops where LoopGuard would prune"),
+}
+"""By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
+
+PAPER: dict[str, dict[str, Any]] = {
+    "full": {},
+    "h2o": {"budget": 1024, "recent": 0.5},
+    "snapkv": {"budget": 1024},
+    "adakv": {"budget": 1024},
+    "streaming": {"budget": 4096},
+    "a-shape": {"first": 128, "local": 4096},
+    "tri-shape": {"first": 128, "local": 4096, "dense_rows": 128},
+    "minference": {"vertical": 1000, "slash": 6096},
+    "loopserve": {"alpha": 0.955, "budget": 1024, "interval": 16, "shortest": 0},
+}
+"""LoopServe's table 7 (Li et al. 2025); of MInference, which it leaves open, the numbers of lines of its code."""
+
+
+def kind_of(name: str) -> MethodKind:
+    """What a name stands for: a method of the table, a registered policy, or `package.module:Class`.
+
+    Raises:
+        SinkscopeError: there is no such policy.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    from sinkscope.kv.registry import policy_named
+
+    cls = type(policy_named(name))
+    names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    return MethodKind(cls.__module__, cls.__qualname__, "", sized="budget" in names)
+
+
+def name_of(method: str) -> str:
+    """A method without its settings."""
+    name, _, rest = method.partition(":")
+    return f"{name}:{rest.partition(':')[0]}" if _is_class(name, rest) else name
+
+
+def block_of(method: str) -> Block:
+    """The block of a method in tables; a policy of somebody else's stands among those of the cache."""
+    kind = METHODS.get(name_of(method))
+    return "cache" if kind is None else kind.block
+
+
+def order_of(method: str) -> tuple[int, str]:
+    """Sorts methods as they are listed here; others come last."""
+    names = list(METHODS)
+    name = name_of(method)
+    return (names.index(name) if name in METHODS else len(names)), method
+
+
+def _policies() -> Mapping[str, Any]:
+    from sinkscope.kv.registry import policies
+
+    return policies()
+
+
+def _is_class(name: str, rest: str) -> bool:
+    return name not in METHODS and rest.partition(":")[0].isidentifier()
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of generating, with its settings.
+
+    Attributes:
+        name: in `METHODS`, or that of another policy.
+        options: fields that were given, in the order of the class.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def spec(self) -> str:
+        """As it is written: what records are kept under."""
+        return ":".join([self.name, *(f"{key}={_written(value)}" for key, value in self.options)])
+
+    @property
+    def kind(self) -> MethodKind:
+        """What its name stands for."""
+        return kind_of(self.name)
+
+    def make(self, budget: Budget, window: int | None = None) -> Any:
+        """What is entered on the model; None: nothing is.
+
+        Args:
+            budget: used where the method has none of its own.
+            window: of a guard, the tokens W over which signals are taken; None: its own.
+
+        Raises:
+            SinkscopeError: settings that make no sense.
+        """
+        kind, options = self.kind, dict(self.options)
+        if kind.block in ("sampler", "stopper"):
+            return None
+        if kind.share is not None and "budget" in options:
+            if len(options) > 1:
+                raise SinkscopeError(
+                    f"{self.spec}: a share of the context as budget decides the other sizes: give budget alone, or "
+                    "the sizes without it"
+                )
+            return getattr(import_module("sinkscope.bench.dialogues.equal"), kind.share)(options["budget"])
+        if kind.sized:
+            options.setdefault("budget", budget)
+        if kind.block == "guard" and window is not None:
+            options["window"] = window
+        return kind.cls(**kind.fixed, **options)
+
+
+def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
+    """The method that a text such as `loopserve:alpha=0.98:first=0` names, its values not yet checked by its class.
+
+    Args:
+        text: as the user writes it.
+        blocks: only methods of these.
+
+    Raises:
+        SinkscopeError: an unknown name or setting, a setting twice, or a value of the wrong kind.
+    """
+    name = name_of(text.strip()).strip()
+    usual = [each for each, kind in METHODS.items() if kind.block in blocks]
+    if name not in usual and ":" not in name and (name in METHODS or name not in _policies()):
+        near = get_close_matches(name, usual, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise SinkscopeError(
+            f"method {name!r} is unknown: {hint}expected some of {', '.join(usual)}, or package.module:Class"
+        )
+    given = [part.strip() for part in text.strip().removeprefix(name).split(":")[1:]]
+    if not given:
+        return Method(name)
+    known, found = kind_of(name).settable(), dict[str, Any]()
+    for part in given:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise SinkscopeError(f"method {text!r}: {name} has no setting {part!r}: {has}; write key=value")
+        if key in found:
+            raise SinkscopeError(f"method {text!r}: {key} is given twice: give it once")
+        found[key] = _read(value, known[key], f"method {text!r}: {key}")
+    return Method(name, tuple((key, found[key]) for key in known if key in found))
+
+
+def check_methods(specs: Sequence[str], blocks: Sequence[str] = BLOCKS) -> tuple[Method, ...]:
+    """The methods, each once.
+
+    Raises:
+        SinkscopeError: none, or as for `read_method`.
+    """
+    if not specs:
+        names = [name for name, kind in METHODS.items() if kind.block in blocks]
+        raise SinkscopeError(f"no method is given: choose from {', '.join(names)}")
+    return tuple(dict.fromkeys(read_method(spec, blocks) for spec in specs))
+
+
+def at_settings(specs: Sequence[str], settings: Settings, share: Budget = SHARE) -> list[str]:
+    """Methods with the settings of a comparison; what a text says itself counts more.
+
+    Args:
+        specs: as for `check_methods`; none: those of the paper's table 1.
+        settings: "paper": LoopServe's table 7, and for methods that it has not, the budget that it gives to all, 1024.
+            "equal": every method with a size at the same share of the context.
+        share: for "equal".
+
+    Returns:
+        The methods written out, so that a run with them needs no further budget.
+
+    Raises:
+        SinkscopeError: an unknown comparison, a share outside (0, 1), and as for `check_methods`.
+    """
+    if settings not in get_args(Settings):
+        raise SinkscopeError(f"settings {settings!r} are unknown: expected one of {', '.join(get_args(Settings))}")
+    if isinstance(share, int) or not 0 < share < 1:
+        raise SinkscopeError(f"a share of {share!r}: expected a share of the context between 0.0 and 1.0")
+    found: list[str] = []
+    for method in check_methods(specs or list(PAPER), ["cache"]):
+        kind, given = method.kind, dict(method.options)
+        options = (_at_paper(method, kind, given) if settings == "paper" else _at_share(kind, given, share)) | given
+        order = [key for key in kind.settable() if key in options] if options else []
+        found.append(Method(method.name, tuple((key, options[key]) for key in order)).spec)
+    return list(dict.fromkeys(found))
+
+
+def _at_paper(method: Method, kind: MethodKind, given: dict[str, Any]) -> dict[str, Any]:
+    if "budget" in given and kind.share is not None:
+        return {}
+    # An ablation or "-0" has what its method has, as far as it goes.
+    paper = PAPER.get(method.name) or PAPER.get(method.name.rpartition("-")[0], {})
+    closed = {*kind.fixed, *kind.without}
+    budget = {"budget": 1024} if kind.sized else {}
+    return _always(kind) | budget | {key: value for key, value in paper.items() if key not in closed}
+
+
+def _at_share(kind: MethodKind, given: dict[str, Any], share: Budget) -> dict[str, Any]:
+    own = kind.sized or (kind.share is not None and not given)
+    return _always(kind) | ({"budget": share} if own else {})
+
+
+def _always(kind: MethodKind) -> dict[str, Any]:
+    """LoopServe takes short prompts, too: quality is compared, not speed."""
+    return {"shortest": 0} if kind.made == "LoopServe" and "shortest" not in kind.without else {}
+
+
+def split_spec(spec: str) -> tuple[str, Budget | None]:
+    """Of a written method: the text without its budget, and the budget if it has one of its own. Imports no torch."""
+    parts = spec.split(":")
+    budgets = [part.removeprefix("budget=") for part in parts if part.startswith("budget=")]
+    text = ":".join(part for part in parts if not part.startswith("budget="))
+    if not budgets:
+        return text, None
+    return text, float(budgets[0]) if set(budgets[0]) & set(".e") else int(budgets[0])
+
+
+def parse_budget(text: str) -> Budget:
+    """A number of tokens, or a share of the prompt if there is a point in it.
+
+    Raises:
+        SinkscopeError: it is neither; a budget of 0, or a share above 1.
+    """
+    try:
+        budget: Budget = float(text) if "." in text else int(text)
+    except ValueError:
+        budget = 0
+    return check_budget(budget, f"--budget {text}")
+
+
+def check_budget(budget: Budget, name: str) -> Budget:
+    """Refuse a budget that makes no sense.
+
+    Raises:
+        SinkscopeError: a budget of 0, or a share above 1; the message begins with `name`.
+    """
+    good = not isinstance(budget, bool) and (0 < budget <= 1 if isinstance(budget, float) else budget >= 1)
+    if not good:
+        raise SinkscopeError(
+            f"{name}: expected a whole number of tokens from 1, or a share of the prompt above 0.0 and up to 1.0"
+        )
+    return budget
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """Types, None and words that a field takes, of its annotation."""
+    if hint is NoneType:
+        return (None,)
+    if isinstance(hint, type):
+        return (hint,)
+    args = get_args(hint)
+    return tuple(choice for arg in args for choice in (_choices(arg) if not isinstance(arg, str) else (arg,)))
+
+
+def _read(text: str, choices: tuple[Any, ...], where: str) -> Any:
+    words: dict[str, Any] = {str(choice): choice for choice in choices if isinstance(choice, str)}
+    words |= {"none": None} if None in choices else {}
+    words |= {"true": True, "false": False} if bool in choices else {}
+    if text in words:
+        return words[text]
+    readers: list[Callable[[str], Any]] = [kind for kind in (int, float) if kind in choices]
+    for reader in readers:
+        try:
+            value = reader(text)
+        except ValueError:
+            continue
+        if not math.isnan(value):
+            return value
+    names = {int: "a whole number", float: "a number"}
+    expected = [*(names[kind] for kind in (int, float) if kind in choices), *words]
+    raise SinkscopeError(f"{where}={text!r}: expected {' or '.join(expected)}")
+
+
+def _written(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,303 @@
+"""What every benchmark's run does: a model that is asked by several methods, in batches, over processes, resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sinkscope.bench.methods import Budget, Method
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.kv.loopserve.serve import LoopServe
+from sinkscope.kv.session import Session
+from sinkscope.models.open import fingerprint_of
+from sinkscope.models.target import Target
+from sinkscope.parallel import Pool, Tally, check_workers, finish
+from sinkscope.results import ModelInfo
+from sinkscope.store import Folder
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model by its name, which each process opens for itself.
+
+    Attributes:
+        name: as for `sinkscope.load`.
+        options: the same.
+    """
+
+    name: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def open(self) -> Any:
+        """The model itself."""
+        from sinkscope.models.load import load
+
+        return load(self.name, **self.options)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Processes that a run is spread over.
+
+    Attributes:
+        workers: more than one run over Ray.
+        address: of a Ray cluster, as `ray.init` takes it; None: `RAY_ADDRESS`, or this machine.
+
+    Raises:
+        SinkscopeError: less than one worker, or Ray is not installed.
+    """
+
+    workers: int = 1
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, self.address)
+
+    @property
+    def over_ray(self) -> bool:
+        """Whether other processes do the work."""
+        return self.workers > 1 or self.address is not None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The model that is asked, and how.
+
+    Attributes:
+        target: the model.
+        fingerprint: of it.
+        ends: ids that end an answer.
+        pad: id that fills rows up.
+        new: most tokens of an answer.
+        budget: of methods that have none of their own.
+    """
+
+    target: Target
+    fingerprint: str
+    ends: frozenset[int]
+    pad: int
+    new: int
+    budget: Budget
+
+    def settings(self) -> dict[str, Any]:
+        """What decides a record, whatever is done with the model."""
+        t = self.target
+        return {
+            "model": asdict(ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, self.fingerprint)),
+            "kind": t.kind,
+            "device": t.device.type,
+            "dtype": str(t.dtype).removeprefix("torch."),
+            "attention": str(getattr(t.config, "_attn_implementation", "unknown")),
+            "max_new_tokens": self.new,
+            "budget": self.budget,
+        }
+
+    def cut(self, row: list[int]) -> tuple[list[int], bool]:
+        """An answer up to and with the end of sequence, and whether that came."""
+        end = next((k + 1 for k, token in enumerate(row) if token in self.ends), None)
+        return row[:end], end is not None
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens of an answer as text."""
+        return self.target.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def generate(
+        self,
+        rows: Sequence[list[int]],
+        edit: Intervention | None,
+        hook: Callable[..., None] | None = None,
+        new: int | None = None,
+        **options: Any,
+    ) -> tuple[list[list[int]], list[Event]]:
+        """Greedy answers to prompts that are filled up on the left, and what the edit did.
+
+        Args:
+            rows: ids of the prompts.
+            edit: what is entered on the model.
+            hook: called after each pass of the causal model.
+            new: most tokens; None: as many as an answer may have.
+            options: further ones of transformers' `generate`.
+        """
+        width = max(map(len, rows))
+        ids = torch.tensor([[self.pad] * (width - len(row)) + row for row in rows], device=self.target.device)
+        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self.target.device)
+        hooks = [] if hook is None else [(self.target.hf, "post", hook)]
+        entered = nullcontext() if edit is None else edit.on(self.target)
+        with entered as run, self.target.hooks(*hooks), torch.no_grad():
+            made = self.target.hf.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=self.new if new is None else new,
+                pad_token_id=self.pad,
+                do_sample=False,
+                **options,
+            )
+            return made[:, width:].tolist(), [] if run is None else run.events
+
+
+def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
+    """The model, ready to be asked.
+
+    Args:
+        model: Hugging Face, TransformerBridge, nnsight (dispatched), `Target`, or `NamedModel`.
+        tokenizer: where the model carries none.
+        new: most tokens of an answer.
+        budget: of methods that have none of their own.
+
+    Raises:
+        SinkscopeError: it carries no tokenizer.
+    """
+    target = Target.of(model.open() if isinstance(model, NamedModel) else model, tokenizer)
+    if target.tokenizer is None:
+        raise SinkscopeError(
+            f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
+            page="no-tokenizer",
+        )
+    end = getattr(target.hf.generation_config, "eos_token_id", None)
+    ends = frozenset(end if isinstance(end, list | tuple) else [] if end is None else [int(end)])
+    pad = target.tokenizer.pad_token_id
+    pad = min(ends, default=0) if pad is None else int(pad)
+    return Asked(target, fingerprint_of(target), ends, pad, new, budget)
+
+
+def check_whole(least: int = 1, **numbers: Any) -> None:
+    """Refuse what is no whole number, or too small.
+
+    Raises:
+        SinkscopeError: one of the numbers; the message has its name.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
+
+
+def check_can(to: Asked, methods: Sequence[Method], lengths: Iterable[int], window: int | None = None) -> None:
+    """Refuse what cannot be done before anything is computed.
+
+    Raises:
+        SinkscopeError: a budget too small for one of the prompts, settings that make no sense, or a method that this
+            model cannot have.
+    """
+    lengths = sorted(set(lengths))
+    for edit in (method.make(to.budget, window) for method in methods):
+        if edit is not None and lengths:
+            for length in lengths:
+                (edit.decoding if isinstance(edit, LoopServe) and edit.decode else edit).check_prompt(length)
+            with edit.on(to.target):
+                pass
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some prompts by one method or several: what is run whole or not at all.
+
+    Attributes:
+        model: fingerprint of the model.
+        methods: that answer.
+        prompts: names of the prompts in the folder.
+        rows: what the benchmark knows of each prompt.
+        size: of it in the progress.
+    """
+
+    model: str
+    methods: tuple[Method, ...]
+    prompts: tuple[str, ...]
+    rows: tuple[Any, ...]
+    size: int
+
+    @property
+    def keys(self) -> tuple[tuple[str, str, str], ...]:
+        """Keys of the records that it makes."""
+        return tuple((self.model, method.spec, prompt) for method in self.methods for prompt in self.prompts)
+
+
+Answer = Callable[[Asked, Batch], Sequence[Any]]
+
+
+def run_batches(
+    to: Asked,
+    stages: Iterable[Sequence[Batch]],
+    answer: Answer,
+    kept: Folder[Any],
+    tally: Tally,
+    *,
+    model: object,
+    spread: Spread,
+    here: Callable[[Batch], Sequence[Any]] | None = None,
+) -> None:
+    """Every batch that has a record missing, in this process in their order, or over Ray.
+
+    Args:
+        to: the model in this process.
+        stages: batches; those of a stage may need records of the stages before it, which is made when it is reached.
+        answer: makes the records of a batch.
+        kept: where they are kept.
+        tally: how much is done.
+        model: as it was given, for other processes.
+        spread: over which processes.
+        here: instead of `answer` in this process, where that shows more of the progress.
+
+    Raises:
+        UnsupportedError: a live model that cannot be sent to other processes.
+    """
+    elsewhere = None
+    if spread.over_ray:
+        if not isinstance(model, NamedModel) and to.target.kind != "hf":
+            raise UnsupportedError(
+                "workers need the model by its name, or a plain Hugging Face model; this is a live "
+                f"{type(model).__name__}: give its name, or workers=1"
+            )
+        given = model if isinstance(model, NamedModel) else to.target.hf
+        elsewhere = partial(_reopen, given, to.target.tokenizer, to.new, to.budget, answer)
+    with Pool(
+        here or partial(answer, to),
+        elsewhere,
+        workers=spread.workers,
+        address=spread.address,
+        gpu=to.target.device.type == "cuda",
+        progress=tally.progress,
+    ) as pool:
+        for batches in stages:
+            finish(pool, batches, kept, tally)
+
+
+def _reopen(
+    model: object, tokenizer: Any, new: int, budget: Budget, answer: Answer
+) -> Callable[[Batch], Sequence[Any]]:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return partial(answer, ask(model, tokenizer, new, budget))
+
+
+class PerCall(Intervention):
+    """Counts tokens of the cache after every call of the model.
+
+    Args:
+        count: of a layer of the cache -> per row a mean over kv heads, `[batch]`.
+        own: count in a cache of ours, which it takes where tokens are hidden.
+
+    Attributes:
+        counts: per call the mean over layers, `[batch]`.
+    """
+
+    def __init__(self, count: Callable[[Any], Tensor], *, own: bool) -> None:
+        self.counts: list[Tensor] = []
+        self._count, self._own = count, own
+
+    def enter(self, run: Run, key: int) -> None:
+        """Look at the cache after every call."""
+        session = Session.of(run)
+        if self._own:
+            session.own_cache()
+
+        def note(moment: Any) -> None:
+            self.counts.append(torch.stack([self._count(layer) for layer in moment.layers]).mean(0))
+
+        session.after_call(note)

@@ -1,0 +1,162 @@
+"""What every cache policy must do on every family of models; a policy joins by being registered.
+
+Padded rows are what they are alone, a budget that covers everything changes nothing, what was evicted is what a mask
+hides, and a prompt in chunks is a whole prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from kv_kit import (
+    FAMILIES,
+    WINDOWED,
+    Drawn,
+    Everywhere,
+    Ragged,
+    close,
+    decode,
+    dense,
+    model_of,
+    positions,
+    prompts,
+    window_of,
+)
+from torch import Tensor
+from transformers import DynamicCache
+
+from sinkscope.kv import Full, Policy, make_policy, policies
+from sinkscope.kv.session import layer_window
+from sinkscope.models.target import Target
+
+PROMPT, LENGTHS, STEPS = 26, (26, 19), 6  # longer than the windows of 16
+BUDGET = 12
+SMALLER: dict[str, dict[str, Any]] = {  # where the default protects more than the budget, or acts after these steps
+    "snapkv": {"window": 8, "kernel": 3},
+    "adakv": {"window": 8, "kernel": 3},
+    "progressive": {"every": 2, "after": 1},
+}
+OURS = {
+    "drawn": Drawn(budget=BUDGET),
+    "ragged": Ragged(budget=BUDGET),
+    "drawn, hidden": Drawn(budget=BUDGET, mode="select"),
+    "ragged, hidden": Ragged(budget=BUDGET, mode="select"),
+    "everywhere": Everywhere(budget=BUDGET, first=2, every=2),
+}
+QUICK = ("llama", "gpt2", "mistral", "gemma2", "gemma3_text", "gpt_oss", "opt")
+CELLS = [
+    pytest.param(name, family, marks=[] if family in QUICK else pytest.mark.slow)
+    for name in (*policies(), *OURS)
+    for family in FAMILIES
+]
+
+
+def policy_of(name: str, **options: Any) -> Policy:
+    if name in OURS:
+        return replace(OURS[name], **options)
+    return make_policy(name, **{"budget": BUDGET, **SMALLER.get(name, {}), **options})
+
+
+@cache
+def model_for(family: str) -> Any:
+    return model_of(family)
+
+
+@torch.no_grad()
+def run(
+    policy: Policy | None, model: Any, ids: Tensor, mask: Tensor, chunks: tuple[int, ...]
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Logits from the last prompt token on, and what each step read: bool `[step][layer][batch kv_head column]`."""
+    kept, logits, end = list[list[Tensor]](), list[Tensor](), 0
+    kv = DynamicCache()
+    with policy.on(model) if policy is not None else torch.no_grad():
+        for step in (*chunks, *[1] * STEPS):
+            part = slice(end, end + step)
+            end += step
+            given = {"position_ids": positions(mask)[:, part], "past_key_values": kv}
+            out = model(input_ids=ids[:, part], attention_mask=mask[:, :end], **given)
+            if end >= sum(chunks):
+                logits.append(out.logits[:, -1])
+            if end > sum(chunks) and policy is not None:
+                kept.append([read(layer, mask) for layer in kv.layers])
+    return torch.stack(logits, 1), kept
+
+
+def read(layer: Any, mask: Tensor) -> Tensor:
+    rows, columns = mask.shape
+    pad = (mask == 0).sum(1)[:, None, None]
+    at = torch.where(layer.readable, layer.pos + pad, columns)
+    found = torch.zeros(rows, at.shape[1], columns + 1, dtype=torch.bool)
+    return found.scatter(2, at, True)[..., :columns]
+
+
+def same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
+    return all(torch.equal(x, y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(("name", "family"), CELLS)
+def test_a_policy_on_a_family(name: str, family: str) -> None:
+    model, policy = model_for(family), policy_of(name)
+    ids, mask = prompts(list(LENGTHS), STEPS, seed=1)
+    logits, kept = run(policy, model, ids, mask, (PROMPT,))
+
+    # Evicted, or hidden, is what a mask hides: one pass over everything under masks of what the steps read.
+    sees = []
+    for layer in range(len(kept[0])):
+        rule = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril() & mask.bool()[:, None, None]
+        rule = rule.expand(-1, kept[0][layer].shape[1], -1, -1).clone()
+        rule[:, :, PROMPT:] = torch.stack([step[layer] for step in kept], 2)
+        if (window := window_of(model, layer)) is not None:
+            rule &= ~torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril(-window)
+        sees.append(rule)
+    close(logits, dense(model, ids, mask, sees)[:, PROMPT - 1 :], 2e-5)
+    fewest = min(int(layer[0].sum(-1).min()) for step in kept for layer in step)
+    assert fewest == PROMPT + 1 if isinstance(policy, Full) else fewest < PROMPT
+
+    # Padding makes no difference.
+    for row, length in enumerate(LENGTHS):
+        own = replace(policy, rows=policy.rows[row:]) if isinstance(policy, Drawn) else policy
+        part, pad = slice(row, row + 1), PROMPT - length
+        alone, alone_kept = run(own, model, ids[part, pad:], mask[part, pad:], (length,))
+        close(logits[part], alone, 2e-5)
+        assert same([[layer[part, :, pad:] for layer in step] for step in kept], alone_kept)
+
+    # Nor do chunks, of which the last may be a single token's, or begin with padding alone.
+    for chunks in ((7, 9, 10), (13, 5, 5, 3)):
+        pieces, pieces_kept = run(policy, model, ids, mask, chunks)
+        close(pieces, logits, 2e-5)
+        assert same(pieces_kept, kept)
+
+
+@pytest.mark.parametrize(("name", "family"), CELLS)
+def test_a_budget_that_covers_everything_is_the_stock_model(name: str, family: str) -> None:
+    if name.startswith("ragged"):
+        pytest.skip("it has no budget")
+    model = model_for(family)
+    assert layer_window(Target.of(model), 0) == (16 if family in WINDOWED else None)
+    for budget in (64, 1.0) if name == "full" else (64,):
+        policy = policy_of(name, budget=budget)
+        for lengths in ((9,), (PROMPT,), LENGTHS):
+            ids, mask = prompts(list(lengths), STEPS)
+            stock = decode(model, ids, mask, max(lengths))
+            with policy.on(model):
+                got = decode(model, ids, mask, max(lengths))
+            close(got, stock)
+            if name == "full" and lengths == (9,):
+                assert torch.equal(got, stock)
+
+
+@pytest.mark.parametrize("size", [5, 9, 64])
+@pytest.mark.parametrize("name", [*policies(), *OURS])
+def test_generate_reads_a_prompt_in_chunks(name: str, size: int) -> None:
+    """Chunks of 5 end with a single token, which looks like a generated one."""
+    model = model_for("llama")
+    ids, _ = prompts([PROMPT])
+    ask: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    with policy_of(name).on(model):
+        whole = model.generate(ids, **ask)
+        assert torch.equal(model.generate(ids, prefill_chunk_size=size, **ask), whole)
