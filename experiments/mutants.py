@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import Phase, settings
 
 TREE = Path(__file__).resolve().parents[1]
 TIMEOUT = 120  # seconds of one test
+LIMITS = ("--timeout", str(TIMEOUT), "--hypothesis-profile", "mutants")
 LIBRARIES = (
     "torch",
     "transformers.modeling_utils",
@@ -69,7 +71,7 @@ def tried(mutant: Mutant, tree: Path) -> str:
     file.write_text(before[: match.start()] + mutant.replacement + before[match.end() :])
     names = [f"tests/{name}" for name in mutant.tests.split()]
     try:
-        code, text = passed(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT), *names], tree)
+        code, text = passed(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *LIMITS, *names], tree)
     finally:
         file.write_text(before)
     if "Timeout (>" in text:
@@ -107,6 +109,8 @@ def load_libraries() -> None:
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", NO_COLOR="1")  # they read this when imported
     for name in LIBRARIES:
         importlib.import_module(name)
+    # One failing example is enough: making it smaller takes minutes.
+    settings.register_profile("mutants", deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
     sys.stdout.flush()
 
 
