@@ -264,3 +264,11 @@ def test_the_picture_shows_the_numbers(tmp_path: Path) -> None:
         if row.length == 8:
             assert any(t.y == pytest.approx(row.by_position) and t.x[-1] == 8 for t in traces if len(t.x) > 2)
             assert any(t.y == pytest.approx(row.any_swept) for t in traces if len(t.y) == len(found.thresholds))
+
+
+def test_no_bos_changes_what_stands_before_an_attack_and_not_what_counts_as_success(tmp_path: Path) -> None:
+    o = organism("llama", 1)
+    both, without = _attack(o, tmp_path), _attack(o, tmp_path, bos=False)
+    assert without.reference == both.reference and without.settings["bos"] is False
+    assert {a.context for a in both.attacks} == {"BOS", "no BOS"} and {a.context for a in without.attacks} == {"no BOS"}
+    assert without.attacks == tuple(a for a in both.attacks if a.context == "no BOS")

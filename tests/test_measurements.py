@@ -7,6 +7,7 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Measurement
 from sinkscope.models.load import load
 from sinkscope.registry import Entry, entries, external_entries, shared_parameters
+from sinkscope.registry import parameter as parameter_of
 from sinkscope.results import Result
 
 ALL = [entry for entry in entries().values() if entry.decorator == "measurement"]
@@ -186,3 +188,10 @@ def test_registering_a_name_twice_is_refused(tmp_path: Path, monkeypatch: pytest
     twice = external_entries("twice")
     with pytest.raises(SinkscopeError, match=r"marking_heads.*registered under one name"):
         registry._add(dict(entries()), twice[0])
+
+
+def test_one_value_or_several_is_an_option_that_may_be_given_again() -> None:
+    several = parameter_of("prefix", str | Sequence[str], ("a",))
+    assert several.many and several.type is str and several.flag == "--prefix"
+    either = parameter_of("which", bool | Sequence[int], False)
+    assert not either.many

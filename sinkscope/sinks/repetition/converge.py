@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from sinkscope.figures import repetition
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
-from sinkscope.sinks.repetition.distance import Rows, Seen, distances, first_values, rounding, singles, slope
+from sinkscope.sinks.repetition.distance import SameNumbers, Seen, distances, first_values, rounding, singles, slope
 from sinkscope.sinks.repetition.sequences import encode, known_token, refuse_repeated, room
 
 PREFIX = "some prefix:"  # this and the words are those of figure 5 of the paper
@@ -30,22 +30,6 @@ class Prefix:
 
     text: str
     k: int
-
-
-@dataclass(frozen=True)
-class SameNumbers:
-    """From which n two outputs, rounded to `dtype`, are the same numbers.
-
-    Attributes:
-        dtype: "bfloat16" or "float16".
-        repeats: smallest n from which all components are equal, up to the last n; None: not within it.
-        expected: where they would be, were the distance to fall on as 1 / n (a power of two times the last n); only
-            where the theorem speaks and the model runs in float32, and None where `repeats` is known.
-    """
-
-    dtype: str
-    repeats: int | None
-    expected: int | None
 
 
 @dataclass(frozen=True)
@@ -205,11 +189,11 @@ def convergence(
         values = first_values(target, singles(target, ids, [0])[0]).cpu().amax(0)
         for start in range(0, len(words), batch_size):
             batch, part = words[start : start + batch_size], slice(start, start + batch_size)
-            seen: list[Seen] = []
             own = {i: type(one)(one.z[part], one.out[part]) for i, one in alone.items()}
-            rows = distances(target, ids, batch, n, own, seen.append)
-            for one in sorted(seen, key=lambda s: (s.row, s.layer)):
-                curves += _curves(target, one, batch[one.row], number, len(ids), rows, values, outside, counts)
+            seen, delta, weight = distances(target, ids, batch, n, own)
+            for one in seen:
+                rows = values, delta[one.row], weight[one.row]
+                curves += _curves(target, one, batch[one.row], number, len(ids), rows, outside, counts)
             done = number * len(words) + min(start + batch_size, len(words))
             setup.progress("repetitions", done, len(before) * len(words))
     setup.record(prefix=texts, max_repeats=n)
@@ -229,18 +213,19 @@ def _curves(
     word: int,
     number: int,
     k: int,
-    rows: Rows,
-    values: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
     outside: str | None,
     counts: list[int],
 ) -> list[Curve]:
+    """The attention's output and each head; `rows` are the prefix' values, and spread and prefix weight of layer 0."""
     whole, heads, first = seen.whole, seen.heads, seen.layer == 0
+    values, delta, weight = rows
     n, at = torch.arange(1, len(whole) + 1), torch.tensor(counts) - 1
-    r, delta = torch.maximum(values, seen.head_norms), rows.delta[seen.row]
+    r = torch.maximum(values, seen.head_norms)
     bounds = 2 * k * r[:, None] * delta.exp() / n if first and outside is None else None
     if first and not target.adapter.absolute_positions and not target.adapter.learned_sinks:
         # No weight on the prefix: both are the token's value, and what differs is rounding.
-        gone = (rows.weight[seen.row] == 0).all(0)
+        gone = (weight == 0).all(0)
         whole, heads = whole.masked_fill(gone, 0.0), heads.masked_fill(gone, 0.0)
 
     def curve(head: int | None, distance: Tensor, size: float, bound: Tensor | None) -> Curve:
@@ -249,7 +234,7 @@ def _curves(
         of_head = head is not None and bound is not None
         # The output itself must have digits to spare: what is already rounded can lie on the edge between two numbers.
         extrapolate = first and outside is None and torch.finfo(target.dtype).bits > 16
-        same = () if head is not None else _same(seen, extrapolate)
+        same = seen.same if extrapolate else tuple(replace(s, expected=None) for s in seen.same)
         return Curve(
             target.tokenizer.decode([word]),
             word,
@@ -263,21 +248,12 @@ def _curves(
             float(r[head]) if of_head else None,
             _finite(float(delta[head].max())) if of_head else None,
             None if ratio is None else float(ratio.max()),
-            same,
+            same if head is None else (),
         )
 
-    total = None if bounds is None else bounds.sum(0)
-    each = [
-        curve(h, heads[h], float(seen.head_norms[h]), None if bounds is None else bounds[h]) for h in range(len(heads))
-    ]
-    return [curve(None, whole, seen.norm, total), *each]
-
-
-def _same(seen: Seen, extrapolate: bool) -> tuple[SameNumbers, ...]:
-    return tuple(
-        SameNumbers(name, at, seen.expected[name] if extrapolate and at is None else None)
-        for name, at in seen.same.items()
-    )
+    limits = [None] * (1 + len(heads)) if bounds is None else [bounds.sum(0), *bounds]
+    each = [curve(h, heads[h], float(seen.head_norms[h]), limits[1 + h]) for h in range(len(heads))]
+    return [curve(None, whole, seen.norm, limits[0]), *each]
 
 
 def _finite(value: float) -> float | None:

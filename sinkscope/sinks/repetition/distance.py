@@ -34,6 +34,22 @@ class Single:
 
 
 @dataclass(frozen=True)
+class SameNumbers:
+    """From which n two outputs, rounded to `dtype`, are the same numbers.
+
+    Attributes:
+        dtype: "bfloat16" or "float16".
+        repeats: smallest n from which all components are equal, up to the last n; None: not within it.
+        expected: where they would be, were the distance to fall on as 1 / n (a power of two times the last n); only
+            where the theorem speaks and the model runs in float32, and None where `repeats` is known.
+    """
+
+    dtype: str
+    repeats: int | None
+    expected: int | None
+
+
+@dataclass(frozen=True)
 class Seen:
     """One repeated token at one layer; every n from 1 to N.
 
@@ -44,8 +60,7 @@ class Seen:
         heads: distance of what each head writes, `[head n]`.
         norm: of the single token's output.
         head_norms: of what each head writes there, `[head]`.
-        same: dtype -> first n from which both outputs are the same numbers in it, up to N; None: they are not.
-        expected: dtype -> the n at which a distance that falls as 1 / n would make them so; None: never.
+        same: from which n on both outputs are the same numbers.
     """
 
     row: int
@@ -54,16 +69,7 @@ class Seen:
     heads: Tensor
     norm: float
     head_norms: Tensor
-    same: dict[str, int | None]
-    expected: dict[str, int | None]
-
-
-@dataclass
-class Rows:
-    """What the rows of attention of the first layer say, `[row head n]`: spread of the scores, weight of the prefix."""
-
-    delta: Tensor
-    weight: Tensor
+    same: tuple[SameNumbers, ...]
 
 
 @torch.no_grad()
@@ -87,8 +93,8 @@ def first_values(target: Target, single: Single) -> Tensor:
 
 @torch.no_grad()
 def distances(
-    target: Target, prefix: list[int], words: list[int], n: int, alone: dict[int, Single], see: Callable[[Seen], None]
-) -> Rows:
+    target: Target, prefix: list[int], words: list[int], n: int, alone: dict[int, Single]
+) -> tuple[list[Seen], Tensor, Tensor]:
     """Prefix and `n` repetitions of each word, a row per word, in one pass up to the deepest layer of `alone`.
 
     Args:
@@ -97,11 +103,15 @@ def distances(
         words: ids to repeat.
         n: repetitions.
         alone: from `singles` for `words`, in their order.
-        see: called once per row and layer.
+
+    Returns:
+        What was seen, row by row and layer by layer; and of the first layer's attention, `[row head n]`, the spread of
+        the scores and the weight of the prefix.
     """
     k, layers = len(prefix), list(alone)
     ids = torch.tensor([prefix + [w] * n for w in words])
-    rows = Rows(*(torch.zeros(len(words), target.n_heads, n) for _ in range(2)))
+    delta, weight = (torch.zeros(len(words), target.n_heads, n) for _ in range(2))
+    found: list[Seen] = []
 
     def look(_layer: int, first: int, probs: Tensor) -> None:
         last = first + probs.shape[2]
@@ -111,8 +121,8 @@ def distances(
         p = probs[:, :, start - first :]
         seen = torch.arange(p.shape[-1], device=p.device) <= torch.arange(start, last, device=p.device)[:, None]
         lowest = torch.where(seen, p, torch.inf).amin(-1)
-        rows.delta[:, :, start - k : last - k] = (p.amax(-1).log() - lowest.log()).cpu()
-        rows.weight[:, :, start - k : last - k] = p[..., :k].sum(-1).cpu()
+        delta[:, :, start - k : last - k] = (p.amax(-1).log() - lowest.log()).cpu()
+        weight[:, :, start - k : last - k] = p[..., :k].sum(-1).cpu()
 
     def keep(layer: int, z: Tensor, out: Tensor) -> None:
         w, one = head_outputs(target, layer), alone[layer]
@@ -121,13 +131,12 @@ def distances(
             heads = torch.stack([(moved[:, h] @ w[h]).norm(dim=-1) for h in range(len(w))])
             own = torch.stack([(one.z[row, h] @ w[h]).norm() for h in range(len(w))])
             whole = (out[row, k:] - one.out[row]).norm(dim=-1)
-            same = {name: _same_from(out[row, k:], one.out[row], kind) for name, kind in DTYPES.items()}
-            later = {name: _same_later(out[row, -1], one.out[row], kind, n) for name, kind in DTYPES.items()}
-            see(Seen(row, layer, whole.cpu(), heads.cpu(), float(one.out[row].norm()), own.cpu(), same, later))
+            same = tuple(_same(name, out[row, k:], one.out[row]) for name in DTYPES)
+            found.append(Seen(row, layer, whole.cpu(), heads.cpu(), float(one.out[row].norm()), own.cpu(), same))
 
     with attention_rows(target, look, layers=[0]):
         _run(target, ids, layers, keep)
-    return rows
+    return sorted(found, key=lambda s: (s.row, s.layer)), delta, weight
 
 
 def _run(target: Target, ids: Tensor, layers: list[int], keep: Callable[[int, Tensor, Tensor], None]) -> None:
@@ -174,6 +183,11 @@ def slope(distance: Tensor, floor: float) -> float | None:
     x, y = n[fit].log(), distance[fit].double().log()
     x = x - x.mean()
     return float((x * (y - y.mean())).sum() / x.square().sum())
+
+
+def _same(name: str, outs: Tensor, one: Tensor) -> SameNumbers:
+    at = _same_from(outs, one, DTYPES[name])
+    return SameNumbers(name, at, None if at is not None else _same_later(outs[-1], one, DTYPES[name], len(outs)))
 
 
 def _same_from(outs: Tensor, one: Tensor, dtype: torch.dtype) -> int | None:
