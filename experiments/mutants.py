@@ -61,14 +61,23 @@ def place_of(fragment: str, tree: Path) -> tuple[Path, re.Match[str]] | None:
     return found[0] if len(found) == 1 else None
 
 
-def tried(mutant: Mutant, tree: Path) -> str:
-    """Apply a mutant in `tree`, run its tests, and undo it: killed, survived, hung, stale, or what went wrong."""
+def changed(mutant: Mutant, tree: Path) -> tuple[Path, str, str] | None:
+    """The file of a mutant, its text as it is, and its text with the change; None if the mutant is stale."""
     place = place_of(mutant.fragment, tree)
     if place is None:
-        return "stale"
+        return None
     file, match = place
-    before = file.read_text()
-    file.write_text(before[: match.start()] + mutant.replacement + before[match.end() :])
+    text = match.string
+    return file, text, text[: match.start()] + mutant.replacement + text[match.end() :]
+
+
+def tried(mutant: Mutant, tree: Path) -> str:
+    """Apply a mutant in `tree`, run its tests, and undo it: killed, survived, hung, stale, or what went wrong."""
+    change = changed(mutant, tree)
+    if change is None:
+        return "stale"
+    file, before, after = change
+    file.write_text(after)
     names = [f"tests/{name}" for name in mutant.tests.split()]
     try:
         code, text = passed(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *LIMITS, *names], tree)
