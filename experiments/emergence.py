@@ -32,7 +32,7 @@ from sinkscope.figures.style import BLUE, ORANGE
 from sinkscope.html import check_png
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
-from sinkscope.sinks.first_token.around_sink import sink_rate
+from sinkscope.sinks.first_token.walk import sink_rate
 from sinkscope.text import typical_text
 from sinkscope.trace import trace
 from sinkscope.trace.attention import attention_rows

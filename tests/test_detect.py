@@ -22,7 +22,7 @@ from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.attack.detect import AttackDetection, DetectRow, area, cut_at, detect_attack, neuron_values, peak
 from sinkscope.sinks.attack.sequences import draw
-from sinkscope.sinks.first_token.around_sink import view_layer
+from sinkscope.sinks.first_token.ablation import view_layer
 from sinkscope.text.harmless import honest_repetition, source_code
 from sinkscope.trace.run import trace
 

@@ -14,9 +14,9 @@ from organisms import Organism, organism
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.locate import setup
 from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch, random_patch
 from sinkscope.sinks.patch.loss import held_out, losses
 
@@ -61,7 +61,7 @@ def test_perplexity_row_against_separate_passes(tmp_path: Path) -> None:
     patch = _loud(o)
     patch.save(tmp_path / "patch.json")
     found = _evaluate(o, tmp_path, tmp_path / "patch.json", seed=4)
-    made = setup(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=4)
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=4)
     ids = held_out(made, 5, 24)
     control = random_patch(made, patch)
     target = Target.of(o.model, o.tokenizer)
@@ -80,7 +80,7 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path: Path) -> None
     o = organism("llama", 2)
     path = tmp_path / "text.txt"
     path.write_text("poem " * 600 + "cat " * 400)  # 2,048 characters are 409 words
-    made = setup(o.model, tokenizer=o.tokenizer, text=path)
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=path)
     poem, cat = (o.tokenizer(w, add_special_tokens=False)["input_ids"][0] for w in ("poem", "cat"))
     assert set(made.ids[:, 1:].flatten().tolist()) == {poem}
     ids = held_out(made, 500, 25)
@@ -92,14 +92,14 @@ def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path: Path) -> None
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
 def test_random_patch_is_as_many_others_of_the_same_place(family: str, seed: int, tmp_path: Path) -> None:
     o = organism(family, seed)
-    made = setup(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=1)
+    made = Setup.open(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=1)
     patch = SinkPatch(sites=[*o.truth.neurons, (*o.truth.neurons[0][:-1], 0)])
     drawn = random_patch(made, patch)
     assert len(drawn.checked_sites) == len(patch.checked_sites)
     assert {(s.layer, s.expert) for s in drawn.checked_sites} == {(s.layer, s.expert) for s in patch.checked_sites}
     assert not set(drawn.checked_sites) & set(patch.checked_sites)
     assert drawn.checked_sites == random_patch(made, patch).checked_sites
-    other = random_patch(setup(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=2), patch)
+    other = random_patch(Setup.open(o.model, tokenizer=o.tokenizer, text=_text(o, tmp_path), seed=2), patch)
     assert other.checked_sites != drawn.checked_sites
 
 
@@ -108,8 +108,8 @@ def test_random_patch_is_as_many_others_of_the_same_place(family: str, seed: int
     [
         ({"patch": None}, "no patch given: make one with `sinkscope patch make"),
         ({"patch": "none.json"}, "cannot read none.json"),
-        ({"pieces": 1}, "pieces 1: expected at least 2"),
-        ({"questions": 0}, "questions 0, shots None"),
+        ({"pieces": 1}, "--pieces 1: expected a whole number of at least 2"),
+        ({"questions": 0}, "--questions 0: expected a whole number of at least 1"),
         ({"tasks": ["none.yaml"]}, "task file 'none.yaml' is not there"),
         ({"text": "short.txt"}, "give a longer --text"),
     ],

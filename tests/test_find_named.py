@@ -11,8 +11,8 @@ from gguf_file import write_gguf
 from organisms import Organism, organism
 
 import sinkscope.models.open as opening
+from sinkscope.measure import Setup
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.locate import setup
 
 LAYERS = 18
 
@@ -75,7 +75,7 @@ def test_gguf_is_opened_with_as_many_layers_as_it_takes(
     _agrees(find_sinks(tmp_path / "m.gguf", tokenizer=deep.tokenizer, max_repeats=64, text=_text(deep, tmp_path)), deep)
     assert asked == [3, 6, 12]
     # Other measurements begin with every layer, so that a late sink is not taken for none.
-    made = setup(tmp_path / "m.gguf", tokenizer=deep.tokenizer, text=_text(deep, tmp_path))
+    made = Setup.open(tmp_path / "m.gguf", tokenizer=deep.tokenizer, text=_text(deep, tmp_path))
     assert len(made.target.layers) == made.target.n_layers == LAYERS
 
 

@@ -14,11 +14,9 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import prove
-from sinkscope.sinks.first_token.around_sink import repeat_until_half, view_layer
+from sinkscope.sinks.first_token.ablation import columns, contribution_norms, norm_without, prove
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.layer import columns, contribution_norms, norm_without
-from sinkscope.sinks.first_token.walk import Walk, walk
+from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, view_layer, walk
 from sinkscope.trace.run import trace
 
 SINKLESS = ("none", "massive_dim")
@@ -147,7 +145,7 @@ def test_repeats_are_those_of_one_long_pass() -> None:
     norm = trace(o.model, o.repeated(limit, grouped), [site], "norm")[site][0]
     first = int((norm[1:] >= norm[0] / 2).nonzero()[0]) + 1
     assert found.repeats == [first, None]
-    assert found.reached == [True, False]
+    assert found.view is not None and len(found.view.resid) == 1
     assert 0.6 * o.truth.repeats_expected <= first <= 1.5 * o.truth.repeats_expected
 
 
@@ -227,7 +225,7 @@ def test_unknown_bos_and_bad_numbers_are_refused() -> None:
         _found(o, top_k=0)
     with pytest.raises(SinkscopeError, match=r"--top-k 9999 is more than the \d+ neurons"):
         _found(o, top_k=9999)
-    with pytest.raises(SinkscopeError, match="negative"):
+    with pytest.raises(SinkscopeError, match=r"--seed -1: expected a whole number of at least 0"):
         _found(o, seed=-1)
     with pytest.raises(SinkscopeError, match="the largest is"):
         find_sinks(o.model, tokenizer=o.tokenizer, max_repeats=10**9)

@@ -111,7 +111,7 @@ def test_replacement_equals_an_edited_pass_over_the_text() -> None:
     heads = o.model.config.num_attention_heads
     edits = torch.zeros(heads, *bench.shape, dtype=torch.bool)
     edits[:, 0] = torch.eye(heads, dtype=torch.bool)
-    got = bench.written(ids[:1, :1].expand(heads, 1), edits, batch_size=3)[:, 0]
+    got = replace(bench, batch_size=3).written(ids[:1, :1].expand(heads, 1), edits)[:, 0]
     for head in range(heads):
 
         def swap(_module: Any, args: Any, head: int = head) -> Any:

@@ -14,8 +14,8 @@ from organisms import organism, tiny_model
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.around_sink import first_token_attention, sink_rate, spike_dims
 from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
+from sinkscope.sinks.first_token.walk import first_token_attention, sink_rate, spike_dims
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
 

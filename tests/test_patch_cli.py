@@ -14,10 +14,11 @@ from test_evaluate import _evaluate, _loud
 from test_patching import _make, _text
 
 from sinkscope.cli import main
+from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.results import Result
 from sinkscope.sinks.patch.loss import Change
-from sinkscope.sinks.patch.make import PatchMade
+from sinkscope.sinks.patch.make import PatchMade, make_patch
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_make_then_eval(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = "--model model --text text.txt --pieces 4 --length 24"
     assert main(f"patch make {few} --out out/patch.json --max-repeats 250 --json made.json".split()) == 0
     out, err = _said(capsys)
-    assert (err, "patch made" in out) == ("", True)
+    assert (err, "Conclusion: A patch of" in out) == ("", True)
     made = Result.load("made.json")
     assert isinstance(made, PatchMade)
     assert SinkPatch.load("out/patch.json").checked_sites == made.patch.checked_sites
@@ -57,7 +58,7 @@ def test_a_patch_of_another_model(here: Path, capsys: pytest.CaptureFixture[str]
     SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size}).save("p.json")
     words = "patch eval --model model --text text.txt --pieces 2 --length 8 --patch p.json --json out.json".split()
     assert main(words) == 0
-    assert _said(capsys)[1] == "p.json was made for bundled, not for model\n"
+    assert "Warning: the patch was made for bundled, not for model." in _said(capsys)[0]
     Path("out.json").unlink()
     SinkPatch(sites=[(1, 3)], model={"name": "bundled", **size, "n_layers": 99}).save("p.json")
     assert main(words) == 2
@@ -75,10 +76,10 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     assert "no attention sink" in out
     assert err == "p.json was not written: there is nothing to patch\n"
     refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm: 3 % > 1 %.")
-    monkeypatch.setattr("sinkscope.sinks.patch.make.make_patch", lambda *_, **__: refused)
+    monkeypatch.setattr(make_patch, "function", lambda *_, **__: refused)
     assert main("patch make --model none --out p.json".split()) == 2
     out, err = _said(capsys)
-    assert "refused: it would harm" in out  # the evidence is seen
+    assert "No patch was made: it would harm" in out  # the evidence is seen
     assert err == "error: no patch was written: it would harm: 3 % > 1 %.\n"
     assert not Path("p.json").exists()
 
@@ -87,8 +88,10 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     ("words", "says"),
     [
         ("patch make", "Missing option '--out'"),
-        ("patch make --out -", "give the patch a file of its own"),
-        ("patch make --out x.json --json x.json", "give the patch a file of its own"),
+        ("patch eval", "Missing option '--patch'"),
+        ("patch make --out p.json --token poem", "at least two different ones are needed"),
+        ("patch make --out -", "give the name of a file"),
+        ("patch make --out x.json --json x.json", "give each its own file"),
         ("patch eval --patch none.json --backend hf", "make a patch with `sinkscope patch make`"),
         ("patch nothing", "No such command 'nothing'"),
         ("divergence --repeats 0", "'--repeats'"),
@@ -104,6 +107,17 @@ def test_refused_before_any_model_is_loaded(
     out, err = _said(capsys)
     assert (out, err.count("\n"), err.startswith("error: ")) == ("", 1, True)
     assert says in err
+
+
+def test_tasks_have_commas_or_are_given_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*_: object, tasks: list[str], **__: object) -> None:
+        raise SinkscopeError(f"tasks {tasks}")
+
+    monkeypatch.setattr("sinkscope.sinks.patch.evaluate.evaluate_patch", told)
+    assert main("patch eval --patch p.json --tasks a,b --tasks c".split()) == 2
+    assert _said(capsys)[1] == "error: tasks ['a', 'b', 'c']\n"
 
 
 def test_divergence_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

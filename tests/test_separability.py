@@ -21,10 +21,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.first_token import separate
-from sinkscope.sinks.first_token.after_attention import after_attention
-from sinkscope.sinks.first_token.classify import Space, auroc, margin
-from sinkscope.sinks.first_token.holdout import CLEAR, PER_TOKEN, draw_samples
-from sinkscope.sinks.first_token.separate import Separability, separability
+from sinkscope.sinks.first_token.samples import CLEAR, PER_TOKEN, after_attention, draw_samples
+from sinkscope.sinks.first_token.separate import Separability, Space, auroc, margin, separability
 from sinkscope.trace.run import trace
 
 
@@ -241,9 +239,9 @@ def test_the_command_gives_what_the_function_gives(tmp_path: Path, capsys: pytes
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     o = organism("llama", 0)
     for kwargs, says in (
-        ({"count": 3}, r"--count 3: .*give 4 or more"),
-        ({"texts": 1}, r"--texts 1: .*give 2 or more"),
-        ({"batch_size": 0}, r"--batch-size 0: .*give 1 or more"),
+        ({"count": 3}, r"--count 3: expected a whole number of at least 4"),
+        ({"texts": 1}, r"--texts 1: expected a whole number of at least 2"),
+        ({"batch_size": 0}, r"--batch-size 0: expected a whole number of at least 1"),
         ({"layer": 99}, r"--layer 99 is not in the model: it has layers 0 to \d"),
         ({"tokens": ["poem", "book"]}, r"2 first tokens are too few .*give more words"),
     ):

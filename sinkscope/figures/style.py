@@ -25,10 +25,8 @@ def panels(titles: Sequence[str], widths: Sequence[float] | None = None, *, spac
         more: for plotly's `make_subplots`.
     """
     chosen = None if widths is None or len(titles) < 2 else list(widths[: len(titles)])
-    return make_subplots(
-        **{"cols": len(titles), "subplot_titles": list(titles), "column_widths": chosen} | more,
-        horizontal_spacing=spacing,
-    )
+    options: dict[str, Any] = {"cols": len(titles), "subplot_titles": list(titles), "column_widths": chosen} | more
+    return make_subplots(**options, horizontal_spacing=spacing)
 
 
 def finished(

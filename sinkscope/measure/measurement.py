@@ -90,8 +90,8 @@ class Measurement(Generic[P, R]):
         given = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(given)
         edit = edit_of(**{k: given[k] for k in _EDIT if k in given}) if self.edits else None
-        opening = {k: given[k] for k in _OPEN if k in given and k not in self._own}
-        pieces = given.get("texts", self.__signature__.parameters["texts"].default) if "texts" in self._own else None
+        opening = {k: given[k] for k in _OPEN if k in given and k != "texts"}
+        pieces = given.get("texts", self.__signature__.parameters["texts"].default)
         if isinstance(pieces, int):  # a measurement may also take texts by this name
             opening["texts"] = pieces
         setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)

@@ -19,7 +19,7 @@ from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.sequences import coordinate, draw, greedy, repeat, round_trip
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
 from sinkscope.sinks.attack.vocabulary import refuse_workers
-from sinkscope.sinks.first_token.locate import causal_neurons
+from sinkscope.sinks.first_token.walk import causal_neurons
 
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

@@ -17,7 +17,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.attack.single_head import HeadWork, first_direction, later_mean, neuron_at
 from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.locate import causal_neurons
+from sinkscope.sinks.first_token.walk import causal_neurons
 from sinkscope.sinks.repetition.sequences import norms_after
 
 EXAMPLES = 12  # tokens shown of a cluster

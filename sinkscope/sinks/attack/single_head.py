@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.attack.vocabulary import Columns
-from sinkscope.sinks.first_token.around_sink import view_layer
+from sinkscope.sinks.first_token.ablation import view_layer
 from sinkscope.trace.run import trace
 
 _BEFORE = 16  # tokens of text before a token that stands at a later position

@@ -18,8 +18,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.sequences import make_pools
 from sinkscope.sinks.attack.vocabulary import Columns, hold_layers, in_chunks, vocabulary
-from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.around_sink import view_layer
+from sinkscope.sinks.first_token.ablation import Neuron, view_layer
 from sinkscope.sinks.repetition.sequences import norms_after
 from sinkscope.text import resolve_bos
 

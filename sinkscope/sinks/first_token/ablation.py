@@ -1,17 +1,23 @@
-"""Which neurons make the sink: candidates by contribution, proven by ablation against random draws."""
+"""Neurons of a layer: what each writes at chosen positions, and what zeroing it takes away, against random draws.
+
+The down projection is linear, so what ablation does *at the same layer* needs no second forward pass: the neurons'
+columns are taken from the MLP's output before whatever norm stands between it and the residual stream. The tests
+hold this against real ablated passes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.interventions import Ablate
+from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.first_token.around_sink import view_layer
-from sinkscope.sinks.first_token.layer import LayerView, columns, contribution_norms, norm_without, reach, split
 
 DRAWS = 20  # random sets of as many neurons that every ablation is held against
 CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
@@ -20,6 +26,131 @@ CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
 def numbers(layer: int, expert: int | None, neuron: int) -> tuple[int, ...]:
     """(layer, neuron) or (layer, expert, neuron), as interventions take a neuron."""
     return (layer, neuron) if expert is None else (layer, expert, neuron)
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """A layer at `n` positions. Neurons of a mixture are numbered `expert * d_mlp + neuron`.
+
+    Attributes:
+        resid: residual stream after the layer.
+        mlp: output of the down projection(s), before any norm behind it.
+        post: `hook_post`; in a mixture times the routing weight, 0 for experts that were not chosen.
+        up: output of the up projection, the linear factor; None where there is no such factor, and in a mixture.
+        routing: weight of every expert, 0 for those not chosen; None where the layer is no mixture.
+    """
+
+    layer: int
+    resid: Float[Tensor, "n d_model"]
+    mlp: Float[Tensor, "n d_model"]
+    post: Float[Tensor, "n neuron"]
+    up: Float[Tensor, "n neuron"] | None = None
+    routing: Float[Tensor, "n expert"] | None = None
+
+
+@torch.no_grad()
+def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: Tensor) -> LayerView:
+    """The layer at the positions marked in `where` (`[row pos]`, bool), from a pass that ends there."""
+    a, got = target.adapter, dict[str, Tensor]()
+
+    def pick(tensor: Tensor) -> Tensor:
+        flat = tensor.reshape(-1, tensor.shape[-1])
+        return flat[where.reshape(-1).to(flat.device)].detach()
+
+    def keeper(name: str, get: Any) -> Any:
+        def hook(_module: object, args: Any, _kwargs: Any, out: Any) -> None:
+            got[name] = pick(get(args, out))
+
+        return hook
+
+    def experts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
+        hidden, index, weights = map(pick, bind(args, kwargs))
+        width, count = target.d_mlp, int(module.num_experts)
+        post = torch.zeros(len(hidden), count, width, device=hidden.device)
+        routing = torch.zeros(len(hidden), count + 1, device=hidden.device)  # one more: "no expert" under sharding
+        got["routing"] = routing.scatter(1, index, weights.float())[:, :count]
+        for expert in index.unique().tolist():
+            rows, slots = (index == expert).nonzero(as_tuple=True)
+            values = activate(module, *gate_up(module, expert, hidden[rows]))
+            post[rows, expert] = values.float() * weights[rows, slots, None].float()
+        got["post"] = post.flatten(1)
+
+    whole = keeper("mlp", lambda _, out: first_tensor(out))
+    pairs: list[tuple[Any, str, Any]] = [(target.sub(layer, a.mlp), "post", whole)]
+    if target.is_mixture(layer):
+        pairs.append((target.sub(layer, a.experts or ""), "post", experts))
+    else:
+        pairs.append((target.sub(layer, a.down), "post", keeper("post", lambda args, _: args[0])))
+        if a.up is not None and (a.gate is not None or a.fused_gate_up):
+            half = (lambda _, out: out.chunk(2, -1)[1]) if a.fused_gate_up else (lambda _, out: out)
+            pairs.append((target.sub(layer, a.up), "post", keeper("up", half)))
+    pairs.append((target.layers[layer], "post", keeper("resid", lambda _, out: first_tensor(out))))
+    with target.hooks(*pairs, (target.layers[layer], "post", lambda *_: target.stop())):
+        target.forward(ids)
+    return LayerView(layer, **{name: tensor.float() for name, tensor in got.items()})
+
+
+@torch.no_grad()
+def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
+    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
+    if not target.is_mixture(view.layer):
+        return view.post.abs() * target.w_out_norms(view.layer).float()
+    width = target.d_mlp
+    out = torch.zeros_like(view.post)
+    for expert in view.post.unflatten(1, (-1, width)).any(-1).any(0).nonzero().flatten().tolist():
+        part = slice(expert * width, (expert + 1) * width)
+        out[:, part] = view.post[:, part].abs() * target.w_out_norms(view.layer, expert).float()
+    return out
+
+
+@torch.no_grad()
+def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
+    """What candidates are ranked by: contribution norms, the median over the positions.
+
+    Where a norm stands behind the MLP (Gemma 2, OLMo 2) its gain counts: it can let one residual dimension through
+    and hold others back, and a neuron that writes much into the latter makes no spike.
+    """
+    path = target.adapter.post_mlp_norm
+    if path is None:
+        return contribution_norms(target, view).median(0).values
+    ones = torch.ones(1, target.d_model, device=view.post.device, dtype=target.dtype)
+    gain = target.sub(view.layer, path)(ones)[0].float()
+    width = target.d_mlp
+    parts = [
+        (columns(target, view.layer, torch.arange(i, min(i + 1024, width))) * gain).norm(dim=-1)
+        for i in range(0, width, 1024)
+    ]
+    return view.post.abs().median(0).values * torch.cat(parts)
+
+
+@torch.no_grad()
+def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
+    """Columns of the down projection for flat neuron numbers, float32."""
+    ids = neurons.tolist()
+    if not target.is_mixture(layer):
+        return target.w_out(layer, ids).float()
+    width = target.d_mlp
+    return torch.cat([target.w_out(layer, [n % width], n // width).float() for n in ids])
+
+
+@torch.no_grad()
+def norm_without(
+    target: Target, view: LayerView, neurons: Int[Tensor, "draw k"], cols: Float[Tensor, "draw k d_model"]
+) -> Float[Tensor, "draw n"]:
+    """Norm of the residual stream after the layer, at every position, with each set of neurons zeroed."""
+    written = torch.einsum("ndk,dkm->dnm", view.post[:, neurons], cols)  # n draw k, draw k d_model
+    path = target.adapter.post_mlp_norm
+    if path is None:
+        return (view.resid - written).norm(dim=-1)
+    norm = target.sub(view.layer, path)
+    dtype = target.dtype
+    intact = norm(view.mlp.to(dtype)).float()
+    return (view.resid - intact + norm((view.mlp - written).to(dtype)).float()).norm(dim=-1)
+
+
+def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
+    """(expert, neuron) of a flat number; expert is None where the layer is no mixture."""
+    return divmod(neuron, target.d_mlp) if target.is_mixture(layer) else (None, neuron)
 
 
 @dataclass(frozen=True)
@@ -60,12 +191,60 @@ class Neuron:
 
 @dataclass(frozen=True)
 class Proof:
-    """The candidates of one layer, and the causal ones together."""
+    """The candidates and what zeroing the causal ones together does at the sink layer.
+
+    Attributes:
+        neurons: those of the sink layer, largest contribution first, then those of other stages.
+        set_drop: share of the norm that goes with all causal ones; None: there are none at the sink layer.
+        set_control_drop: largest drop among random sets of as many neurons of the sink layer.
+        controls: sites of one of these sets.
+    """
 
     neurons: tuple[Neuron, ...]
     set_drop: float | None
     set_control_drop: float | None
-    controls: tuple[tuple[int, ...], ...]  # sites of one random draw of as many neurons as are causal
+    controls: tuple[tuple[int, ...], ...]
+
+    @property
+    def causal(self) -> tuple[Neuron, ...]:
+        """The neurons proven to make the sink."""
+        return tuple(n for n in self.neurons if n.causal)
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """The neurons of a layer that write most at the first token."""
+
+    target: Target
+    first: LayerView
+    text: LayerView
+    contribution: Float[Tensor, " neuron"]
+    top: Int[Tensor, " k"]
+
+    @classmethod
+    def of(cls, target: Target, ids: Int[Tensor, "row pos"], layer: int, top_k: int) -> _Candidates:
+        first = view_layer(target, layer, ids[:, :1], torch.ones(len(ids), 1, dtype=torch.bool))
+        contribution = contribution_norms(target, first).median(0).values
+        top = reach(target, first).topk(min(top_k, int((contribution > 0).sum().clamp(min=1)))).indices
+        return cls(target, first, neutral_view(target, layer, ids), contribution, top)
+
+    def proven(self, drops: list[float], repeats: list[float] | None, chance: float) -> tuple[Neuron, ...]:
+        written = self.first.mlp.norm(dim=-1).median()
+        rows = zip(self.top.tolist(), drops, repeats or [None] * len(drops), strict=True)
+        return tuple(
+            Neuron(
+                self.text.layer,
+                *split(self.target, self.text.layer, n),
+                float(self.contribution[n]),
+                float(self.contribution[n] / written),
+                drop,
+                repeat,
+                chance,
+                drop > chance and drop >= CAUSAL,
+                *neutral_values(self.target, self.text, n),
+            )
+            for n, drop, repeat in rows
+        )
 
 
 @torch.no_grad()
@@ -75,27 +254,47 @@ def prove(
     layer: int,
     top_k: int,
     generator: torch.Generator,
-    repeated: LayerView | None,
+    repeated: LayerView | None = None,
+    stages: Sequence[int] = (),
 ) -> Proof:
-    """Candidates of the sink layer and what zeroing them does there.
+    """Candidates of the sink layer and of other stages, and what zeroing them does at the sink layer.
 
     Args:
         target: the model.
         ids: typical text, position 0 the first token.
         layer: the sink layer.
-        top_k: number of candidates.
+        top_k: number of candidates there.
         generator: of the random draws.
         repeated: the layer at the last repetition of tokens that reached half of the first token's norm.
+        stages: layers that build the spike, the sink layer among them or not.
     """
+    proof = _prove_at(target, ids, layer, top_k, generator, repeated)
+    others = [n for s in stages if s != layer for n in _prove_stage(target, ids, s, layer, generator)]
+    whole = Proof((*proof.neurons, *others), proof.set_drop, proof.set_control_drop, proof.controls)
+    if not any(n.causal and n.layer < layer for n in others):
+        return whole
+    intact = _norm_at(target, layer, ids[:, :1])
+    with Ablate(sites=[n.site for n in whole.causal]).on(target):
+        drop = float((1 - _norm_at(target, layer, ids[:, :1]) / intact).median())
+    return Proof(whole.neurons, drop, whole.set_control_drop, whole.controls)
+
+
+def _prove_at(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    layer: int,
+    top_k: int,
+    generator: torch.Generator,
+    repeated: LayerView | None,
+) -> Proof:
+    """Candidates of the sink layer, without further forward passes."""
     with target.loaded(layer):
-        first = view_layer(target, layer, ids[:, :1], torch.ones(len(ids), 1, dtype=torch.bool))
-        text = neutral_view(target, layer, ids)
-        contribution = contribution_norms(target, first).median(0).values
-        top = reach(target, first).topk(min(top_k, int((contribution > 0).sum().clamp(min=1)))).indices
-        spare = torch.ones_like(contribution, dtype=torch.bool)
+        found = _Candidates.of(target, ids, layer, top_k)
+        first, top = found.first, found.top
+        spare = torch.ones_like(found.contribution, dtype=torch.bool)
         spare[top] = False
         if first.routing is not None:  # a neuron of an expert that was not chosen would be no control
-            spare &= contribution > 0
+            spare &= found.contribution > 0
         pool = spare.nonzero().flatten().cpu()
 
         def draw(size: int) -> Tensor:
@@ -107,52 +306,29 @@ def prove(
             return (1 - norm_without(target, view, sets, cols) / view.resid.norm(dim=-1)).median(1).values
 
         singles, control = top[:, None], draw(1)
-        at_first, by_chance = drops(singles, first), drops(control, first).max()
-        at_repeat = None if repeated is None else drops(singles, repeated)
-        if repeated is not None:
-            by_chance = torch.maximum(by_chance, drops(control, repeated).max())
-        written = first.mlp.norm(dim=-1).median()
-        neurons = tuple(
-            _row(
-                target,
-                text,
-                int(n),
-                float(contribution[n]),
-                float(contribution[n] / written),
-                float(at_first[i]),
-                None if at_repeat is None else float(at_repeat[i]),
-                float(by_chance),
-            )
-            for i, n in enumerate(top)
-        )
+        places = [first] if repeated is None else [first, repeated]
+        lost = [drops(singles, place).tolist() for place in places]
+        chance = max(float(drops(control, place).max()) for place in places)
+        neurons = found.proven(lost[0], lost[1] if repeated is not None else None, chance)
         chosen = torch.tensor([int(n) for i, n in enumerate(top) if neurons[i].causal], device=top.device)
         if not len(chosen):
             return Proof(neurons, None, None, ())
-        set_controls = draw(len(chosen))
-        sites = tuple(_site(target, layer, int(n)) for n in set_controls[0])
-        return Proof(neurons, float(drops(chosen[None], first)), float(drops(set_controls, first).max()), sites)
+        sets = draw(len(chosen))
+        sites = tuple(numbers(layer, *split(target, layer, int(n))) for n in sets[0])
+        return Proof(neurons, float(drops(chosen[None], first)), float(drops(sets, first).max()), sites)
 
 
-@torch.no_grad()
-def prove_stage(
+def _prove_stage(
     target: Target, ids: Int[Tensor, "row pos"], stage: int, sink_layer: int, generator: torch.Generator, top_k: int = 2
 ) -> tuple[Neuron, ...]:
     """Candidates of another stage; what zeroing them does at the sink layer (at its own layer, where that is later)."""
-    first_ids, ones = ids[:, :1], torch.ones(len(ids), 1, dtype=torch.bool)
     with target.loaded(stage):
-        first = view_layer(target, stage, first_ids, ones)
-        text = neutral_view(target, stage, ids)
-        contribution = contribution_norms(target, first).median(0).values
-        top = reach(target, first).topk(top_k).indices.tolist()
-    written = first.mlp.norm(dim=-1).median()
-    pool = torch.tensor([n for n in contribution.nonzero().flatten().tolist() if n not in top])
+        found = _Candidates.of(target, ids, stage, top_k)
+    top = found.top.tolist()
+    pool = torch.tensor([n for n in found.contribution.nonzero().flatten().tolist() if n not in top])
     others = pool[torch.randperm(len(pool), generator=generator)[:DRAWS]].tolist()
-    drops = _drops_above(target, first_ids[:1], stage, [*top, *others], max(stage, sink_layer))
-    control = max(drops[top_k:], default=0.0)
-    return tuple(
-        _row(target, text, n, float(contribution[n]), float(contribution[n] / written), drop, None, control)
-        for n, drop in zip(top, drops, strict=False)
-    )
+    drops = _drops_above(target, ids[:1, :1], stage, [*top, *others], max(stage, sink_layer))
+    return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
 
 
 def _drops_above(target: Target, first_ids: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:
@@ -161,12 +337,10 @@ def _drops_above(target: Target, first_ids: Tensor, stage: int, neurons: list[in
     One pass with a row per neuron; in a mixture, where rows cannot be edited apart, a pass each.
     """
     if target.is_mixture(stage):
-        from sinkscope.interventions import Ablate
-
         intact = _norm_at(target, layer, first_ids)
         norms = []
         for n in neurons:
-            with Ablate(sites=[_site(target, stage, n)]).on(target):
+            with Ablate(sites=[numbers(stage, *split(target, stage, n))]).on(target):
                 norms.append(_norm_at(target, layer, first_ids))
         return [float(1 - n / intact) for n in norms]
 
@@ -190,23 +364,6 @@ def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> Lay
     return view_layer(target, layer, ids[:rows], where[:rows])
 
 
-def _row(
-    target: Target,
-    text: LayerView,
-    flat: int,
-    norm: float,
-    share: float,
-    drop: float,
-    repeat: float | None,
-    chance: float,
-) -> Neuron:
-    expert, neuron = split(target, text.layer, flat)
-    post, up = neutral_values(target, text, flat)
-    return Neuron(
-        text.layer, expert, neuron, norm, share, drop, repeat, chance, drop > chance and drop >= CAUSAL, post, up
-    )
-
-
 def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, float | None]:
     """Median `hook_post` of a neuron on typical text, and of its up factor where there is one: what a patch writes."""
     expert, _ = split(target, text.layer, flat)
@@ -215,10 +372,6 @@ def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, f
         asked = text.routing[:, expert] > 0
         post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
     return float(post.median()), None if text.up is None else float(text.up[:, flat].median())
-
-
-def _site(target: Target, layer: int, flat: int) -> tuple[int, ...]:
-    return numbers(layer, *split(target, layer, flat))
 
 
 def _norm_at(target: Target, layer: int, ids: Tensor) -> Tensor:
@@ -231,14 +384,3 @@ def _norm_at(target: Target, layer: int, ids: Tensor) -> Tensor:
     with target.hooks((target.layers[layer], "post", keep)):
         target.forward(ids)
     return kept[0]
-
-
-def set_drop_across(
-    target: Target, ids: Int[Tensor, "row pos"], sink_layer: int, sites: Sequence[tuple[int, ...]]
-) -> float:
-    """Drop of the first token's norm with neurons of several layers zeroed together, by a real ablated pass."""
-    from sinkscope.interventions import Ablate
-
-    intact = _norm_at(target, sink_layer, ids[:, :1])
-    with Ablate(sites=list(sites)).on(target):
-        return float((1 - _norm_at(target, sink_layer, ids[:, :1]) / intact).median())

@@ -1,10 +1,9 @@
-"""From any model to its sink neurons, proven by ablation (Yona et al. 2025, sections 4.2 and 4.4)."""
+"""Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,20 +11,23 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.figures.first_token import draw_find_sinks
+from sinkscope.interventions import Ablate
+from sinkscope.measure import Positive, Result, Setup, measurement
+from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import Neuron, Proof, prove, prove_stage, set_drop_across
-from sinkscope.sinks.first_token.around_sink import (
+from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove, view_layer
+from sinkscope.sinks.first_token.tokens import pick_tokens
+from sinkscope.sinks.first_token.walk import (
+    Walk,
     first_token_attention,
+    prefixes,
+    repeat_limit,
     repeat_until_half,
     sink_rate,
     spike_dims,
-    view_layer,
+    walk_far_enough,
 )
-from sinkscope.sinks.first_token.layer import LayerView
-from sinkscope.sinks.first_token.locate import setup, walk_far_enough
-from sinkscope.sinks.first_token.tokens import pick_tokens
-from sinkscope.sinks.first_token.walk import Progress, Walk
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
@@ -110,7 +112,6 @@ class FindSinks(Result):
         published: None where nothing is published for the model.
     """
 
-    kind: ClassVar[str] = "find-sinks"
     percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
 
     sink_layer: int | None
@@ -138,119 +139,130 @@ class FindSinks(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per candidate neuron."""
-        names = (
-            "layer",
-            "expert",
-            "neuron",
-            "contribution_norm",
-            "share",
-            "ablation_drop",
-            "repeat_drop",
-            "control_drop",
-            "causal",
+        return [{name: value for name, value in vars(n).items() if "neutral" not in name} for n in self.neurons]
+
+    def conclusion(self) -> str:
+        """Which neurons make the sink, and what zeroing them and random ones takes away."""
+        if self.sink_layer is None:
+            return "No attention sink: no MLP raises the first token's norm above that of typical text."
+        if self.set_drop is None or self.set_control_drop is None:
+            largest = max((n.ablation_drop for n in self.neurons), default=0.0)
+            control = max((n.control_drop for n in self.neurons), default=0.0)
+            return (
+                f"Layer {self.sink_layer} makes the attention sink, but no single neuron of it is causal: zeroing one "
+                f"takes away at most {largest:.1%} of the first token's norm, and zeroing a random one {control:.1%}."
+            )
+        return (
+            f"The attention sink of layer {self.sink_layer} is made by {_names(self)}: zeroing "
+            f"{'it' if len(self.causal) == 1 else 'them'} takes away {self.set_drop:.1%} of the first token's norm, "
+            f"and zeroing as many random neurons takes away at most {self.set_control_drop:.1%} (largest of {DRAWS} "
+            "draws)."
         )
-        return [{name: getattr(neuron, name) for name in names} for neuron in self.neurons]
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
-        from sinkscope.sinks.first_token.summary import summary
+    def details(self) -> list[str]:
+        """The model, the norms, and what repetition and the first token's attention show."""
+        m = self.model
+        read = f"{self.layers_read} of {m.n_layers} layers read"
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp}); {read}."]
+        if self.sink_layer is not None:
+            lines += self._sink(self.sink_layer)
+        unknown = self.settings.get("unknown_tokens") or 0.0
+        if unknown > 0.1:
+            lines.append(
+                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
+                "--text."
+            )
+        if self.sink_rate is not None:
+            s = self.sink_rate
+            lines.append(f"Sink rate {s.value:.1%} (eps {s.eps}, {s.samples} texts of {s.length} tokens).")
+        if self.learned_sinks:
+            lines.append("The model has learned sink logits, which took part in every attention row.")
+        if self.published is not None:
+            verdict = "matches" if self.published.matches else "differs from"
+            lines.append(f"This {verdict} what is published ({self.published.source}).")
+        return lines
 
-        return summary(self)
+    def _sink(self, layer: int) -> list[str]:
+        norm, typical, r = self.first_token_norm[layer], self.typical_norm[layer], self.repeats
+        lines: list[str] = []
+        if norm is not None and typical is not None:
+            lines.append(
+                f"Sink layer {layer}: the first token's norm is {norm:.4g}, {norm / typical:.0f} times the typical one "
+                f"of {typical:.4g}."
+            )
+        if len(self.stages) > 1:
+            lines.append("Stages: " + ", ".join(f"layer {s.layer} adds {s.share:.1%}" for s in self.stages) + ".")
+        if self.attention is not None:
+            a = self.attention
+            first, last = min(a.layers), max(a.layers)
+            where = f"layer {first}" if first == last else f"layers {first} to {last}"
+            lines.append(
+                f"Attention to the first token in {where}: {a.intact:.3f}, without these neurons {a.ablated:.3f}, "
+                f"without random ones {a.control:.3f}."
+            )
+        if self.residual_dims:
+            dims = ", ".join(map(str, self.residual_dims))
+            lines.append(f"Massive activations are in residual dimensions {dims}.")
+        if r.tokens and r.median is None:
+            lines.append(f"None of {len(r.tokens)} tokens becomes a sink within {r.max_repeats} repetitions.")
+        elif r.tokens:
+            never = f"; {r.unreached} of {len(r.tokens)} never do within {r.max_repeats}" if r.unreached else ""
+            reached = len(r.tokens) - r.unreached
+            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {reached} tokens{never}).")
+        return lines
 
 
+def _names(found: FindSinks) -> str:
+    names = [
+        (f"layer {n.layer} " if n.layer != found.sink_layer else "")
+        + (f"expert {n.expert} " if n.expert is not None else "")
+        + f"neuron {n.neuron}"
+        for n in found.causal
+    ]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+@measurement(group="Sinks", figure=draw_find_sinks, loading="enough", quick={"max_repeats": 64})
 def find_sinks(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
     tokens: Sequence[str] | None = None,
     all_layers: bool = False,
-    top_k: int = 8,
-    max_repeats: int | None = None,
-    texts: int = 4,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    top_k: Positive = 8,
+    max_repeats: Positive | None = None,
 ) -> FindSinks:
-    """Find the layer and the neurons that make the attention sink, and prove them by ablation.
-
-    Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one.
-        text: file of typical text; None: the neutral text that ships.
-        tokens: strings to repeat, one token each; None: five words of the text.
-        all_layers: read every layer of a model that is not in memory, too (late stages, sink rate, notebook's rule).
-        top_k: candidates at the sink layer.
-        max_repeats: largest number of repetitions tried; None: 1,024, or what the context holds.
-        texts: pieces of 64 tokens of typical text.
-        seed: of random draws and of the choice of words.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name; None: float32 on a CPU, else bfloat16, layer by layer.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint (it is then loaded whole).
-        progress: called as `progress(what, done, total)`.
+    """Find the layer and the neurons that make the attention sink, and verify each by ablation against a control.
 
     A model given by name is streamed: its layers are read upward, a few in memory at a time, until the first token's
     norm has stayed flat for a third of the layers. A model without a sink is an answer: `sink_layer` is None.
 
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
+    Args:
+        tokens: Words to repeat, one token each. By default five words of the text.
+        all_layers: Read every layer of a model that is not in memory, too: late stages, sink rate, the notebook's rule.
+        top_k: Candidate neurons of the sink layer, each of which is ablated.
+        max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
     """
-    _check(top_k, max_repeats, seed, texts)
-    made = setup(
-        model,
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        texts=texts,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-        part=True,
-    )
-    start_id, ids = made.bos, made.ids
-    if top_k > (width := made.target.d_mlp):
+    ids = setup.ids
+    if top_k > (width := setup.target.d_mlp):
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    limit = _repeat_limit(made.target, max_repeats)
-    words = pick_tokens(made.target.tokenizer, ids, tokens, seed)
-    whole = all_layers or made.target.resident
-    made, seen = walk_far_enough(made, whole=whole, progress=progress)
-    target = made.target
+    limit = repeat_limit(setup.target, max_repeats)
+    words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
+    setup.record(max_repeats=limit, unknown_tokens=_unknown(setup))
+    whole = all_layers or setup.target.resident
+    seen = walk_far_enough(setup, whole=whole)
+    target = setup.target
     layer = seen.sink_layer()
 
     proof, repeats, attention, dims = Proof((), None, None, ()), Repeats((), None, 0, limit), None, []
     if layer is not None:
-        generator = torch.Generator().manual_seed(seed)
-        prefixes = [start_id if start_id is not None else _other(ids, w) for w in words]
-        found = repeat_until_half(target, layer, words, prefixes, limit, progress)
+        found = repeat_until_half(target, layer, words, prefixes(setup, words), limit, setup.progress)
         repeats = _repeats(target, words, found.repeats, limit)
-        reached = found.view.rows(torch.tensor(found.reached)) if any(found.reached) else None
-        proof = _proof(target, ids, layer, seen.stages(), top_k, generator, reached)
+        generator = torch.Generator().manual_seed(setup.seed)
+        proof = prove(target, ids, layer, top_k, generator, found.view, seen.stages())
         attention = _attention(target, ids, layer, proof)
-        dims = _dims(target, ids, layer)
-    rate = _rate(target, made.text, start_id, progress) if whole else None
+        view = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
+        dims = spike_dims(view.resid.unflatten(0, tuple(ids.shape))[:, 0].median(0).values, view.resid)
     return FindSinks(
-        model=made.info(),
-        settings={
-            "bos": start_id is not None,
-            "text": None if text is None else Path(text).name,
-            "texts": len(ids),
-            "tokens": None if tokens is None else list(tokens),
-            "all_layers": all_layers,
-            "top_k": top_k,
-            "max_repeats": limit,
-            "seed": seed,
-            "revision": revision,
-            "unknown_tokens": _unknown(target, ids),
-        },
-        provenance=made.provenance(),
         sink_layer=layer,
         neurons=proof.neurons,
         set_drop=proof.set_drop,
@@ -266,31 +278,9 @@ def find_sinks(
         repeats=repeats,
         attention=attention,
         learned_sinks=target.adapter.learned_sinks,
-        sink_rate=rate,
-        published=_published(target, layer, proof.neurons, dims),
+        sink_rate=_rate(setup) if whole else None,
+        published=_published(target, layer, proof.causal, dims),
     )
-
-
-def _check(top_k: int, max_repeats: int | None, seed: int, texts: int) -> None:
-    if top_k < 1:
-        raise SinkscopeError(f"--top-k {top_k}: at least one candidate is needed; give 1 or more")
-    if max_repeats is not None and max_repeats < 1:
-        raise SinkscopeError(f"--max-repeats {max_repeats}: at least one repetition is needed; give 1 or more")
-    if seed < 0:
-        raise SinkscopeError(f"--seed {seed} is negative; give 0 or more")
-    if seed >= 1 << 63:
-        raise SinkscopeError(f"--seed {seed} is too large; give a number below 2**63")
-    if texts < 1:
-        raise SinkscopeError(f"texts {texts}: at least one piece of text is needed; give 1 or more")
-
-
-def _repeat_limit(target: Target, asked: int | None) -> int:
-    largest = (target.max_positions or 1 << 30) - 1
-    if asked is not None and asked > largest:
-        raise SinkscopeError(
-            f"--max-repeats {asked} does not fit the context of {target.max_positions} tokens; the largest is {largest}"
-        )
-    return min(1024, largest) if asked is None else asked
 
 
 def _repeats(target: Target, words: list[int], found: list[int | None], limit: int) -> Repeats:
@@ -300,76 +290,42 @@ def _repeats(target: Target, words: list[int], found: list[int | None], limit: i
     return Repeats(rows, median, len(found) - len(got), limit)
 
 
-def _proof(
-    target: Target,
-    ids: Int[Tensor, "row pos"],
-    layer: int,
-    stages: list[int],
-    top_k: int,
-    generator: torch.Generator,
-    repeated: LayerView | None,
-) -> Proof:
-    proof = prove(target, ids, layer, top_k, generator, repeated)
-    others = [n for s in stages if s != layer for n in prove_stage(target, ids, s, layer, generator)]
-    neurons = (*proof.neurons, *others)
-    drop = proof.set_drop
-    if any(n.causal and n.layer < layer for n in others):
-        drop = set_drop_across(target, ids, layer, [n.site for n in neurons if n.causal])
-    return Proof(neurons, drop, proof.set_control_drop, proof.controls)
-
-
 def _attention(target: Target, ids: Int[Tensor, "row pos"], layer: int, proof: Proof) -> FirstTokenAttention | None:
     layers = list(range(layer + 1, min(layer + 4, target.n_layers)))
-    sites = [n.site for n in proof.neurons if n.causal]
+    sites = [n.site for n in proof.causal]
     if not layers or not sites:
         return None
-    from sinkscope.interventions import Ablate
-
-    row = ids[:1]
-    values = [first_token_attention(target, row, layers)]
-    for zeroed in (sites, list(proof.controls)):
-        values.append(first_token_attention(target, row, layers, Ablate(sites=zeroed)))
-    return FirstTokenAttention(tuple(layers), *values)
+    edits = (None, Ablate(sites=sites), Ablate(sites=list(proof.controls)))
+    return FirstTokenAttention(tuple(layers), *(first_token_attention(target, ids[:1], layers, edit) for edit in edits))
 
 
-def _dims(target: Target, ids: Int[Tensor, "row pos"], layer: int) -> list[int]:
-    view = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
-    return spike_dims(view.resid.unflatten(0, tuple(ids.shape))[:, 0].median(0).values, view.resid)
-
-
-def _rate(target: Target, content: str, bos: int | None, progress: Progress | None) -> SinkRate | None:
+def _rate(setup: Setup) -> SinkRate | None:
+    target = setup.target
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
         return None
     # A batch holds 128 MB in the widest place. Layers that are read from disk are read once: one, smaller batch.
     fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
     texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
-    ids = text_rows(target.tokenizer, content, texts, RATE_LENGTH, bos)
-    return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, progress, batch))
+    ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
+    return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, setup.progress, batch))
 
 
-def _published(target: Target, layer: int | None, neurons: tuple[Neuron, ...], dims: list[int]) -> Published | None:
-    from sinkscope.models.names import published_for
-
+def _published(target: Target, layer: int | None, causal: tuple[Neuron, ...], dims: list[int]) -> Published | None:
     known = published_for(target.name)
     if known is None:
         return None
     if known.neurons:
-        found = {(n.layer, n.neuron) for n in neurons if n.causal}
+        found = {(n.layer, n.neuron) for n in causal}
         return Published(known.source, layer in known.layers and set(known.neurons) <= found)
     if known.residual_dims:
         return Published(known.source, set(known.residual_dims) <= set(dims))
     return None
 
 
-def _unknown(target: Target, ids: Tensor) -> float:
+def _unknown(setup: Setup) -> float:
     """Share of the typical text that the tokenizer does not know: repeated unknowns would be a repeated token."""
-    unknown = getattr(target.tokenizer, "unk_token_id", None)
-    return 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
-
-
-def _other(ids: Tensor, token: int) -> int:
-    """A token of the text that stands first where there is no BOS; it must not be the repeated one."""
-    return int(ids[ids != token][0])
+    unknown = getattr(setup.tokenizer, "unk_token_id", None)
+    return 0.0 if unknown is None else float((setup.ids[:, 1:] == unknown).float().mean())
 
 
 def _padded(seen: Walk, values: list[float]) -> tuple[float | None, ...]:

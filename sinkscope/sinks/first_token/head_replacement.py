@@ -16,10 +16,8 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.around_sink import view_layer
-from sinkscope.sinks.first_token.layer import columns
-from sinkscope.sinks.first_token.walk import Progress
+from sinkscope.progress import Progress, silent
+from sinkscope.sinks.first_token.ablation import Neuron, columns, view_layer
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
@@ -36,6 +34,8 @@ class Replacement:
         means: of `hook_z` of every head of layers 0 to the sink layer.
         flat: the sink neurons (in a mixture `expert * d_mlp + neuron`); none: the whole MLP stands for them.
         cols: what each of them writes when its `hook_post` is 1.
+        batch_size: rows of a pass; None: as many as a bounded memory allows.
+        progress: told of the rows done.
     """
 
     target: Target
@@ -43,9 +43,19 @@ class Replacement:
     means: Float[Tensor, "layer head d_head"]
     flat: Int[Tensor, " neuron"]
     cols: Float[Tensor, "neuron d_model"]
+    batch_size: int | None = None
+    progress: Progress = silent
 
     @classmethod
-    def of(cls, target: Target, sink_layer: int, neurons: Sequence[Neuron], ids: Int[Tensor, "row pos"]) -> Replacement:
+    def of(
+        cls,
+        target: Target,
+        sink_layer: int,
+        neurons: Sequence[Neuron],
+        ids: Int[Tensor, "row pos"],
+        batch_size: int | None = None,
+        progress: Progress = silent,
+    ) -> Replacement:
         """With means over later positions of `ids`, position 0 the first token."""
         sites = [f"blocks.{i}.attn.hook_z" for i in range(sink_layer + 1)]
         got = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))
@@ -53,20 +63,25 @@ class Replacement:
         flat = torch.tensor([(n.expert or 0) * target.d_mlp + n.neuron for n in here], dtype=torch.long)
         with target.loaded(sink_layer):
             cols = columns(target, sink_layer, flat).cpu() if here else torch.zeros(0, target.d_model)
-        return cls(target, sink_layer, torch.stack([got[site].mean(0) for site in sites]), flat, cols)
+        means = torch.stack([got[site].mean(0) for site in sites])
+        return cls(target, sink_layer, means, flat, cols, batch_size, progress)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Layers and heads that can be replaced."""
         return self.means.shape[0], self.means.shape[1]
 
+    def at(self, layer: int, chosen: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
+        """Edits of one layer."""
+        out = torch.zeros(*chosen.shape[:-1], *self.shape, dtype=torch.bool)
+        out[..., layer, :] = chosen
+        return out
+
     def written(
         self,
         ids: Int[Tensor, "row pos"],
         replaced: Bool[Tensor, "row layer head"],
         later: bool = False,
-        batch_size: int | None = None,
-        progress: Progress | None = None,
     ) -> Float[Tensor, "row seen d_model"]:
         """What the sink neurons write together, with heads replaced.
 
@@ -74,13 +89,12 @@ class Replacement:
             ids: sequences.
             replaced: the heads that give their mean instead of their output, per row.
             later: replace and look at all positions but the first; else at the first only.
-            batch_size: rows of a pass; None: as many as a bounded memory allows.
-            progress: told of the rows done.
         """
         target, found = self.target, []
         mixture: Any = target.sub(self.sink_layer, target.adapter.experts or "")
         experts = int(mixture.num_experts) if target.is_mixture(self.sink_layer) else 1
-        step = batch_size or max(1, _HELD // (target.d_mlp * experts * ids.shape[1]))
+        fitting = _HELD // (target.d_mlp * experts) if self.batch_size is None else self.batch_size
+        step = max(1, fitting // ids.shape[1])
         where = torch.zeros(ids.shape[1], dtype=torch.bool)
         where[1:] = later
         where[:1] = not later
@@ -91,8 +105,7 @@ class Replacement:
             flat = self.flat.to(view.post.device)
             out = view.post[:, flat].cpu() @ self.cols if len(flat) else view.mlp.cpu()
             found.append(out.unflatten(0, (len(rows), -1)))
-            if progress is not None:
-                progress("heads", min(start + step, len(ids)), len(ids))
+            self.progress("heads", min(start + step, len(ids)), len(ids))
         return torch.cat(found)
 
     def _hooks(self, edits: Tensor, where: Tensor) -> list[tuple[Any, str, Any]]:

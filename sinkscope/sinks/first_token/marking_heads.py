@@ -2,17 +2,95 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from sinkscope.figures.heads import draw
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.figures.first_token import draw_heads
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.ablation import DRAWS
-from sinkscope.sinks.first_token.head_replacement import Replacement
-from sinkscope.sinks.first_token.locate import causal_neurons
-from sinkscope.sinks.first_token.marking import First, Head, Marking
-from sinkscope.sinks.first_token.tokens import first_tokens, single_token
+from sinkscope.sinks.first_token.head_replacement import Geometry, Replacement, geometry
+from sinkscope.sinks.first_token.tokens import first_tokens
+from sinkscope.sinks.first_token.walk import causal_neurons
+
+HALF = 0.5  # of the sink neurons' activation: below it the sink counts as gone, from it on as there
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head of the first layers; drops are shares of the sink neurons' activation at a first token.
+
+    Attributes:
+        layer: where it is.
+        head: query head.
+        serves: number of first tokens in whose smallest sufficient set of heads it is.
+        drop: lost where this head's output is replaced by its later-position mean; mean over the first tokens.
+        largest_drop: the same at the first token where most is lost.
+        bos_drop: the same at BOS; None without BOS.
+        alone: kept where all other heads of the layer are replaced and this one is not: the largest over first tokens;
+            None outside the marking layer.
+        control: change at later positions where the same replacement is made there instead, 95 % of the positions;
+            None outside the marking layer.
+        self_attention: of later positions of typical text to themselves, over what uniform attention would give.
+        served_self_attention: the same at tokens that it serves; None if none is in the text.
+        self_cosine: of query and key at one position (rotary does not change it).
+        served_self_cosine: the same at tokens that it serves.
+        same_cosine: of a query and an earlier key of the same token, before rotary.
+        same_cosine_rotary: after it.
+        other_cosine: of a query and an earlier key of another token, before rotary.
+        other_cosine_rotary: after it.
+    """
+
+    layer: int
+    head: int
+    serves: int
+    drop: float
+    largest_drop: float
+    bos_drop: float | None
+    alone: float | None
+    control: float | None
+    self_attention: float | None
+    served_self_attention: float | None
+    self_cosine: float | None
+    served_self_cosine: float | None
+    same_cosine: float | None
+    same_cosine_rotary: float | None
+    other_cosine: float | None
+    other_cosine_rotary: float | None
+
+
+@dataclass(frozen=True)
+class First:
+    """A token that stood first, and the heads that mark it.
+
+    Attributes:
+        token: its string.
+        id: its id.
+        activation: of the sink neurons, over that at the first token of typical text.
+        fires: that is at least half.
+        layer_drop: lost with all heads of the marking layer replaced; None if it does not fire, or no layer marks.
+        heads: the smallest set of heads of that layer that keeps half of it, all others replaced; empty as above.
+        kept: what they keep.
+        set_drop: lost with these replaced and all others not.
+        control_drop: largest loss with as many other heads replaced, 20 random draws; None where there are not as many.
+        drops: lost with each head of the marking layer replaced.
+    """
+
+    token: str
+    id: int
+    activation: float
+    fires: bool
+    layer_drop: float | None
+    heads: tuple[int, ...]
+    kept: float | None
+    set_drop: float | None
+    control_drop: float | None
+    drops: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +174,7 @@ class MarkingHeads(Result):
         return lines
 
 
-@measurement(group="Sinks", figure=draw, command="heads", quick={"count": 2})
+@measurement(group="Sinks", figure=draw_heads, command="heads", quick={"count": 2})
 def marking_heads(
     setup: Setup,
     *,
@@ -116,18 +194,177 @@ def marking_heads(
         count: Tokens of the text to put first.
         batch_size: Rows of a pass. By default as many as a bounded memory allows.
     """
-    target = setup.target
-    words = (
-        first_tokens(target, setup.ids, count, setup.seed)
-        if not tokens
-        else list(dict.fromkeys(single_token(target.tokenizer, t) for t in tokens))
-    )
+    words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
     layer, neurons = causal_neurons(setup)
-    place: dict[str, Any] = {"sink_layer": layer, "neurons": tuple(n.site[1:] for n in neurons if n.layer == layer)}
     if layer is None:
-        return MarkingHeads(**place, answer="no sink")
-    work = Marking(setup, Replacement.of(target, layer, neurons, setup.ids), batch_size, setup.progress)
-    return MarkingHeads(**place, **work.measure(words))
+        return MarkingHeads(sink_layer=None, neurons=(), answer="no sink")
+    own = tuple(n.site[1:] for n in neurons if n.layer == layer)
+    bench = Replacement.of(setup.target, layer, neurons, setup.ids, batch_size, setup.progress)
+    return MarkingHeads(sink_layer=layer, neurons=own, **_measure(setup, bench, words))
+
+
+def _measure(setup: Setup, bench: Replacement, words: list[int]) -> dict[str, Any]:
+    """Everything of the result that is measured behind the sink neurons."""
+    (layers, heads), bos = bench.shape, setup.bos
+    firsts = torch.tensor(words if bos is None else [bos, *(w for w in words if w != bos)])
+    usual, intact = (
+        bench.written(t[:, None], torch.zeros(len(t), layers, heads, dtype=torch.bool))[:, 0]
+        for t in (setup.ids[:, 0], firsts)
+    )
+    activation = intact @ torch.nn.functional.normalize(usual.mean(0), dim=0) / usual.norm(dim=-1).median()
+    fires = activation >= HALF
+    marks = _Marks(bench, firsts[fires], intact[fires])
+
+    everything = torch.ones(1, layers, heads, dtype=torch.bool)
+    whole = torch.eye(layers, dtype=torch.bool)[:, :, None].expand(-1, -1, heads)
+    each = torch.eye(layers * heads, dtype=torch.bool).view(-1, layers, heads)
+    lost = 1 - marks.kept(torch.cat([everything, whole, each]))
+    layer_drop, drops = lost[:, 1 : 1 + layers], lost[:, 1 + layers :].unflatten(1, (layers, heads))
+    all_drop = float(lost[:, 0].median()) if len(lost) else None
+    medians = layer_drop.median(0).values.tolist() if len(lost) else []
+    marking = max(range(layers), key=medians.__getitem__) if medians and max(medians) >= HALF else None
+    sets: list[dict[str, Any]] = []
+    carried: dict[str, Tensor] = {}
+    if marking is not None:
+        alone = marks.kept(bench.at(marking, ~torch.eye(heads, dtype=torch.bool)))
+        sets = marks.sets(marking, drops[:, marking] + alone, setup.seed)
+        for i, one in enumerate(sets):
+            one |= {"layer_drop": float(layer_drop[i, marking]), "drops": tuple(drops[i, marking].tolist())}
+        carried = {"alone": alone.amax(0), "control": _later(setup, bench, marking, usual.mean(0))}
+    nothing: dict[str, Any] = {
+        "layer_drop": None,
+        "heads": (),
+        "kept": None,
+        "set_drop": None,
+        "control_drop": None,
+        "drops": (),
+    }
+    rows = iter(sets)
+    listed = tuple(
+        First(setup.tokenizer.decode([t]), t, a, f, **(next(rows, nothing) if f else nothing))
+        for t, a, f in zip(firsts.tolist(), activation.tolist(), fires.tolist(), strict=True)
+    )
+    single = sum(len(s["heads"]) == 1 for s in sets) / len(sets) if sets else None
+    bos_drops = drops[0] if bos is not None and bool(fires[0]) else None
+    found = _heads(setup, drops, bos_drops, marking, carried, [f for f in listed if f.heads])
+    return {
+        "answer": _answer(single, all_drop),
+        "marking_layer": marking,
+        "layer_drops": tuple(medians),
+        "all_drop": all_drop,
+        "single_share": single,
+        "heads": found,
+        "first_tokens": listed,
+    }
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """First tokens at which the sink neurons fire, and what these write there together."""
+
+    bench: Replacement
+    tokens: Int[Tensor, " token"]
+    base: Float[Tensor, "token d_model"]
+
+    def kept(self, edits: Bool[Tensor, "*token edit layer head"]) -> Float[Tensor, "token edit"]:
+        """Activation of the sink neurons over the intact one, for every first token and every edit."""
+        edits = edits.expand(len(self.tokens), *edits.shape[-3:])
+        count = edits.shape[1]
+        if not edits.numel():
+            return torch.zeros(len(self.tokens), count)
+        out = self.bench.written(self.tokens.repeat_interleave(count)[:, None], edits.flatten(0, 1))[:, 0]
+        along = (out.unflatten(0, (-1, count)) * self.base[:, None]).sum(-1)
+        return along / self.base.square().sum(-1, keepdim=True)
+
+    def sets(self, layer: int, score: Float[Tensor, "token head"], seed: int) -> list[dict[str, Any]]:
+        """Per first token the shortest run of its best heads that keeps half, held against as many others."""
+        heads = score.shape[1]
+        rank = score.argsort(1, descending=True).argsort(1)  # of each head, 0 the best
+        sizes = torch.arange(1, heads + 1)
+        kept = self.kept(self.bench.at(layer, rank[:, None] >= sizes[None, :, None]))
+        enough = kept >= HALF
+        enough[:, -1] = True  # nothing is replaced there
+        size = (enough.int().argmax(1) + 1).tolist()
+        generator = torch.Generator().manual_seed(seed)
+        edits = torch.zeros(len(score), DRAWS + 1, heads, dtype=torch.bool)
+        for i, n in enumerate(size):
+            edits[i, 0] = rank[i] < n
+            others = (rank[i] >= n).nonzero().flatten()
+            for at in range(1, DRAWS + 1):
+                edits[i, at, others[torch.randperm(len(others), generator=generator)[:n]]] = True
+        lost = 1 - self.kept(self.bench.at(layer, edits))
+        return [
+            {
+                "heads": tuple(sorted((rank[i] < n).nonzero().flatten().tolist())),
+                "kept": float(kept[i, n - 1]),
+                "set_drop": float(lost[i, 0]),
+                "control_drop": float(lost[i, 1:].max()) if heads - n >= n else None,
+            }
+            for i, n in enumerate(size)
+        ]
+
+
+def _later(setup: Setup, bench: Replacement, layer: int, way: Float[Tensor, " d_model"]) -> Float[Tensor, " head"]:
+    """Change along the sink neurons' direction where the same is done at later positions, over its size."""
+    heads = bench.shape[1]
+    chosen = torch.cat([torch.zeros(1, heads, dtype=torch.bool), torch.eye(heads, dtype=torch.bool)])
+    out = bench.written(setup.ids[:1].expand(heads + 1, -1), bench.at(layer, chosen), later=True)
+    along = out @ way / way.square().sum()
+    return (along[1:] - along[:1]).abs().quantile(0.95, dim=1)
+
+
+def _heads(
+    setup: Setup,
+    drops: Float[Tensor, "token layer head"],
+    bos_drops: Tensor | None,
+    marking: int | None,
+    carried: dict[str, Tensor],
+    served: list[First],
+) -> tuple[Head, ...]:
+    shapes, text = geometry(setup.target, setup.ids, list(range(drops.shape[1])))
+    found: list[Head] = []
+    for layer in range(drops.shape[1] if len(drops) else 0):
+        for head in range(drops.shape[2]):
+            here = layer == marking
+            own = [first.id for first in served if here and head in first.heads]
+            found.append(
+                Head(
+                    layer,
+                    head,
+                    len(own),
+                    float(drops[:, layer, head].mean()),
+                    float(drops[:, layer, head].max()),
+                    None if bos_drops is None else float(bos_drops[layer, head]),
+                    **{name: float(carried[name][head]) if here else None for name in ("alone", "control")},
+                    **_shape(shapes[layer], head, torch.isin(text, torch.tensor(own, dtype=torch.long))),
+                )
+            )
+    return tuple(sorted(found, key=lambda h: (-h.serves, -h.drop)))
+
+
+def _answer(single: float | None, all_drop: float | None) -> str:
+    if all_drop is None:
+        return "no token fires"
+    if single is None:
+        return "several layers" if all_drop >= HALF else "no head"
+    return "single head" if single >= HALF else "several heads"
+
+
+def _shape(g: Geometry, head: int, own: Bool[Tensor, " token"]) -> dict[str, float | None]:
+    return {
+        "self_attention": _number(g.attention[head].mean()),
+        "served_self_attention": _number(g.attention[head][own].mean()),
+        "self_cosine": _number(g.own[head].mean()),
+        "served_self_cosine": _number(g.own[head][own].mean()),
+        "same_cosine": _number(g.same[0][head]),
+        "same_cosine_rotary": _number(g.same[1][head]),
+        "other_cosine": _number(g.other[0][head]),
+        "other_cosine_rotary": _number(g.other[1][head]),
+    }
+
+
+def _number(value: Tensor) -> float | None:
+    return None if math.isnan(float(value)) else float(value)
 
 
 def _percent(value: float | None) -> str:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
+from sinkscope.figures.first_token import draw_massive_activations
+from sinkscope.measure import Progress, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.around_sink import spike_dims
-from sinkscope.sinks.first_token.locate import PIECE, read_whole, setup
-from sinkscope.sinks.first_token.walk import SINK_RATIO, Progress
+from sinkscope.sinks.first_token.walk import SINK_RATIO, spike_dims
 from sinkscope.text import text_rows
 from sinkscope.trace.sites import Site, resolve
 
@@ -120,7 +119,6 @@ class Condition:
 class MassiveActivations(Result):
     """What `massive_activations` returns: a `Condition` with BOS and one without, or one of them."""
 
-    kind: ClassVar[str] = "massive-activations"
     percent: ClassVar[tuple[str, ...]] = ("share",)
 
     texts: int
@@ -146,106 +144,55 @@ class MassiveActivations(Result):
             for i, layer in enumerate(c.layers)
         ]
 
-    def summary(self) -> str:
-        """What was found, in a few lines per condition."""
+    def conclusion(self) -> str:
+        """The largest activation, beside the median, and whether any is massive; of the first condition."""
+        return _massive(self.conditions[0])
+
+    def details(self) -> list[str]:
+        """The other condition, and value vectors, tokens and secondary sinks of each."""
         lines = [f"{self.model.name}: {self.texts} texts of {self.length} tokens."]
         for c in self.conditions:
-            peak = max(c.layers, key=lambda one: one.top[0])
-            dims = sorted({d for one in c.layers for d in one.dims})
-            share = max(one.share for one in c.layers)
-            massive = f"massive in dimensions {', '.join(map(str, dims))}, at {share:.1%} of positions"
-            massive = massive if dims else "none massive"
-            lines.append(
-                f"{'With' if c.bos else 'Without'} BOS: largest activation {peak.top[0]:.4g} after layer {peak.layer}, "
-                f"median {peak.median:.3g}; {massive}."
-            )
+            lines += [_massive(c)] if c is not self.conditions[0] else []
+            start = "With BOS" if c.bos else "Without BOS"
             if c.values:
                 low = min(c.values, key=lambda v: v.ratio)
                 lines.append(
-                    f"  Value vectors of the first token: least in layer {low.layer}, {low.ratio:.2g} x others'."
+                    f"{start}, the first token's value vectors are smallest in layer {low.layer}: their norm is "
+                    f"{low.ratio:.2g} times that of later ones."
                 )
             if c.tokens:
                 names = ", ".join(f"{t.token!r} {t.high} of {t.seen}" for t in c.tokens[:6])
-                lines.append(f"  High norms at: {names}.")
-            lines.append(f"  {_secondary(c)}")
-        return "\n".join(lines)
+                lines.append(f"{start}, high norms are at: {names}.")
+            lines.append(f"{start}: {_secondary(c)}")
+        return lines
 
 
-def massive_activations(
-    model: object = None,
-    *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
-    texts: int = 4,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> MassiveActivations:
-    """What high norms look like from inside, for all layers, on pieces of 64 tokens of typical text.
+@measurement(
+    group="Sinks",
+    figure=draw_massive_activations,
+    command="find-sinks",
+    flag="all",
+    adds="massive",
+    sets={"all_layers": True},
+)
+def massive_activations(setup: Setup, *, bos: bool | None = None) -> MassiveActivations:
+    """Measure massive activations, drained value vectors and secondary sinks in every layer.
 
     A norm is high above three times the upper quartile of later positions, the bar that `find_sinks` has for a sink.
 
     Args:
-        model: see `find_sinks`.
-        tokenizer: for live models that carry none.
-        bos: begin texts with BOS; None: with and without, where the tokenizer has one.
-        text: file of typical text; None: the neutral text that ships.
-        texts: pieces of it.
-        seed: goes into the provenance; nothing is drawn.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
+        bos: Whether texts begin with BOS. By default both are measured, where the tokenizer has a BOS token.
     """
-    if texts < 1:
-        raise SinkscopeError(f"texts {texts}: at least one piece of text is needed; give 1 or more")
-    made = read_whole(
-        setup(
-            model,
-            tokenizer=tokenizer,
-            bos=bos,
-            text=text,
-            texts=texts,
-            seed=seed,
-            revision=revision,
-            dtype=dtype,
-            device=device,
-            trust_remote_code=trust_remote_code,
-        )
-    )
-    target = made.target
-    length = min(PIECE, target.max_positions or PIECE)
-    starts = [made.bos] if made.bos is None or bos is not None else [made.bos, None]
-    found: list[Condition] = []
-    for start in starts:
-        ids = text_rows(target.tokenizer, made.text, texts, length, start)
-        found.append(_condition(target, ids, start is not None, progress))
-    return MassiveActivations(
-        model=made.info(),
-        settings={
-            "bos": bos,
-            "text": None if text is None else Path(text).name,
-            "texts": texts,
-            "seed": seed,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
-        texts=len(made.ids),
-        length=length,
-        conditions=tuple(found),
-    )
+    rows, length = setup.ids.shape
+    conditions = [_condition(setup.target, setup.ids, setup.bos is not None, setup.progress)]
+    if setup.bos is not None and bos is None:
+        ids = text_rows(setup.tokenizer, setup.text, rows, length, None)
+        conditions.append(_condition(setup.target, ids, False, setup.progress))
+    return MassiveActivations(texts=rows, length=length, conditions=tuple(conditions))
 
 
 @torch.no_grad()
-def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress: Progress | None) -> Condition:
+def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress: Progress) -> Condition:
     """One pass; of each layer a few numbers are kept, and per position norm and direction against the first."""
     layers: list[LayerActivations] = []
     norms: list[Tensor] = []
@@ -263,8 +210,7 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
         layers.append(LayerActivations(len(layers), (top[0], top[1], top[2]), mid, tuple(dims), share, first, upper))
         norms.append(norm.cpu())
         cosines.append(torch.cosine_similarity(resid, resid[:, :1], dim=-1).cpu())
-        if progress is not None:
-            progress("with BOS" if bos else "without BOS", len(layers), target.n_layers)
+        progress("with BOS" if bos else "without BOS", len(layers), target.n_layers)
 
     def take(site: Site, layer: int) -> Any:
         def value(_m: object, _a: object, _k: object, out: Any) -> None:
@@ -310,34 +256,40 @@ def _secondary_sinks(target: Target, ids: Tensor, norms: Tensor, high: Tensor, c
     found: list[SecondarySink] = []
     for row, pos in high[:, :, 1:].any(0).nonzero().tolist():
         pos += 1
-        on = [*high[:, row, pos].tolist(), False]
-        start = None
-        for layer, now in enumerate(on):
-            if now and start is None:
-                start = layer
-            elif not now and start is not None:
-                run = norms[start:layer, row, pos]
-                at = start + int(run.argmax())
-                of_first = float((run / norms[start:layer, row, 0]).max())
-                found.append(
-                    SecondarySink(
-                        row,
-                        pos,
-                        target.tokenizer.decode([int(ids[row, pos])]),
-                        start,
-                        layer - start,
-                        float(run.max()),
-                        of_first,
-                        float(cosines[at, row, pos]),
-                    )
+        for on, run in groupby(range(len(high)), key=lambda layer, at=(row, pos): bool(high[layer, *at])):
+            if not on:
+                continue
+            layers = list(run)
+            sizes = norms[layers, row, pos]
+            found.append(
+                SecondarySink(
+                    row,
+                    pos,
+                    target.tokenizer.decode([int(ids[row, pos])]),
+                    layers[0],
+                    len(layers),
+                    float(sizes.max()),
+                    float((sizes / norms[layers, row, 0]).max()),
+                    float(cosines[layers[int(sizes.argmax())], row, pos]),
                 )
-                start = None
+            )
     return found
+
+
+def _massive(c: Condition) -> str:
+    peak = max(c.layers, key=lambda one: one.top[0])
+    dims = sorted({d for one in c.layers for d in one.dims})
+    share = max(one.share for one in c.layers)
+    massive = f"dimensions {', '.join(map(str, dims))} are massive, at {share:.1%} of positions"
+    return (
+        f"{'With' if c.bos else 'Without'} BOS, the largest activation is {peak.top[0]:.4g} after layer {peak.layer}, "
+        f"where the median is {peak.median:.3g}; {massive if dims else 'none is massive'}."
+    )
 
 
 def _secondary(c: Condition) -> str:
     if not c.secondary:
-        return "No secondary sinks: no later position has a high norm."
+        return "no secondary sinks, because no later position has a high norm."
     longest = max(c.secondary, key=lambda s: s.lifetime)
     low, high = min(s.created for s in c.secondary), max(s.created for s in c.secondary)
     where = f"layer {low}" if low == high else f"layers {low} to {high}"

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.after_attention import After, Factor, after_attention
-from sinkscope.sinks.first_token.classify import Method, Plane, Space, auroc, margin
-from sinkscope.sinks.first_token.holdout import Samples, draw_samples
-from sinkscope.sinks.first_token.locate import Progress, Setup, setup
-from sinkscope.sinks.first_token.tokens import first_tokens, single_token
+from sinkscope.figures.first_token import draw_separability
+from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
+from sinkscope.sinks.first_token.samples import After, Factor, after_attention, draw_samples
+from sinkscope.sinks.first_token.tokens import first_tokens
 
+Method = Literal["LDA", "logistic regression"]
 SHUFFLES = 5  # draws of the control
 SHOWN = 800  # points of the drawing
+_COLUMNS = 2048  # sorted at a time
 
 
 @dataclass(frozen=True)
@@ -107,45 +106,45 @@ class Separability(Result):
         """One row per way to separate."""
         return [dict(vars(s)) for s in self.separators]
 
-    def summary(self) -> str:
-        """What was found, in a few lines."""
+    def conclusion(self) -> str:
+        """How well a plane separates held-out tokens, beside shuffled labels."""
+        plane = max(self.separators[:2], key=lambda s: s.auroc)
+        return (
+            f"After the attention of layer {self.layer}, a plane ({plane.method}) separates first from later tokens "
+            f"with AUROC {plane.auroc:.4f} on held-out tokens and texts; with shuffled labels it reaches "
+            f"{plane.shuffled_auroc:.2f}."
+        )
+
+    def details(self) -> list[str]:
+        """The samples, the other separators, and what lies on the wrong side."""
         (f, fh), (n, nh) = self.first_tokens, self.later_tokens
         lines = [
-            f"{self.model.name} ({self.model.family}), residual stream after the attention of layer {self.layer}",
-            f"Trained on {f} first and {n} later tokens; held out: {fh} and {nh}, other tokens in other texts.",
+            f"{self.model.name} ({self.model.family}), trained on {f} first and {n} later tokens.",
+            f"Held out: {fh} first and {nh} later tokens, which are other tokens in other texts.",
         ]
-        for s in self.separators[:2]:
-            lines.append(f"{s.method}: AUROC {s.auroc:.4f} held out, {s.shuffled_auroc:.2f} with shuffled labels.")
-        for s in self.separators[2:]:
-            name = f"{s.neuron}" if s.expert is None else f"{s.neuron} of expert {s.expert}"
-            found = self.perfect_neurons[s.method]
-            lines.append(
-                f"Best {s.method} {name}: AUROC {s.auroc:.4f} held out; {found} of {self.neurons_searched} separate "
-                "perfectly where they were searched."
-            )
-        lines.append(f"{len(self.missed)} of {fh} held-out first tokens lie with the later ones (LDA).")
+        for s in self.separators:
+            name = "" if s.neuron is None else f" {s.neuron}" + ("" if s.expert is None else f" of expert {s.expert}")
+            line = f"{s.method[0].upper()}{s.method[1:]}{name}: AUROC {s.auroc:.4f} held out, {s.shuffled_auroc:.2f}"
+            line += " with shuffled labels"
+            if s.neuron is not None:
+                found = self.perfect_neurons[s.method]
+                line += f"; {found} of {self.neurons_searched} neurons separate the training tokens perfectly"
+            lines.append(line + ".")
+        lines.append(f"{len(self.missed)} of {fh} held-out first tokens lie on the side of later ones (LDA).")
         if self.bos_first is not None:
-            lines.append(f"BOS {'lies' if self.bos_first else 'does not lie'} with the first tokens.")
-        return "\n".join(lines)
+            lines.append(f"BOS {'lies' if self.bos_first else 'does not lie'} on the side of first tokens.")
+        return lines
 
 
+@measurement(group="Sinks", figure=draw_separability, command="separate", quick={"count": 128, "texts": 32})
 def separability(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
     tokens: Sequence[str] | None = None,
-    count: int = 1024,
-    texts: int = 128,
-    layer: int = 0,
-    batch_size: int = 64,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    count: Annotated[int, Option(min=4)] = 1024,
+    texts: Annotated[int, Option(min=2)] = 128,
+    layer: Count = 0,
+    batch_size: Positive = 64,
 ) -> Separability:
     """Tell first from later tokens behind an attention layer: by a plane, and by the best single neuron of its MLP.
 
@@ -153,145 +152,60 @@ def separability(
     tokens and half of the texts are held out, in both classes at once, so that nothing can be known from the token.
 
     Args:
-        model: None (the bundled model), short name, hub id, folder, `.gguf` file, or a live model of any kind.
-        tokenizer: for live models that carry none.
-        bos: begin texts with BOS; None: where the tokenizer has one.
-        text: file of typical text; None: the neutral text that ships.
-        tokens: strings to put first, one token each; None: `count` tokens of the text, drawn by the seed.
-        count: how many to draw.
-        texts: pieces of 64 tokens of typical text.
-        layer: whose attention.
-        batch_size: sequences of a pass.
-        seed: of random draws.
-        revision: of a hub id.
-        dtype: of the weights of a model given by name.
-        device: for models given by name; None: the first cuda device if there is one.
-        trust_remote_code: run code that comes with the checkpoint (it is then loaded whole).
-        progress: called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: bad input; the message is one line and says what to do.
+        tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
+        count: Tokens of the text to put first.
+        texts: Pieces of 64 tokens of typical text.
+        layer: Layer whose attention is looked at.
+        batch_size: Sequences of a pass.
     """
-    if count < 4:
-        raise SinkscopeError(f"--count {count}: some first tokens are trained on and some held out; give 4 or more")
-    if texts < 2:
-        raise SinkscopeError(f"--texts {texts}: one is trained on and one held out; give 2 or more")
-    if batch_size < 1:
-        raise SinkscopeError(f"--batch-size {batch_size}: at least one sequence is needed; give 1 or more")
-    made = setup(
-        model,
-        tokenizer=tokenizer,
-        bos=bos,
-        text=text,
-        texts=texts,
-        seed=seed,
-        revision=revision,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
-    target = made.target
-    if not 0 <= layer < target.n_layers:
+    target, bos = setup.target, setup.bos
+    if layer >= target.n_layers:
         raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
-    words = (
-        [single_token(target.tokenizer, t) for t in tokens] if tokens else first_tokens(target, made.ids, count, seed)
-    )
-    samples = draw_samples(made.ids, list(dict.fromkeys(w for w in words if w != made.bos)), made.bos, seed)
-    firsts = samples.firsts if made.bos is None else torch.cat([torch.tensor([made.bos]), samples.firsts])
+    setup.record(texts=len(setup.ids))
+    words = first_tokens(target, setup.ids, count, setup.seed, tokens)
+    samples = draw_samples(setup.ids, [w for w in words if w != bos], bos, setup.seed)
+    firsts = samples.firsts if bos is None else torch.cat([torch.tensor([bos]), samples.firsts])
     alone = torch.stack([torch.arange(len(firsts)), torch.zeros(len(firsts), dtype=torch.long)], 1)
     seen = After.join(
-        after_attention(target, layer, firsts[:, None], alone, batch_size, progress),
-        after_attention(target, layer, samples.ids, samples.later, batch_size, progress),
+        after_attention(target, layer, firsts[:, None], alone, batch_size, setup.progress),
+        after_attention(target, layer, samples.ids, samples.later, batch_size, setup.progress),
     )
-    work = _Work(made, samples, firsts, seen)
+
+    special = len(firsts) - len(samples.firsts)  # BOS is neither trained on nor held out: it is asked about
+    first = torch.arange(len(firsts) + len(samples.later)) < len(firsts)
+    held = torch.cat([torch.zeros(special, dtype=torch.bool), samples.first_held, samples.later_held])
+    train = ~held
+    train[:special] = False
+    ids = torch.cat([firsts, samples.later_tokens])
+    labels = _Labels(first, train, held, [_by_token(ids, setup.seed + i) for i in range(SHUFFLES)])
+
+    space = Space.of(seen.resid, train)
+    lda = space.plane("LDA", first)
+    neurons, perfect, best = [], {}, {}
+    for name in dict.fromkeys(factor.name for factor in seen.factors):
+        separator, best[name], found = _best_neuron([f for f in seen.factors if f.name == name], labels)
+        neurons.append(separator)
+        perfect[separator.method] = found
+    strings = [setup.tokenizer.decode([int(t)]) for t in ids]
+    gate, up = best.get("gate", best.get("")), best.get("up")
+    places = torch.cat([torch.zeros(len(firsts), dtype=torch.long), samples.later[:, 1]])
+    plane, across = _unit(lda.scores, first, train), space.across(lda)
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(setup.seed))
+    shown = torch.cat([order[first[order]][: SHOWN // 2], order[~first[order]][: SHOWN // 2]]).tolist()
     return Separability(
-        model=made.info(),
-        settings={
-            "bos": made.bos is not None,
-            "text": None if text is None else Path(text).name,
-            "texts": len(made.ids),
-            "tokens": None if tokens is None else list(tokens),
-            "count": count,
-            "layer": layer,
-            "batch_size": batch_size,
-            "seed": seed,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
         layer=layer,
-        **work.measure(),
-    )
-
-
-@dataclass(frozen=True)
-class _Work:
-    made: Setup
-    samples: Samples
-    firsts: Int[Tensor, " first"]  # BOS before the others, where texts begin with it
-    seen: After
-
-    def measure(self) -> dict[str, Any]:
-        """Everything of the result that is computed from what was seen."""
-        s = self.samples
-        special = len(self.firsts) - len(s.firsts)  # BOS is neither trained on nor held out: it is asked about
-        first = torch.arange(len(self.firsts) + len(s.later)) < len(self.firsts)
-        held = torch.cat([torch.zeros(special, dtype=torch.bool), s.first_held, s.later_held])
-        train = ~held
-        train[:special] = False
-        tokens = torch.cat([self.firsts, s.later_tokens])
-        shuffled = [_by_token(tokens, self.made.seed + i) for i in range(SHUFFLES)]
-
-        space = Space.of(self.seen.resid, train)
-        lda, logistic = space.plane("LDA", first), space.plane("logistic regression", first)
-        planes: list[Separator] = []
-        fitted: tuple[tuple[Method, Plane], ...] = (("LDA", lda), ("logistic regression", logistic))
-        for method, plane in fitted:
-            scores = plane.scores[:, None]
-            chance = [auroc(space.plane(method, by).scores[held, None], by[held]) for by in shuffled]
-            planes.append(
-                Separator(
-                    method,
-                    None,
-                    None,
-                    float(auroc(scores[held], first[held])),
-                    float(auroc(scores[train], first[train])),
-                    float(margin(scores[held], first[held])),
-                    float(torch.stack(chance).mean()),
-                )
-            )
-
-        neurons, perfect, best = [], {}, {}
-        for name in dict.fromkeys(factor.name for factor in self.seen.factors):
-            factors = [f for f in self.seen.factors if f.name == name]
-            separator, values, count = _best_neuron(factors, first, train, held, shuffled)
-            neurons.append(separator)
-            perfect[separator.method], best[name] = count, values
-        return {
-            "separators": (*planes, *neurons),
-            "perfect_neurons": perfect,
-            "neurons_searched": sum(f.values.shape[1] for f in self.seen.factors) // max(1, len(neurons)),
-            "bos_first": bool(lda.scores[0] > 0) if special else None,
-            "dims": tuple(space.weights(lda).abs().topk(5).indices.tolist()),
-            "missed": tuple(map(self._string, tokens[first & held & (lda.scores < 0)].tolist())),
-            "first_tokens": (int((first & train).sum()), int((first & held).sum())),
-            "later_tokens": (int((~first & train).sum()), int((~first & held).sum())),
-            "points": self._points(tokens, first, held, _unit(lda.scores, first, train), space.across(lda), best),
-        }
-
-    def _string(self, token: int) -> str:
-        return self.made.target.tokenizer.decode([token])
-
-    def _points(
-        self, tokens: Tensor, first: Tensor, held: Tensor, plane: Tensor, across: Tensor, best: dict[str, Tensor]
-    ) -> tuple[Point, ...]:
-        positions = torch.cat([torch.zeros(len(self.firsts), dtype=torch.long), self.samples.later[:, 1]])
-        gate, up = best.get("gate", best.get("")), best.get("up")
-        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(self.made.seed))
-        shown = torch.cat([order[first[order]][: SHOWN // 2], order[~first[order]][: SHOWN // 2]]).tolist()
-        return tuple(
+        separators=(_plane(space, "LDA", labels), _plane(space, "logistic regression", labels), *neurons),
+        perfect_neurons=perfect,
+        neurons_searched=sum(f.values.shape[1] for f in seen.factors) // max(1, len(neurons)),
+        bos_first=bool(lda.scores[0] > 0) if special else None,
+        dims=tuple(space.weights(lda).abs().topk(5).indices.tolist()),
+        missed=tuple(strings[i] for i in (first & held & (lda.scores < 0)).nonzero().flatten().tolist()),
+        first_tokens=(int((first & train).sum()), int((first & held).sum())),
+        later_tokens=(int((~first & train).sum()), int((~first & held).sum())),
+        points=tuple(
             Point(
-                self._string(int(tokens[i])),
-                int(positions[i]),
+                strings[i],
+                int(places[i]),
                 bool(first[i]),
                 bool(held[i]),
                 float(plane[i]),
@@ -300,46 +214,149 @@ class _Work:
                 None if up is None else float(up[i]),
             )
             for i in shown
-        )
+        ),
+    )
 
 
-def _best_neuron(
-    factors: Sequence[Factor],
-    first: Bool[Tensor, " n"],
-    train: Bool[Tensor, " n"],
-    held: Bool[Tensor, " n"],
-    shuffled: list[Tensor],
-) -> tuple[Separator, Tensor, int]:
+def auroc(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:
+    """Chance that a value of the first class is above one of the other, ties half; for every column."""
+    areas = []
+    for part in values.split(_COLUMNS, 1):
+        ones, others = part[first].T.contiguous(), part[~first].T.contiguous().sort(1).values
+        below = torch.searchsorted(others, ones) + torch.searchsorted(others, ones, right=True)
+        areas.append(below.double().mean(1).div(2 * others.shape[1]).float())
+    return torch.cat(areas)
+
+
+def margin(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:
+    """Lowest value of the first class less highest of the other, over the range of all; above 0 they do not overlap."""
+    span = (values.max(0).values - values.min(0).values).clamp(min=1e-12)
+    return (values[first].min(0).values - values[~first].max(0).values) / span
+
+
+@dataclass(frozen=True)
+class Plane:
+    """A direction in the residual stream and what lies where along it.
+
+    Attributes:
+        scores: of all samples; above 0 is the first class.
+        way: the direction, in the coordinates of the space.
+    """
+
+    scores: Float[Tensor, " n"]
+    way: Float[Tensor, " k"]
+
+
+@dataclass(frozen=True)
+class Space:
+    """Samples in coordinates that the training samples span: there may be fewer of these than residual dimensions.
+
+    What lies outside that span has no influence on either method.
+    """
+
+    coordinates: Float[Tensor, "n k"]
+    basis: Float[Tensor, "k d_model"]
+    train: Bool[Tensor, " n"]
+
+    @classmethod
+    def of(cls, samples: Float[Tensor, "n d_model"], train: Bool[Tensor, " n"]) -> Space:
+        """Each residual dimension is centred and scaled by its mean and deviation over the training samples."""
+        data = samples.double()
+        deviation, mean = torch.std_mean(data[train], 0, correction=0)
+        scaled = (data - mean) / torch.where(deviation > 0, deviation, torch.ones_like(deviation))
+        _, sizes, basis = torch.linalg.svd(scaled[train], full_matrices=False)
+        basis = basis[sizes > 1e-6 * sizes[0]]
+        return cls(scaled @ basis.T, basis, train)
+
+    def plane(self, method: Method, first: Bool[Tensor, " n"]) -> Plane:
+        """The plane that `method` puts between the classes of the training samples."""
+        from threadpoolctl import threadpool_limits  # comes with scikit-learn
+
+        with threadpool_limits(torch.get_num_threads()):  # problems of this size do not gain from more
+            fitted = _model(method).fit(self.coordinates[self.train].numpy(), first[self.train].numpy())
+            scores = fitted.decision_function(self.coordinates.numpy())
+        way = torch.from_numpy(fitted.coef_[0]).double()
+        return Plane(torch.from_numpy(scores).float(), way / way.norm())
+
+    def weights(self, plane: Plane) -> Float[Tensor, " d_model"]:
+        """What the plane gives each residual dimension, when each is scaled to unit variance."""
+        return plane.way @ self.basis
+
+    def across(self, plane: Plane) -> Float[Tensor, " n"]:
+        """All samples along the direction of most variance across the plane's own."""
+        rest = self.coordinates - (self.coordinates @ plane.way)[:, None] * plane.way
+        return rest @ torch.linalg.svd(rest[self.train], full_matrices=False)[2][0]
+
+
+def _model(method: Method) -> Any:
+    if method == "LDA":
+        from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+        return LinearDiscriminantAnalysis(solver="lsqr", shrinkage="auto", priors=[0.5, 0.5])
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(class_weight="balanced", max_iter=2000)
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """What the samples are, and labels of the control."""
+
+    first: Bool[Tensor, " n"]
+    train: Bool[Tensor, " n"]
+    held: Bool[Tensor, " n"]
+    shuffled: list[Tensor]
+
+
+def _plane(space: Space, method: Method, labels: _Labels) -> Separator:
+    first, train, held = labels.first, labels.train, labels.held
+    scores = space.plane(method, first).scores[:, None]
+    chance = [auroc(space.plane(method, by).scores[held, None], by[held]) for by in labels.shuffled]
+    return Separator(
+        method,
+        None,
+        None,
+        float(auroc(scores[held], first[held])),
+        float(auroc(scores[train], first[train])),
+        float(margin(scores[held], first[held])),
+        float(torch.stack(chance).mean()),
+    )
+
+
+def _best_neuron(factors: Sequence[Factor], labels: _Labels) -> tuple[Separator, Tensor, int]:
     """The best neuron of all experts, its values, and how many are perfect on the training samples."""
-    candidates = [(f, *_search(f.values, first, train)) for f in factors]
-    factor, at, area, *_ = max(candidates, key=lambda c: (c[2], c[3]))
-    values = factor.values[:, at, None]
-    values = values if _upward(values[train], first[train]) else -values
-    chance = []
-    for by in shuffled:
-        other, place, *_ = max(((f, *_search(f.values, by, train)) for f in factors), key=lambda c: (c[2], c[3]))
-        column = other.values[:, place, None]
-        column = column if _upward(column[train], by[train]) else -column
+    held, chance = labels.held, []
+    for by in labels.shuffled:
+        *_, column, _ = _search(factors, by, labels.train)
         chance.append(float(auroc(column[held], by[held])))
+    factor, at, area, values, perfect = _search(factors, labels.first, labels.train)
     name = f"{factor.name} neuron".strip()
-    out, gap = float(auroc(values[held], first[held])), float(margin(values[held], first[held]))
+    out, gap = (float(score(values[held], labels.first[held])) for score in (auroc, margin))
     separator = Separator(name, at, factor.expert, out, area, gap, sum(chance) / len(chance))
-    return separator, factor.values[:, at], sum(c[4] for c in candidates)
+    return separator, factor.values[:, at], perfect
 
 
-def _search(values: Tensor, first: Tensor, train: Tensor) -> tuple[int, float, float, int]:
-    """(neuron, AUROC, margin, number of perfect ones) over every neuron, whichever sign it separates with."""
-    there = values[train]
-    area = auroc(there, first[train])
-    sign = torch.where(area < 0.5, -1.0, 1.0)
-    area = torch.maximum(area, 1 - area)
-    gap = margin(there * sign, first[train])
-    best = int((area.double() + 1e-9 * gap.double()).argmax())
-    return best, float(area[best]), float(gap[best]), int((area == 1).sum())
+def _search(factors: Sequence[Factor], first: Tensor, train: Tensor) -> tuple[Factor, int, float, Tensor, int]:
+    """The neuron that separates best, with whichever sign.
 
-
-def _upward(values: Tensor, first: Tensor) -> bool:
-    return float(auroc(values, first)) >= 0.5
+    Returns:
+        Its factor, its number, its AUROC on the training samples, its values `[n 1]` with that sign, and the number
+        of neurons that separate perfectly.
+    """
+    found: list[tuple[float, float, Factor, int]] = []
+    perfect = 0
+    for factor in factors:
+        there = factor.values[train]
+        area = auroc(there, first[train])
+        gap = margin(there * torch.where(area < 0.5, -1.0, 1.0), first[train])
+        area = torch.maximum(area, 1 - area)
+        best = int((area.double() + 1e-9 * gap.double()).argmax())
+        found.append((float(area[best]), float(gap[best]), factor, best))
+        perfect += int((area == 1).sum())
+    area, _, factor, at = max(found, key=lambda one: one[:2])
+    values = factor.values[:, at, None]
+    upward = float(auroc(values[train], first[train])) >= 0.5
+    return factor, at, area, values if upward else -values, perfect
 
 
 def _by_token(tokens: Int[Tensor, " n"], seed: int) -> Bool[Tensor, " n"]:

@@ -52,15 +52,18 @@ def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed
     return [words[i] for i in order[:count]]
 
 
-def first_tokens(target: Target, ids: Tensor, count: int, seed: int) -> list[int]:
-    """Up to `count` different ordinary tokens to put first: those of the text, and others of the vocabulary after them.
+def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Sequence[str] | None = None) -> list[int]:
+    """Different tokens to put first: the strings; without strings, tokens of the text, then of the vocabulary.
 
     Args:
         target: the model, for its tokenizer and the size of its vocabulary.
         ids: typical text `[row pos]`; the first column is not drawn from.
-        count: how many.
+        count: how many at most.
         seed: of the draw.
+        strings: what to put first instead.
     """
+    if strings:
+        return list(dict.fromkeys(single_token(target.tokenizer, s) for s in strings))
     special = set(target.tokenizer.all_special_ids)
     size = min(len(target.tokenizer), int(target.config.vocab_size))
     generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,10 @@
-"""Up the layers once: norms at the first token and on typical text, which layers build a sink, and when to stop."""
+"""What the sink does to the model: norms up the layers, at repetitions, and attention to the first token."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +13,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Intervention
+from sinkscope.measure.setup import Setup
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.progress import Progress
+from sinkscope.progress import Progress, silent
+from sinkscope.sinks.first_token.ablation import LayerView, Neuron, prove, view_layer
+from sinkscope.trace.attention import attention_rows
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
@@ -77,7 +83,7 @@ class Walk:
 
 
 @torch.no_grad()
-def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: Progress | None = None) -> Walk:
+def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: Progress = silent) -> Walk:
     """Run `ids` upward, layer by layer, and stop where the first token's norm has stayed flat (unless `whole`).
 
     Args:
@@ -112,8 +118,7 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         seen.residual.append(first_tensor(out).detach()[:, 0].float().mean(0).cpu())
         low, mid, high = norms[:, 1:].flatten().quantile(torch.tensor([0.05, 0.5, 0.95], device=norms.device)).tolist()
         seen.typical.append((low, mid, high))
-        if progress is not None:
-            progress("layers", len(seen.first), target.n_layers)
+        progress("layers", len(seen.first), target.n_layers)
         if not whole and seen.flat():
             target.stop()
 
@@ -128,3 +133,162 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
 
 def _norms(tensor: Tensor, shape: torch.Size) -> Tensor:
     return torch.linalg.vector_norm(tensor.detach().reshape(*shape, -1), dim=-1, dtype=torch.float32)
+
+
+def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
+    """`walk`, and where only the first layers of a file are in memory, again with more of them until they suffice."""
+    while True:
+        seen = walk(made.target, made.ids, whole=whole, progress=made.progress)
+        enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
+        if enough or not made.more():
+            return seen
+
+
+def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
+    """Sink layer and its causal neurons, proven by ablation; (None, ()) for a model without a sink.
+
+    Args:
+        made: the model and its text.
+        layer: the sink layer, where it is known; None: it is searched.
+        top_k: candidates.
+    """
+    if layer is None:
+        layer = walk(made.target, made.ids, whole=made.target.resident).sink_layer()
+    if layer is None:
+        return None, ()
+    proof = prove(made.target, made.ids, layer, top_k, torch.Generator().manual_seed(made.seed))
+    return layer, proof.causal
+
+
+def repeat_limit(target: Target, asked: int | None) -> int:
+    """Largest number of repetitions: what was asked for; None: 1,024, or what the context holds.
+
+    Raises:
+        SinkscopeError: the context does not hold as many.
+    """
+    largest = (target.max_positions or 1 << 30) - 1
+    if asked is not None and asked > largest:
+        raise SinkscopeError(
+            f"--max-repeats {asked} does not fit the context of {target.max_positions} tokens; the largest is {largest}"
+        )
+    return min(1024, largest) if asked is None else asked
+
+
+def prefixes(made: Setup, tokens: Sequence[int]) -> list[int]:
+    """What stands before each repeated token: BOS; without BOS, another token of the text."""
+    return [int(made.ids[made.ids != t][0]) if made.bos is None else made.bos for t in tokens]
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Repeated tokens at the sink layer.
+
+    Attributes:
+        repeats: per token the first n whose norm reaches half of the first token's; None: never.
+        view: the layer at the last repetition of each token that got there; None: none did.
+    """
+
+    repeats: list[int | None]
+    view: LayerView | None
+
+
+@torch.no_grad()
+def repeat_until_half(
+    target: Target,
+    layer: int,
+    tokens: list[int],
+    prefixes: list[int],
+    max_repeats: int,
+    progress: Progress = silent,
+) -> Repetition:
+    """A prefix and then n repetitions of each token in one causal pass; n doubles until all got there.
+
+    Args:
+        target: the model.
+        layer: the sink layer, whose residual stream is read.
+        tokens: the ids to repeat, one row each.
+        prefixes: the first token of each row (BOS, or another token that stands in for it).
+        max_repeats: largest n.
+        progress: told of each doubling.
+    """
+    length = min(128, max_repeats)
+    found: dict[int, int | None] = dict.fromkeys(range(len(tokens)))
+    views: dict[int, LayerView] = {}
+    while True:
+        left = [i for i, n in found.items() if n is None]
+        for i in left:  # a row at a time: long rows side by side would only multiply the memory
+            ids = torch.full((1, length + 1), tokens[i])
+            ids[0, 0] = prefixes[i]
+            where = torch.zeros_like(ids, dtype=torch.bool)
+            where[0, -1] = True
+            norms: list[Tensor] = []
+
+            def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
+                norms.append(torch.linalg.vector_norm(first_tensor(out)[0], dim=-1, dtype=torch.float32).cpu())
+
+            with target.hooks((target.layers[layer], "post", keep)):
+                views[i] = view_layer(target, layer, ids, where)
+            above = (norms[0][1:] >= norms[0][0] / 2).nonzero().flatten()
+            found[i] = int(above[0]) + 1 if len(above) else None
+        progress("repetitions", length, max_repeats)
+        if length >= max_repeats or all(n is not None for n in found.values()):
+            break
+        length = min(2 * length, max_repeats)
+    reached = [views[i] for i, n in found.items() if n is not None]
+    parts = [torch.cat([getattr(v, name) for v in reached]) for name in ("resid", "mlp", "post") if reached]
+    return Repetition(list(found.values()), LayerView(layer, *parts) if reached else None)
+
+
+@torch.no_grad()
+def sink_rate(
+    target: Target, ids: Int[Tensor, "row pos"], eps: float, progress: Progress = silent, batch: int = 8
+) -> float:
+    """Share of (layer, head) whose mean attention to position 0 exceeds `eps`, averaged over texts.
+
+    Gu et al. 2024 (arXiv 2410.10781): alpha = mean over all queries i >= 0 of A[i, 0].
+    """
+    above = 0.0
+    for start in range(0, len(ids), batch):
+        rows = ids[start : start + batch]
+        alpha = torch.zeros(target.n_layers, len(rows), target.n_heads)
+
+        def add(layer: int, _first: int, probs: Tensor, alpha: Tensor = alpha) -> None:
+            alpha[layer] += probs[..., 0].sum(-1).cpu()
+
+        with attention_rows(target, add):
+            target.forward(rows)
+        above += ((alpha / rows.shape[1]) > eps).float().mean((0, 2)).sum().item()
+        progress("sink rate", min(start + batch, len(ids)), len(ids))
+    return above / len(ids)
+
+
+@torch.no_grad()
+def first_token_attention(
+    target: Target, ids: Int[Tensor, "row pos"], layers: list[int], intervention: Intervention | None = None
+) -> float:
+    """Mean attention of all later positions to the first token, over heads of `layers`."""
+    total: list[Tensor] = []
+    with (
+        intervention.on(target) if intervention is not None else nullcontext(),
+        attention_rows(
+            target,
+            lambda _l, first, probs: total.append(probs[:, :, int(first == 0) :, 0].mean()),
+            layers=layers,
+            rows_per_chunk=ids.shape[1],
+        ),
+        target.hooks((target.layers[max(layers)], "post", lambda *_: target.stop())),
+    ):
+        target.forward(ids)
+    return float(torch.stack(total).mean())
+
+
+def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
+    """Massive activations of the first token: |a| > 100 and > 1000 x the median |hidden state| (Sun et al. 2024).
+
+    Args:
+        first: residual stream of the first token, `[d_model]`.
+        typical: residual stream of all positions of the layer, `[n d_model]`.
+    """
+    size = first.abs()
+    hit = (size > 100) & (size > 1000 * typical.abs().median())
+    return sorted(hit.nonzero().flatten().tolist(), key=lambda d: -size[d].item())

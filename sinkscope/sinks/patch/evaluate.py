@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.figures.patch import draw_eval
+from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import neutral_values, neutral_view
-from sinkscope.sinks.first_token.locate import Setup, setup
-from sinkscope.sinks.first_token.walk import Progress
-from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, standard_error, whole
+from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
+from sinkscope.sinks.first_token.ablation import neutral_values, neutral_view, numbers
+from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, standard_error, under
+
+_SEED = 1234  # of the examples before a question; the harness's own
 
 
 @dataclass(frozen=True)
@@ -72,114 +82,96 @@ class PatchEvaluation(Result):
         """One row per task and metric."""
         return [asdict(s) for s in self.scores]
 
-    def summary(self) -> str:
-        """How many numbers the patch moves by more than two standard errors."""
-        known = [s for s in self.scores if s.difference_se is not None]
+    def conclusion(self) -> str:
+        """Which numbers the patch moves, and how many a random patch moves."""
+        known = [s for s in self.scores if s.difference_se is not None and s.random_se is not None]
         moved = [f"{s.task} {s.metric}" for s in known if abs(s.difference) > 2 * (s.difference_se or 0.0)]
-        what = ", ".join(moved) if moved else "none"
-        count = f"{len(self.neurons)} neuron{'s' * (len(self.neurons) > 1)}"
+        chance = sum(abs(s.random_difference) > 2 * (s.random_se or 0.0) for s in known)
         return (
-            f"{self.model.name}: patch of {count}, random patch of as many.\n"
-            f"Moved by more than two standard errors: {what} ({len(moved)} of {len(known)})."
+            f"The patch of {len(self.neurons)} neuron{'s' * (len(self.neurons) > 1)} moves {len(moved)} of "
+            f"{len(known)} numbers by more than two standard errors{': ' * bool(moved)}{', '.join(moved)}; a patch of "
+            f"as many random neurons moves {chance}."
         )
 
+    def details(self) -> list[str]:
+        """A warning where the patch was made for another model."""
+        made_for = self.settings.get("made_for")
+        if made_for in (None, self.model.name):
+            return []
+        return [f"Warning: the patch was made for {made_for}, not for {self.model.name}."]
 
+
+def _read(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:
+    if patch is None:
+        raise SinkscopeError("no patch given: make one with `sinkscope patch make --out patch.json`", page="patch-file")
+    return patch if isinstance(patch, SinkPatch) else SinkPatch.load(patch)
+
+
+def _check(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str], **_: object) -> None:
+    """A wrong file or name should not cost the loading of a model."""
+    _read(patch)
+    if tasks:
+        Tasks(tasks)
+
+
+@measurement(
+    group="Sinks",
+    figure=draw_eval,
+    command="patch eval",
+    loading="whole",
+    check=_check,
+    quick={"patch": SinkPatch(layer=1, neurons=[3]), "pieces": 2, "length": 16},
+)
 def evaluate_patch(
-    model: object = None,
-    patch: SinkPatch | str | os.PathLike[str] | None = None,
+    setup: Setup,
+    patch: Annotated[Any, Option(metavar="FILE", required=True)] = None,
     *,
-    tasks: Sequence[str] = (),
-    shots: int | None = None,
-    questions: int | None = None,
-    text: str | Path | None = None,
-    pieces: int = 32,
-    length: int = 256,
-    batch_size: int = 8,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    tasks: Annotated[Sequence[str], Option("--tasks", metavar="A,B,...", reads="commas")] = (),
+    shots: Count | None = None,
+    questions: Positive | None = None,
+    pieces: Annotated[int, Option(min=2)] = 32,
+    length: Annotated[int, Option(min=8)] = 256,
+    batch_size: Positive = 8,
 ) -> PatchEvaluation:
     """Measure a model without a patch, under it, and under a patch of as many random neurons of the same layers.
 
+    The beginning of the typical text gives the neutral values of the random neurons; the pieces that perplexity is
+    measured on come from behind it. Tasks are those of EleutherAI's lm-evaluation-harness.
+
     Args:
-        model: see `find_sinks`; a model given by name is loaded whole.
-        patch: a `SinkPatch` or the path of a patch.json.
-        tasks: names of lm-evaluation-harness (mmlu, hellaswag, truthfulqa_mc1, ...) or paths of task files (.yaml).
-        shots: examples before each question; None: as each task says.
-        questions: of each task, from its beginning; None: all.
-        text: file of held-out text; None: the text that ships. Its beginning gives the neutral values of the random
-            neurons, the pieces come from behind it.
-        pieces: of held-out text.
-        length: tokens of a piece.
-        batch_size: rows that run together.
-        tokenizer: for live models that carry none.
-        bos: begin sequences and questions with BOS; None: where the tokenizer has one.
-        seed: of the random neurons.
-        revision: of a hub id.
-        dtype: for models given by name.
-        device: for models given by name.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: bad input; the patch was made for a model of another shape; lm-eval is missing; an unknown task
-            (the message says which are near).
+        patch: The patch.json to evaluate; from Python also a `SinkPatch`.
+        tasks: Names of tasks (mmlu, hellaswag, truthfulqa_mc1, ...) or paths of task files (.yaml).
+        shots: Examples before each question. By default as each task says.
+        questions: Questions of each task, from its beginning. By default all.
+        pieces: Pieces of held-out text.
+        length: Tokens of a piece.
+        batch_size: Rows that run together.
     """
-    if patch is None:
-        raise SinkscopeError("no patch given: make one with `sinkscope patch make --out patch.json`", page="patch-file")
-    for name, value, least in (("pieces", pieces, 2), ("length", length, 8), ("batch size", batch_size, 1)):
-        if value < least:
-            raise SinkscopeError(f"{name} {value}: expected at least {least}")
-    if (questions is not None and questions < 1) or (shots is not None and shots < 0):
-        raise SinkscopeError(f"questions {questions}, shots {shots}: expected at least 1 and 0")
-    edit = patch if isinstance(patch, SinkPatch) else SinkPatch.load(patch)
-    asked = None
-    if tasks:  # before any weight is read: a wrong name should not cost the loading of a model
-        from sinkscope.sinks.patch.harness import Tasks
-
-        asked = Tasks(tasks)
-    live = whole(
-        model, tokenizer=tokenizer, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    made = setup(live, tokenizer=tokenizer, bos=bos, text=text, seed=seed)
-    _check_made_for(made, edit)
-    control = random_patch(made, edit)
+    edit = _read(patch)
+    _check_made_for(setup, edit)
+    control = random_patch(setup, edit)
     edits = (None, edit, control)
-    ids = held_out(made, pieces, length)
-    read = [losses(made.target, ids, e, batch_size, progress) for e in edits]
-    changes = [perplexity_change(read[0], after) for after in read[1:]]
-    scores = [_score("text", "perplexity", len(ids), *changes)]
+    ids = held_out(setup, pieces, length)
+    setup.record(
+        patch=None if isinstance(patch, SinkPatch) else Path(patch).name,
+        site=edit.site,
+        value=edit.value,
+        made_for=(edit.model or {}).get("name"),
+        tasks=[Path(t).name for t in tasks],
+        pieces=len(ids),
+        length=ids.shape[1],
+    )
+    read = [losses(setup.target, ids, e, batch_size, setup.progress) for e in edits]
+    scores = [_score("text", "perplexity", len(ids), *(perplexity_change(read[0], after) for after in read[1:]))]
+    asked = Tasks(tasks) if tasks else None
     if asked is not None:
-        measured = [asked.run(made, e, shots, questions, batch_size) for e in edits]
-        for key in measured[0]:
-            before, *after = (m[key] for m in measured)
-            scores.append(_score(*key, len(before), *(_paired(before, a) for a in after)))
+        measured = [asked.run(setup, e, shots, questions, batch_size) for e in edits]
+        for key, before in measured[0].items():
+            scores.append(_score(*key, len(before), *(_paired(before, m[key]) for m in measured[1:])))
     return PatchEvaluation(
-        model=made.info(),
-        settings={
-            "patch": None if isinstance(patch, SinkPatch) else Path(patch).name,
-            "site": edit.site,
-            "value": edit.value,
-            "tasks": [Path(t).name for t in tasks],
-            "shots": shots,
-            "questions": questions,
-            "pieces": len(ids),
-            "length": ids.shape[1],
-            "text": None if text is None else Path(text).name,
-            "batch_size": batch_size,
-            "seed": seed,
-            "bos": made.bos is not None,
-            "revision": revision,
-        },
-        provenance=made.provenance(),
         scores=tuple(scores),
-        neurons=tuple(_numbers(s) for s in edit.checked_sites),
-        random_neurons=tuple(_numbers(s) for s in control.checked_sites),
+        neurons=tuple(numbers(s.layer, s.expert, s.neuron) for s in edit.checked_sites),
+        random_neurons=tuple(numbers(s.layer, s.expert, s.neuron) for s in control.checked_sites),
         shots={} if asked is None else asked.shots,
     )
 
@@ -238,5 +230,120 @@ def _score(task: str, metric: str, samples: int, patched: Change, control: Chang
     )
 
 
-def _numbers(site: NeuronSite) -> tuple[int, ...]:
-    return (site.layer, site.neuron) if site.expert is None else (site.layer, site.expert, site.neuron)
+class Tasks:
+    """Tasks of the harness by name or file.
+
+    Attributes:
+        shots: examples before each question, by task, as it was run.
+
+    Raises:
+        SinkscopeError: lm-eval is not installed; a task is unknown (with the nearest names) or no such file.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        files = {name: _is_file(name) for name in names}
+        self._manager = _index(_harness("lm_eval.tasks").TaskManager, not all(files.values()))
+        for name, is_file in files.items():
+            if not is_file and name not in self._manager.all_tasks:
+                near = get_close_matches(name, self._manager.all_tasks, 3, 0.5)
+                raise SinkscopeError(
+                    f"task {name!r} is unknown to lm-evaluation-harness"
+                    + (f"; the nearest are {', '.join(near)}" if near else "; `lm-eval ls tasks` lists them")
+                )
+        self._names = list(dict.fromkeys(names))
+        self.shots: dict[str, int] = {}
+
+    def run(
+        self, made: Setup, edit: Intervention | None, shots: int | None, questions: int | None, batch_size: int
+    ) -> dict[tuple[str, str], Float[Tensor, " sample"]]:
+        """The value of every question by (task, metric); a group of tasks has all questions of its parts.
+
+        Args:
+            made: the model; questions begin with BOS where its sequences do.
+            edit: entered around the questions.
+            shots: examples before each; None: as the task says.
+            questions: of each task; None: all.
+            batch_size: questions that run together.
+
+        Raises:
+            SinkscopeError: the data of a task cannot be had.
+        """
+        evaluate = _harness("lm_eval.evaluator").evaluate
+        model = _harness("lm_eval.models.huggingface").HFLM
+        out: dict[tuple[str, str], Tensor] = {}
+        target = made.target
+        with _quiet(), under(edit, target):
+            lm = model(  # it changes the tokenizer it is given
+                pretrained=target.hf,
+                tokenizer=copy.deepcopy(target.tokenizer),
+                batch_size=batch_size,
+                add_bos_token=made.bos is not None,
+                max_length=target.max_positions,
+            )
+            for name in self._names:
+                try:
+                    loaded = self._manager.load([name])
+                    _set_shots(loaded["tasks"].values(), shots)
+                    found = evaluate(lm, loaded, limit=questions, log_samples=True, bootstrap_iters=0)
+                except OSError as error:  # the data set: no network, no such file
+                    raise SinkscopeError(
+                        f"the data of task {name!r} cannot be had ({str(error).splitlines()[0][:200]}): connect to the "
+                        "hub once, or give a task file whose data is here"
+                    ) from error
+                label = Path(name).stem if _is_file(name) else name
+                for (metric, _), values in sorted(_by_metric(found["samples"]).items()):
+                    out[label, metric] = torch.tensor(values, dtype=torch.float64)
+                self.shots[label] = max(found.get("n-shot", {}).values(), default=0)
+        return out
+
+
+@cache
+def _index(manager_class: Any, everything: bool) -> Any:
+    """Reading the index of all tasks takes seconds: once, and not for files alone."""
+    with _quiet():
+        return manager_class(include_defaults=everything)
+
+
+def _set_shots(tasks: Any, shots: int | None) -> None:
+    """As the harness's own command does: a task that says zero shots keeps them."""
+    for task in tasks:
+        own = task.get_config("num_fewshot")
+        if own is None or (shots is not None and own != 0):
+            task.set_config(key="num_fewshot", value=shots or 0)
+        task.set_fewshot_seed(seed=_SEED)
+
+
+def _by_metric(samples: dict[str, list[dict[str, Any]]]) -> dict[tuple[str, str], list[float]]:
+    """Values of all questions by (metric, filter), in a fixed order, so that runs can be paired."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for _, entries in sorted(samples.items()):
+        for entry in sorted(entries, key=lambda e: e["doc_id"]):
+            for metric in entry["metrics"]:
+                if isinstance(entry[metric], bool | int | float):
+                    values.setdefault((metric, entry["filter"]), []).append(float(entry[metric]))
+    return values
+
+
+def _is_file(name: str) -> bool:
+    if Path(name).suffix not in (".yaml", ".yml"):
+        return False
+    if not Path(name).is_file():
+        raise SinkscopeError(f"task file {name!r} is not there: give the path of a .yaml file, or the name of a task")
+    return True
+
+
+def _harness(module: str) -> Any:
+    try:
+        with _quiet():
+            return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "lm_eval":
+            raise
+        raise SinkscopeError(
+            "tasks are run by lm-eval, which is not installed: pip install 'sinkscope[eval]', or leave out --tasks"
+        ) from None
+
+
+def _quiet() -> Any:
+    """The harness draws bars and writes notes on standard error; where that is no terminal, nothing is said."""
+    return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())

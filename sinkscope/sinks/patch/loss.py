@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
+from sinkscope.measure import PIECE, Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.locate import PIECE, Setup
-from sinkscope.sinks.first_token.walk import Progress
+from sinkscope.progress import Progress, silent
 from sinkscope.text import text_rows
 
 CHARACTERS = 8  # of a token, at most: as in `text_rows`
@@ -39,13 +39,9 @@ class Change:
     se: float | None
 
 
-def whole(model: object, **options: Any) -> object:
-    """A model given by name, loaded whole: what needs logits or generation cannot read it layer by layer."""
-    if not (model is None or isinstance(model, str | os.PathLike)):
-        return model
-    from sinkscope.models.load import load
-
-    return load(model, backend="hf", **options)
+def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
+    """A `with` in which the edit acts, or nothing does."""
+    return nullcontext() if edit is None else edit.on(target)
 
 
 def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> Int[Tensor, "row pos"]:
@@ -75,7 +71,7 @@ def losses(
     ids: Int[Tensor, "row pos"],
     edit: Intervention | None = None,
     batch_size: int = 8,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Float[Tensor, " row"]:
     """Mean next-token loss of each piece in nats; what the first token predicts is left out, no patch touches it.
 
@@ -89,17 +85,13 @@ def losses(
     out: list[Tensor] = []
     for start in range(0, len(ids), batch_size):
         rows = ids[start : start + batch_size].to(target.device)
-        if edit is None:
+        with under(edit, target):
             logits = target.hf(input_ids=rows, use_cache=False).logits
-        else:
-            with edit.on(target):
-                logits = target.hf(input_ids=rows, use_cache=False).logits
         each = functional.cross_entropy(
             logits[:, 1:-1].float().transpose(1, 2), rows[:, 2:].to(logits.device), reduction="none"
         )
         out.append(each.mean(1).cpu())
-        if progress is not None:
-            progress("perplexity", min(start + batch_size, len(ids)), len(ids))
+        progress("perplexity", min(start + batch_size, len(ids)), len(ids))
     return torch.cat(out)
 
 

@@ -6,23 +6,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.figures.patch import draw_make
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove, prove_stage
-from sinkscope.sinks.first_token.around_sink import repeat_until_half
-from sinkscope.sinks.first_token.locate import Setup, setup
+from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove
 from sinkscope.sinks.first_token.tokens import pick_tokens
-from sinkscope.sinks.first_token.walk import Progress, Walk, walk
-from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, whole
+from sinkscope.sinks.first_token.walk import prefixes, repeat_limit, repeat_until_half, walk
+from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, under
 
 HEADROOM = 1.5  # times the 95 % line: one position of ordinary text in twenty lies above that line anyway
 TOP_K = 8
@@ -99,19 +98,19 @@ class PatchMade(Result):
 
     verdict: Verdict
     reason: str
-    neurons: tuple[PatchedNeuron, ...]
-    causal: int
-    sink_layer: int | None
-    layer: int | None
-    first_norm: float | None
-    typical_low: float | None
-    typical_norm: float | None
-    typical_high: float | None
-    ceiling: float | None
-    tried: tuple[Tried, ...]
-    unreached: int
-    held_out: tuple[HeldOutToken, ...]
-    perplexity: Change | None
+    neurons: tuple[PatchedNeuron, ...] = ()
+    causal: int = 0
+    sink_layer: int | None = None
+    layer: int | None = None
+    first_norm: float | None = None
+    typical_low: float | None = None
+    typical_norm: float | None = None
+    typical_high: float | None = None
+    ceiling: float | None = None
+    tried: tuple[Tried, ...] = ()
+    unreached: int = 0
+    held_out: tuple[HeldOutToken, ...] = ()
+    perplexity: Change | None = None
     limit: float
 
     @property
@@ -130,22 +129,35 @@ class PatchMade(Result):
         """One row per held-out token."""
         return [asdict(t) for t in self.held_out]
 
-    def summary(self) -> str:
-        """Verdict and evidence in a few lines."""
-        lines = [f"{self.model.name}: {_VERDICTS[self.verdict]}{self.reason}"]
+    def conclusion(self) -> str:
+        """Whether there is a patch, and what it does to held-out tokens and text."""
+        if self.verdict != "made" or self.perplexity is None or self.ceiling is None:
+            return f"No patch was made: {self.reason}"
+        rise = self.perplexity.difference / self.perplexity.before
+        good = sum(t.patched <= self.ceiling for t in self.held_out)
+        before = sum(t.intact <= self.ceiling for t in self.held_out)
+        return (
+            f"A patch of {len(self.neurons)} neuron{'s' * (len(self.neurons) > 1)} repairs repetition: {good} of "
+            f"{len(self.held_out)} held-out tokens keep a typical norm when they are repeated ({before} without the "
+            f"patch), and the perplexity of held-out text changes by {rise:+.3%}."
+        )
+
+    def details(self) -> list[str]:
+        """The neurons, and the evidence."""
+        lines: list[str] = []
         if self.neurons:
             names = ", ".join(
                 f"layer {n.layer}" + (f" expert {n.expert}" if n.expert is not None else "") + f" neuron {n.neuron}"
                 for n in self.neurons
             )
             lines.append(
-                f"Neurons ({len(self.neurons)} of {self.causal} causal, sets tried: {len(self.tried) - 1}): {names}."
+                f"Neurons: {names} ({len(self.neurons)} of {self.causal} causal ones; {len(self.tried) - 1} sets were "
+                "tried)."
             )
         if self.held_out and self.ceiling is not None:
-            good = sum(t.patched <= self.ceiling for t in self.held_out)
             lines.append(
-                f"Held-out tokens, repeated: {good} of {len(self.held_out)} fall to the typical range (up to "
-                f"{self.ceiling:.4g} in layer {self.layer}; first token {self.first_norm:.4g})."
+                f"Norms up to {self.ceiling:.4g} in layer {self.layer} count as typical; the first token's is "
+                f"{self.first_norm:.4g}."
             )
         if self.perplexity is not None:
             p = self.perplexity
@@ -154,161 +166,122 @@ class PatchMade(Result):
                 f"Perplexity on held-out text: {p.before:.4g} -> {p.after:.4g} ({p.difference / p.before:+.3%}{se}, "
                 f"limit {self.limit:+.1%})."
             )
-        return "\n".join(lines)
+        return lines
 
 
-_VERDICTS = {"made": "patch made: ", "refused": "refused: ", "no-sink": "", "no-repeats": ""}
+def _check(tokens: Sequence[str] | None, **_: object) -> None:
+    if tokens is not None and len(set(tokens)) < 2:
+        raise SinkscopeError(
+            f"{len(set(tokens))} token to repeat: at least two different ones are needed, one to choose the patch with "
+            "and one to verify it"
+        )
 
 
+def _write(made: PatchMade, path: str) -> str | None:
+    """A refusal is an error, because a script that goes on to use the patch must stop; nothing to patch is none."""
+    if made.verdict == "refused":
+        raise SinkscopeError(f"no patch was written: {made.reason}", page="no-sink")
+    if made.verdict != "made":
+        return f"{Path(path).name} was not written: there is nothing to patch"
+    return made.patch.save(path)
+
+
+@measurement(
+    group="Sinks",
+    figure=draw_make,
+    command="patch make",
+    loading="whole",
+    check=_check,
+    quick={"words": 1, "max_repeats": 300, "pieces": 2, "length": 16},
+    outputs=[Output("out", "Where the patch is written, if one is made.", _write, required=True)],
+)
 def make_patch(
-    model: object = None,
+    setup: Setup,
     *,
-    tokenizer: Any = None,
-    bos: bool | None = None,
-    text: str | Path | None = None,
     tokens: Sequence[str] | None = None,
-    words: int = 8,
-    max_repeats: int | None = None,
-    limit: float = 0.01,
-    pieces: int = 32,
-    length: int = 256,
-    batch_size: int = 8,
-    seed: int = 0,
-    revision: str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    words: Positive = 8,
+    max_repeats: Annotated[int, Option(min=2)] | None = None,
+    limit: Annotated[float, Option(min=0, max=1e6)] = 0.01,
+    pieces: Annotated[int, Option(min=2)] = 32,
+    length: Annotated[int, Option(min=8)] = 256,
+    batch_size: Positive = 8,
 ) -> PatchMade:
     """Find the smallest set of causal neurons whose patch keeps repeated tokens from becoming sinks.
 
     Every set is tried by real passes under a `SinkPatch`, smaller sets first and of one size those of larger
     contributions first, until the norm of the repeated tokens stays typical; then tokens that took no part in the
-    choice and held-out text are measured. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    choice and held-out text are measured. A patch that harms is refused. (Yona et al. 2025, section 5.3, patch the
+    neurons of their Table 1 by hand.)
 
     Args:
-        model: see `find_sinks`; a model given by name is loaded whole.
-        tokenizer: for live models that carry none.
-        bos: begin sequences with BOS; None: where the tokenizer has one.
-        text: file of typical text; None: the text that ships.
-        tokens: strings to repeat, one token each, at least two: every other one is held out. None: words of the text.
-        words: how many words are drawn to choose with, and as many to verify with.
-        max_repeats: largest number of repetitions; None: 1,024, or what the context holds.
-        limit: largest relative rise of the perplexity on held-out text that is accepted.
-        pieces: of held-out text.
-        length: tokens of a piece.
-        batch_size: rows that run together.
-        seed: of the choice of words and of the control.
-        revision: of a hub id.
-        dtype: for models given by name.
-        device: for models given by name.
-        trust_remote_code: run code that comes with the checkpoint.
-        progress: called as `progress(what, done, total)`.
-
-    Raises:
-        SinkscopeError: bad input. A refusal is a result, not an error.
+        tokens: Words to repeat, one token each, at least two: every other one is held out. By default words of the
+            text.
+        words: Words that are drawn to choose with, and as many to verify with.
+        max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+        limit: Largest relative rise of the perplexity on held-out text that is accepted; 0.01 is 1 %.
+        pieces: Pieces of held-out text.
+        length: Tokens of a piece.
+        batch_size: Rows that run together.
     """
-    _check(tokens, words, limit, pieces, length, batch_size)
-    live = whole(
-        model, tokenizer=tokenizer, revision=revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code
-    )
-    made = setup(live, tokenizer=tokenizer, bos=bos, text=text, seed=seed)
-    target = made.target
-    largest = (target.max_positions or 1 << 30) - 1
-    if max_repeats is not None and not 1 < max_repeats <= largest:
-        raise SinkscopeError(f"--max-repeats {max_repeats}: expected 2 to {largest}, which the context still holds")
-    most = max_repeats or min(1024, largest)
-    fields: dict[str, Any] = {
-        "neurons": (),
-        "causal": 0,
-        "sink_layer": None,
-        "layer": None,
-        "first_norm": None,
-        "typical_low": None,
-        "typical_norm": None,
-        "typical_high": None,
-        "ceiling": None,
-        "tried": (),
-        "unreached": 0,
-        "held_out": (),
-        "perplexity": None,
-        "limit": limit,
-        "settings": {
-            "text": None if text is None else Path(text).name,
-            "tokens": None if tokens is None else list(tokens),
-            "words": words,
-            "max_repeats": most,
-            "limit": limit,
-            "pieces": pieces,
-            "length": length,
-            "seed": seed,
-            "bos": made.bos is not None,
-            "revision": revision,
-        },
-    }
-
-    def result(verdict: Verdict, reason: str) -> PatchMade:
-        return PatchMade(model=made.info(), provenance=made.provenance(), verdict=verdict, reason=reason, **fields)
-
-    seen = walk(target, made.ids, whole=True, progress=progress)
+    target = setup.target
+    most = repeat_limit(target, max_repeats)
+    setup.record(max_repeats=most)
+    fields: dict[str, Any] = {"limit": limit}
+    seen = walk(target, setup.ids, whole=True, progress=setup.progress)
     if (sink_layer := seen.sink_layer()) is None:
-        return result("no-sink", "it has no attention sink at the first token, so there is nothing to patch.")
+        reason = "it has no attention sink at the first token, so there is nothing to patch."
+        return PatchMade(verdict="no-sink", reason=reason, **fields)
     layer = max(seen.stages())
-    low, middle, high = seen.typical[layer]
-    ceiling = HEADROOM * high
-    fields |= {
-        "sink_layer": sink_layer,
-        "layer": layer,
-        "first_norm": seen.first[layer],
-        "typical_low": low,
-        "typical_norm": middle,
-        "typical_high": high,
-        "ceiling": ceiling,
-    }
-    drawn = pick_tokens(target.tokenizer, made.ids, tokens, seed, 2 * words)
-    prefixes = [made.bos if made.bos is not None else _other(made.ids, w) for w in drawn]
-    found = repeat_until_half(target, sink_layer, drawn, prefixes, most, progress).repeats
-    reached = [(w, p, n) for w, p, n in zip(drawn, prefixes, found, strict=True) if n is not None]
+    names = ("typical_low", "typical_norm", "typical_high")
+    fields |= dict(zip(names, seen.typical[layer], strict=True))
+    ceiling = HEADROOM * fields["typical_high"]
+    fields |= {"sink_layer": sink_layer, "layer": layer, "first_norm": seen.first[layer], "ceiling": ceiling}
+    drawn = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed, 2 * words)
+    starts = prefixes(setup, drawn)
+    found = repeat_until_half(target, sink_layer, drawn, starts, most, setup.progress).repeats
+    reached = [(w, p, n) for w, p, n in zip(drawn, starts, found, strict=True) if n is not None]
     fields["unreached"] = len(drawn) - len(reached)
     if len(reached) < 2:
-        return result(
-            "no-repeats",
+        reason = (
             f"it has a sink, but {fields['unreached']} of {len(drawn)} words repeated {most} times make none, so there "
-            "is nothing to patch or to verify with; a larger --max-repeats may find some.",
+            "is nothing to patch or to verify with; a larger --max-repeats may find some."
         )
+        return PatchMade(verdict="no-repeats", reason=reason, **fields)
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * max(n for _, _, n in reached))
     rows = torch.tensor([[p, *[w] * count] for w, p, _ in reached])
-    choose, verify = rows[::2], rows[1::2]
-    candidates = _candidates(made, seen, sink_layer)
+    candidates = _candidates(setup, sink_layer, seen.stages())
+    chosen, fields["tried"] = _smallest(setup, candidates, layer, rows[::2], ceiling, batch_size)
     fields["causal"] = len(candidates)
-    tried: list[Tried] = []
-    chosen = _smallest(target, candidates, layer, choose, ceiling, batch_size, tried, progress)
-    fields["tried"] = tuple(tried)
     if chosen is None:
-        what = "no neuron is causal by itself" if not candidates else "no set of the causal neurons suffices"
-        return result("refused", f"{what}: the norm of repeated tokens does not fall to the typical range.")
+        what = "no set of the causal neurons suffices" if candidates else "no neuron is causal by itself"
+        reason = f"{what}: the norm of repeated tokens does not fall to the typical range."
+        return PatchMade(verdict="refused", reason=reason, **fields)
     fields["neurons"] = tuple(PatchedNeuron(n.layer, n.expert, n.neuron, n.neutral_post) for n in chosen)
-    patch = _patch(chosen)
-    intact = largest_norms(target, layer, verify, None, batch_size)
-    patched = largest_norms(target, layer, verify, patch, batch_size)
+    verify, patch = rows[1::2], _patch(chosen)
+    intact, patched = (largest_norms(target, layer, verify, edit, batch_size) for edit in (None, patch))
     fields["held_out"] = tuple(
-        HeldOutToken(target.tokenizer.decode([w]), w, count, before, after)
+        HeldOutToken(setup.tokenizer.decode([w]), w, count, before, after)
         for (w, _, _), before, after in zip(reached[1::2], intact.tolist(), patched.tolist(), strict=True)
     )
-    ids = held_out(made, pieces, length)
-    before = losses(target, ids, None, batch_size, progress)
-    change = perplexity_change(before, losses(target, ids, patch, batch_size, progress))
-    fields["perplexity"] = change
-    above = int((patched > ceiling).sum())
-    if above:
-        return result("refused", f"{above} of {len(verify)} held-out tokens keep a norm above the typical range.")
+    ids = held_out(setup, pieces, length)
+    read = [losses(target, ids, edit, batch_size, setup.progress) for edit in (None, patch)]
+    change = fields["perplexity"] = perplexity_change(*read)
+    return PatchMade(**_verdict(int((patched > ceiling).sum()), len(verify), change, limit), **fields)
+
+
+def _verdict(above: int, tokens: int, change: Change, limit: float) -> dict[str, Any]:
     rise = change.difference / change.before
-    if not rise <= limit:
-        return result(
-            "refused", f"it would harm: the perplexity on held-out text rises by {rise:.2%}, the limit is {limit:.2%}."
-        )
-    return result("made", "repeated tokens keep a typical norm, and ordinary text is read as before.")
+    if above:
+        reason = f"{above} of {tokens} held-out tokens keep a norm above the typical range."
+    elif not rise <= limit:
+        reason = f"it would harm: the perplexity on held-out text rises by {rise:.2%}, the limit is {limit:.2%}."
+    else:
+        return {
+            "verdict": "made",
+            "reason": "repeated tokens keep a typical norm, and ordinary text is read as before.",
+        }
+    return {"verdict": "refused", "reason": reason}
 
 
 @torch.no_grad()
@@ -323,74 +296,33 @@ def largest_norms(
         norms.append(norm[:, 1:].amax(1).cpu())
         target.stop()
 
-    for start in range(0, len(rows), batch_size):
-        batch = rows[start : start + batch_size]
-        if edit is None:
-            with target.hooks((target.layers[layer], "post", keep)):
-                target.forward(batch)
-        else:
-            with edit.on(target), target.hooks((target.layers[layer], "post", keep)):
-                target.forward(batch)
+    for batch in rows.split(batch_size):
+        with under(edit, target), target.hooks((target.layers[layer], "post", keep)):
+            target.forward(batch)
     return torch.cat(norms)
 
 
-def _check(tokens: Sequence[str] | None, words: int, limit: float, pieces: int, length: int, batch_size: int) -> None:
-    if tokens is not None and len(set(tokens)) < 2:
-        raise SinkscopeError(
-            f"{len(set(tokens))} token to repeat: at least two different ones are needed, one to choose the patch with "
-            "and one to verify it"
-        )
-    if not 0 <= limit < float("inf"):
-        raise SinkscopeError(f"--limit {limit}: expected a share such as 0.01, for 1 % more perplexity")
-    for name, value, least in (
-        ("words", words, 1),
-        ("pieces", pieces, 2),
-        ("length", length, 8),
-        ("batch size", batch_size, 1),
-    ):
-        if value < least:
-            raise SinkscopeError(f"{name} {value}: expected at least {least}")
-
-
-def _candidates(made: Setup, seen: Walk, sink_layer: int) -> list[Neuron]:
+def _candidates(setup: Setup, sink_layer: int, stages: list[int]) -> list[Neuron]:
     """Causal neurons of the sink layer, largest contribution first, then those of other stages."""
-    generator = torch.Generator().manual_seed(made.seed)
-    proof = prove(made.target, made.ids, sink_layer, TOP_K, generator, None)
-    others = [
-        n
-        for stage in seen.stages()
-        if stage != sink_layer
-        for n in prove_stage(made.target, made.ids, stage, sink_layer, generator)
-    ]
-    return [n for n in (*proof.neurons, *others) if n.causal]
+    generator = torch.Generator().manual_seed(setup.seed)
+    return list(prove(setup.target, setup.ids, sink_layer, TOP_K, generator, None, stages).causal)
 
 
 def _smallest(
-    target: Target,
-    candidates: list[Neuron],
-    layer: int,
-    rows: Tensor,
-    ceiling: float,
-    batch_size: int,
-    tried: list[Tried],
-    progress: Progress | None,
-) -> tuple[Neuron, ...] | None:
+    setup: Setup, candidates: list[Neuron], layer: int, rows: Tensor, ceiling: float, batch_size: int
+) -> tuple[tuple[Neuron, ...] | None, tuple[Tried, ...]]:
+    """The smallest set whose patch keeps the norms below the ceiling, None if none does; and all that were tried."""
+    tried: list[Tried] = []
     for size in range(len(candidates) + 1):
         for some in combinations(candidates, size):
             edit = _patch(some) if some else None  # no neuron at all: how far there is to fall
-            worst = float(largest_norms(target, layer, rows, edit, batch_size).max())
+            worst = float(largest_norms(setup.target, layer, rows, edit, batch_size).max())
             tried.append(Tried(tuple(n.site for n in some), worst))
-            if progress is not None:
-                progress("sets of neurons", len(tried), 2 ** len(candidates))
+            setup.progress("sets of neurons", len(tried), 2 ** len(candidates))
             if some and worst <= ceiling:
-                return some
-    return None
+                return some, tuple(tried)
+    return None, tuple(tried)
 
 
 def _patch(neurons: Sequence[Neuron]) -> SinkPatch:
     return SinkPatch(sites=[n.site for n in neurons], calibrated={n.site: n.neutral_post for n in neurons})
-
-
-def _other(ids: Tensor, token: int) -> int:
-    """A token of the text that stands first where there is no BOS; it must not be the repeated one."""
-    return int(ids[ids != token][0])

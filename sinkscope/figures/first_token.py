@@ -1,0 +1,360 @@
+"""The drawings of what makes the sink at the first token."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from typing import Any
+
+import plotly.graph_objects as go
+
+from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, layer_axis, level, panels
+from sinkscope.results import cell
+
+
+def draw_find_sinks(result: Any) -> go.Figure:
+    """Norms per layer, contributions of the neurons, and their ablation against the control."""
+    titles = ["Norm of the residual stream", "What each neuron writes", "Norm lost by ablation"]
+    fig = panels(titles if result.neurons else titles[:1], [0.36, 0.28, 0.36], spacing=0.075)
+    _norms(fig, result)
+    if result.neurons:
+        _contributions(fig, result.neurons)
+        _ablation(fig, result)
+    found = "no sink" if result.sink_layer is None else f"sink in layer {result.sink_layer}"
+    width = 1400 if result.neurons else 800
+    return finished(fig, result, found, width=width, height=460, barmode="group", bargap=0.25)
+
+
+def _norms(fig: Any, result: Any) -> None:
+    layers = list(range(len(result.first_token_norm)))
+    known = [i for i in layers if result.typical_low[i] is not None]
+    style: dict[str, Any] = {"row": 1, "col": 1}
+    fig.add_scatter(
+        x=known + known[::-1],
+        y=[result.typical_high[i] for i in known] + [result.typical_low[i] for i in reversed(known)],
+        fill="toself",
+        fillcolor=BAND,
+        mode="none",
+        name="typical text, 5-95 %",
+        hoverinfo="skip",
+        **style,
+    )
+    style["mode"] = "lines+markers"
+    fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line={"color": GREY}, **style)
+    fig.add_scatter(x=layers, y=result.first_token_norm, name="first token", line={"color": BLUE, "width": 3}, **style)
+    if result.sink_layer is not None:
+        fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, row=1, col=1)
+        fig.add_annotation(
+            x=result.sink_layer,
+            y=0.5,
+            yref="y domain",
+            text=f" layer {result.sink_layer}",
+            font={"color": RED},
+            showarrow=False,
+            xanchor="left",
+            row=1,
+            col=1,
+        )
+    layer_axis(fig, len(layers))
+    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", row=1, col=1)
+
+
+def _neuron(neuron: Any) -> str:
+    expert = "" if neuron.expert is None else f"<br>expert {neuron.expert}"
+    return f"L{neuron.layer}{expert}<br>{neuron.neuron}"
+
+
+def _contributions(fig: Any, neurons: Any) -> None:
+    fig.add_bar(
+        x=[_neuron(n) for n in neurons],
+        y=[n.contribution_norm for n in neurons],
+        marker_color=[ORANGE if n.causal else GREY for n in neurons],
+        text=["" if n.share is None else f"{n.share:.0%}" for n in neurons],
+        textposition="outside",
+        cliponaxis=False,
+        showlegend=False,
+        row=1,
+        col=2,
+        hovertemplate="%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
+    )
+    fig.update_xaxes(title_text="neuron (orange: causal; label: share)", type="category", tickangle=0, row=1, col=2)
+    fig.update_yaxes(title_text="norm of its contribution", row=1, col=2)
+
+
+def _ablation(fig: Any, result: Any) -> None:
+    together = ["all<br>causal"] if result.set_drop is not None else []
+    lowest = 0.0
+    for name, field, color, of_set in (
+        ("lost at the first token", "ablation_drop", BLUE, result.set_drop),
+        ("lost at the last repeated token", "repeat_drop", GREEN, None),
+        ("lost in the control: largest of 20 random draws", "control_drop", GREY, result.set_control_drop),
+    ):
+        values = [getattr(n, field) for n in result.neurons] + [of_set for _ in together]
+        known = [v for v in values if v is not None]
+        lowest = min([lowest, *known])
+        if not known:
+            continue
+        fig.add_bar(
+            x=[_neuron(n) for n in result.neurons] + together,
+            y=values,
+            name=name,
+            marker_color=color,
+            # bars of the control are mostly too low to be seen: its number says that it is there
+            text=[f"{v:.0%}" if field == "control_drop" and v is not None else "" for v in values],
+            textposition="outside",
+            textfont_size=10,
+            textangle=0,
+            cliponaxis=False,
+            row=1,
+            col=3,
+        )
+    level(fig, 0.1, col=3)
+    title = "neuron (dotted: least drop of a causal one)"
+    fig.update_xaxes(title_text=title, type="category", tickangle=0, row=1, col=3)
+    span = [max(lowest * 1.1, -1.0), 1.05]
+    fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", range=span, row=1, col=3)
+
+
+def draw_massive_activations(result: Any) -> go.Figure:
+    """A row per condition: magnitudes per layer, norms of value vectors, and where secondary sinks begin."""
+    count = len(result.conditions)
+    names = ["with BOS" if c.bos else "without BOS" for c in result.conditions]
+    kinds = ("largest activations", "first token's values over others'", "secondary sinks")
+    titles = [f"{kind}, {name}" for name in names for kind in kinds]
+    fig = panels(titles, spacing=0.075, rows=count, cols=3, vertical_spacing=0.16)
+    for row, condition in enumerate(result.conditions, start=1):
+        _magnitudes(fig, condition, row)
+        _values(fig, condition, row)
+        _secondary_sinks(fig, condition, row)
+    return finished(
+        fig,
+        result,
+        "massive activations, value drain, secondary sinks",
+        width=1400,
+        height=120 + 340 * count,
+        bottom=90,
+        legend=-0.12 if count > 1 else -0.2,
+    )
+
+
+def _magnitudes(fig: Any, condition: Any, row: int) -> None:
+    layers = [one.layer for one in condition.layers]
+    style: dict[str, Any] = {"row": row, "col": 1, "mode": "lines+markers", "showlegend": row == 1}
+    for i, (name, color) in enumerate((("top 1", BLUE), ("top 2", ORANGE), ("top 3", GREEN))):
+        fig.add_scatter(x=layers, y=[one.top[i] for one in condition.layers], name=name, line={"color": color}, **style)
+    fig.add_scatter(x=layers, y=[one.median for one in condition.layers], name="median", line={"color": GREY}, **style)
+    layer_axis(fig, len(layers), row, 1)
+    fig.update_yaxes(title_text="magnitude", type="log", dtick=1, exponentformat="power", row=row, col=1)
+
+
+def _values(fig: Any, condition: Any, row: int) -> None:
+    if not condition.values:
+        fig.add_annotation(text="this architecture shows no value vectors", showarrow=False, row=row, col=2)
+        return
+    layers = [v.layer for v in condition.values]
+    for head in range(len(condition.values[0].sink)):
+        ratios = [v.sink[head] / v.others[head] if v.others[head] else None for v in condition.values]
+        fig.add_scatter(
+            x=layers,
+            y=ratios,
+            mode="markers",
+            marker={"color": GREY, "size": 5, "opacity": 0.6},
+            row=row,
+            col=2,
+            name="a kv head",
+            showlegend=row == 1 and head == 0,
+            hovertemplate=f"kv head {head}: %{{y:.3g}}",
+        )
+    fig.add_scatter(
+        x=layers,
+        y=[v.ratio for v in condition.values],
+        mode="lines+markers",
+        line={"color": RED, "width": 2.5},
+        name="mean over kv heads",
+        showlegend=row == 1,
+        row=row,
+        col=2,
+    )
+    level(fig, 1.0, row, 2, color=GREY)
+    layer_axis(fig, len(layers), row, 2)
+    fig.update_yaxes(title_text="ratio of norms", rangemode="tozero", row=row, col=2)
+
+
+def _secondary_sinks(fig: Any, condition: Any, row: int) -> None:
+    n = len(condition.layers)
+    fig.update_xaxes(title_text="created after layer", range=[-0.5, n - 0.5], dtick=max(1, n // 12), row=row, col=3)
+    fig.update_yaxes(title_text="lifetime in layers", range=[0.5, n + 0.5], dtick=max(1, n // 12), row=row, col=3)
+    if not condition.secondary:
+        fig.add_annotation(x=(n - 1) / 2, y=(n + 1) / 2, text="none", showarrow=False, row=row, col=3)
+        return
+    counts = Counter((s.created, s.lifetime) for s in condition.secondary)
+    cells = [[counts.get((x, y)) for x in range(n)] for y in range(1, n + 1)]
+    fig.add_heatmap(
+        x=list(range(n)),
+        y=list(range(1, n + 1)),
+        z=cells,
+        colorscale="Blues",
+        showscale=False,
+        zmin=0,
+        xgap=1,
+        ygap=1,
+        text=[[str(v) if v else "" for v in line] for line in cells] if n <= 16 else None,
+        texttemplate="%{text}",
+        hovertemplate="created after layer %{x}, %{y} layers: %{z} positions<extra></extra>",
+        row=row,
+        col=3,
+    )
+
+
+def draw_heads(result: Any) -> go.Figure:
+    """What each layer's heads carry, which head marks which first token, and how the heads look at themselves."""
+    marked = result.marking_layer is not None
+    found = "no sink" if result.sink_layer is None else result.answer
+    found = f"first token marked by heads of layer {result.marking_layer} ({found})" if marked else found
+    titles = ["All heads of a layer replaced", "One head replaced, by first token", "Attention to itself"]
+    shown = titles if marked else titles[:1] if result.layer_drops else [""]
+    fig = panels(shown, [0.16, 0.42, 0.42], spacing=0.12)
+    if result.layer_drops:
+        _head_layers(fig, result)
+    if marked:
+        _head_tokens(fig, result)
+        _self_attention(fig, result)
+    legend = {"y": -0.16, "x": 1.0, "xanchor": "right"}
+    return finished(fig, result, found, width=1400 if marked else 800, height=560, bottom=100, legend=legend)
+
+
+def _head_layers(fig: Any, result: Any) -> None:
+    layers = list(range(len(result.layer_drops)))
+    fig.add_bar(
+        x=layers,
+        y=result.layer_drops,
+        showlegend=False,
+        row=1,
+        col=1,
+        marker_color=[ORANGE if i == result.marking_layer else GREY for i in layers],
+        text=[f"{d:.0%}" for d in result.layer_drops],
+        textposition="outside",
+        cliponaxis=False,
+        hovertemplate="layer %{x}: %{y:.1%} lost<extra></extra>",
+    )
+    layer_axis(fig, len(layers))
+    fig.update_yaxes(
+        title_text="share of the sink neurons' activation lost",
+        tickformat=".0%",
+        range=[min([0.0, *(d - 0.1 for d in result.layer_drops)]), 1.15],
+        row=1,
+        col=1,
+    )
+
+
+def _head_tokens(fig: Any, result: Any) -> None:
+    """Tokens that share a head lie beside each other."""
+    tokens = sorted((t for t in result.first_tokens if t.drops), key=lambda t: (t.heads, t.id))
+    names = [html.escape(repr(t.token)) for t in tokens]
+    places = [f"{name} ({t.id})" for name, t in zip(names, tokens, strict=True)]
+    scale: dict[str, Any] = {"y": places, "zmin": 0, "zmax": 1, "colorscale": [[0, "#f7f7f7"], [1, BLUE]]}
+    scale |= {"ygap": 1, "row": 1, "col": 2}
+    heads = len(tokens[0].drops)
+    fig.add_heatmap(
+        x=list(range(heads)),
+        z=[t.drops for t in tokens],
+        xgap=1,
+        colorbar={"title": {"text": "lost"}, "tickformat": ".0%", "x": 0.575, "thickness": 12},
+        hovertemplate="%{y} first, head %{x}: %{z:.1%} lost<extra></extra>",
+        **scale,
+    )
+    fig.add_heatmap(  # the control, a column of its own
+        x=[heads + 0.5],
+        z=[[t.control_drop] for t in tokens],
+        showscale=False,
+        hovertemplate="%{y} first, as many other heads, largest of 20 draws: %{z:.1%} lost<extra></extra>",
+        **scale,
+    )
+    shown = list(range(0, heads, max(1, heads // 16)))
+    fig.update_xaxes(
+        title_text=f"head of layer {result.marking_layer}",
+        tickvals=[*shown, heads + 0.5],
+        ticktext=[*map(str, shown), "random"],
+        row=1,
+        col=2,
+    )
+    fig.update_yaxes(tickvals=places, ticktext=names, tickfont={"size": 9}, autorange="reversed", row=1, col=2)
+
+
+def _self_attention(fig: Any, result: Any) -> None:
+    here = [h for h in result.heads if h.layer == result.marking_layer]
+    heads = [h.head for h in here]
+    for name, field, color, symbol in (
+        ("all later tokens", "self_attention", GREY, "circle"),
+        ("tokens that the head serves", "served_self_attention", ORANGE, "diamond"),
+    ):
+        fig.add_scatter(
+            x=heads,
+            y=[getattr(h, field) for h in here],
+            mode="markers",
+            name=name,
+            row=1,
+            col=3,
+            marker={"color": color, "symbol": symbol, "size": 11},
+            customdata=[[cell(h.self_cosine), cell(h.served_self_cosine)] for h in here],
+            hovertemplate="head %{x}: %{y:.3f} of uniform<br>cosine of query and key %{customdata[0]}, at tokens it "
+            "serves %{customdata[1]}<extra></extra>",
+        )
+    level(fig, 1.0, col=3)
+    layer_axis(fig, len(here), col=3, title=f"head of layer {result.marking_layer}")
+    fig.update_yaxes(title_text="over uniform attention (dotted)", rangemode="tozero", row=1, col=3)
+
+
+def draw_separability(result: Any) -> go.Figure:
+    """First and later tokens along the plane's direction, and by the best neurons."""
+    plane, neurons = result.separators[0], result.separators[2:]
+    titles = [f"LDA: AUROC {plane.auroc:.4f} on held-out tokens and texts" + _control([plane])]
+    if neurons:
+        titles.append("; ".join(f"{_separator(s)}: AUROC {s.auroc:.4f}" for s in neurons) + _control(neurons))
+    fig = panels(titles)
+    axes = [("plane", "across"), ("gate", "position" if len(neurons) == 1 else "up")][: len(titles)]
+    for first in (False, True):
+        for held in (False, True):
+            points = [p for p in result.points if p.first == first and p.held_out == held]
+            for col, (x, y) in enumerate(axes, 1):
+                _scatter(fig, points, first, held, x, y, col)
+    fig.add_vline(0.0, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
+    fig.update_xaxes(title_text="along LDA's direction (means at -0.5 and 0.5)", row=1, col=1)
+    fig.update_yaxes(title_text="along the widest direction across it", row=1, col=1)
+    if neurons:
+        fig.update_xaxes(title_text=f"pre-activation of {_separator(neurons[0])}", row=1, col=2)
+        other = f"pre-activation of {_separator(neurons[1])}" if len(neurons) > 1 else "position"
+        fig.update_yaxes(title_text=other, row=1, col=2)
+    found = f"after the attention of layer {result.layer}"
+    return finished(fig, result, found, width=1300 if neurons else 750, height=560, top=110, legend=-0.17)
+
+
+def _control(separators: Any) -> str:
+    return "<br>with random labels: " + ", ".join(f"{s.shuffled_auroc:.4f}" for s in separators)
+
+
+def _separator(separator: Any) -> str:
+    expert = "" if separator.expert is None else f" of expert {separator.expert}"
+    return f"{html.escape(separator.method)} {separator.neuron}{expert}"
+
+
+def _scatter(fig: Any, points: Any, first: bool, held: bool, x: str, y: str, col: int) -> None:
+    name = f"{'first' if first else 'later'}, {'held out' if held else 'trained on'}"
+    fig.add_scatter(
+        x=[getattr(p, x) for p in points],
+        y=[getattr(p, y) for p in points],
+        mode="markers",
+        name=name,
+        legendgroup=name,
+        showlegend=col == 1,
+        row=1,
+        col=col,
+        marker={
+            "color": BLUE if first else GREY,
+            "symbol": "circle" if held else "circle-open",
+            "size": 7 if first else 5,
+            "opacity": 0.75,
+        },
+        text=[f"{html.escape(repr(p.token))} at {p.position}" for p in points],
+        hovertemplate="%{text}<br>%{x:.3f}, %{y:.3f}<extra>" + name + "</extra>",
+    )
