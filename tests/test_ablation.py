@@ -9,10 +9,9 @@ import torch
 from organisms import organism, shared_sink
 
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import prove
-from sinkscope.sinks.first_token.around_sink import view_layer
+from sinkscope.sinks.first_token.ablation import LayerView, columns, prove
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.layer import LayerView, columns
+from sinkscope.sinks.first_token.walk import view_layer
 
 
 @pytest.fixture(autouse=True)
@@ -105,3 +104,15 @@ def test_drops_are_medians_over_texts() -> None:
     ids[0, 0] = shared.organism.tokens_of(-1)[0]
     proof = prove(Target.of(shared.organism.model), ids, shared.sink[0], 2, _generator(), None)
     assert proof.neurons[0].ablation_drop == pytest.approx(shared.sink_drop, abs=0.02)
+
+
+def test_causes_of_another_stage_are_held_against_random_neurons_of_that_stage() -> None:
+    """The layer after the sink layer stands in for the sink layer, so that the shared sink is an earlier stage."""
+    shared = shared_sink("llama")
+    target, layer = Target.of(shared.organism.model), shared.sink[0]
+    proof = prove(target, shared.organism.natural(), layer + 1, 2, _generator(), None, [layer])
+    earlier = {n.site: n for n in proof.neurons if n.layer == layer}
+    assert earlier.keys() == {shared.sink, shared.bystander}
+    assert [n.control_drop for n in earlier.values()] == pytest.approx([shared.helper_drop] * 2, abs=0.02)
+    assert [n.site for n in proof.neurons if n.causal] == [shared.sink]
+    assert proof.set_drop == pytest.approx(shared.sink_drop, abs=0.02)
