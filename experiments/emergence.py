@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.record import record
-from sinkscope._console import Progress, note
+from sinkscope.console import Progress, note
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, ORANGE
 from sinkscope.html import check_png

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sinkscope._console import emit, note, print_rows
+from sinkscope.console import emit, note, print_rows
 from sinkscope.output import read_text
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
@@ -90,8 +90,9 @@ def print_generated(
 def _line(event: Any) -> str:
     """An event in one line; ranges of positions are counted rather than listed."""
     data: dict[str, Any] = {} if event.layer is None else {"layer": event.layer}
-    data |= {name: value for name, value in event.data.items() if name not in ("signals", "kept")}
-    data |= event.data.get("signals", {})
+    for name, value in event.data.items():
+        if name != "kept":
+            data |= value if name == "signals" else {name: value}
     told = [f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in data.items()]
     return ", ".join([f"{event.kind}: step {event.step}", f"position {event.position}", *told])
 
@@ -120,9 +121,8 @@ def check_loops(
         max_new: Tokens that were allowed: adds the loop rule with length.
         progress: Called as `progress(what, done, total)`.
     """
-    from sinkscope.loops.checker import check
+    from sinkscope.loops.checker import check, parse
     from sinkscope.loops.monitor import MonitorSettings
-    from sinkscope.loops.records import parse
 
     given = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
     settings = MonitorSettings().with_(**{name: value for name, value in given.items() if value is not None})

@@ -78,27 +78,16 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def command(
-    *,
-    group: str,
-    command: str | None = None,
-    figure: Callable[[Any], Any] | None = None,
-    kind: str | None = None,
-    outputs: Sequence[Any] = (),
-) -> Callable[[F], F]:
+def command(*, group: str, command: str | None = None, outputs: Sequence[Any] = ()) -> Callable[[F], F]:
     """Give a plain function a command, built from its signature and docstring; what it returns is printed.
 
     Args:
         group: The help shows commands of one group together.
         command: Words of the command; None: the function's name with dashes.
-        figure: Draws the result that the function returns.
-        kind: The kind of this result, with which its figure is found when it is read from a file.
         outputs: Further files that the command writes from the result (`sinkscope.measure.Output`).
     """
 
     def wrap(function: F) -> F:
-        if figure is not None:
-            inspect.get_annotations(function, eval_str=True)["return"].drawing = figure
         function.outputs = tuple(outputs)  # pyright: ignore[reportFunctionMemberAccess]
         return function
 
@@ -315,16 +304,14 @@ def read_entries(module: str, text: str) -> list[Entry]:
 
 @cache
 def kinds() -> dict[str, str]:
-    """Each kind of result, and the module to import for its class and its figure."""
+    """Each kind of result, and the module that defines it."""
     found: dict[str, str] = {}
     for file in sorted(_ROOT.rglob("*.py")):
         module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts)
         found |= dict.fromkeys(_KIND.findall(file.read_text(encoding="utf-8")), module)
     found.pop("result", None)  # the base of all
     for entry in entries().values():
-        if "kind" in entry.marks:
-            found[entry.marks["kind"]] = entry.module
-        elif entry.decorator == "measurement" and entry.module not in found.values():
+        if entry.decorator == "measurement" and entry.module not in found.values():
             found[entry.name.replace("_", "-")] = entry.module
     return found
 

@@ -5,22 +5,184 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Callable
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sinkscope._plain import build, pathless, plain
-from sinkscope._provenance import Provenance, provenance
 from sinkscope.errors import SinkscopeError
-from sinkscope.grid import Grid, aligned
 from sinkscope.output import write_atomic
 from sinkscope.registry import kinds
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
+
+
+def aligned(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of plain text, columns to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (head, *cells)]
+
+
+class Grid:
+    """A rich renderable: a table, or where it would cut numbers short, plain text that the terminal breaks."""
+
+    def __init__(self, head: Sequence[str], cells: Sequence[Sequence[str]], title: str = "", note: str = "") -> None:
+        self.head, self.cells, self.title, self.note = head, cells, title, note
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        """What rich draws."""
+        from rich.table import Table
+        from rich.text import Text
+
+        widths = _widths(self.head, self.cells, options.max_width)
+        if widths is None:
+            around = [[self.title], aligned(self.head, self.cells), [self.note]]
+            yield Text("\n".join(line for part in around for line in part if line))
+            return
+        table = Table(
+            header_style="bold",
+            title=Text(self.title) if self.title else None,
+            title_justify="left",
+            caption=Text(self.note) if self.note else None,
+            caption_justify="left",
+        )
+        for name, width in zip(self.head, widths, strict=True):
+            table.add_column(Text(name), justify="right", overflow="fold", width=width)
+        for line in self.cells:
+            table.add_row(*map(Text, line))
+        yield table
+
+
+def _widths(head: Sequence[str], cells: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """Of columns that fit into `room` characters: lines break between words, then inside those of the head.
+
+    None: they do not fit unless a word of the cells is broken. Rich itself would cut that.
+    """
+    from rich.cells import cell_len  # some signs take two places
+
+    columns = [[name, *column] for name, column in zip(head, zip(*cells, strict=True), strict=True)]
+    widths = [max(map(cell_len, column)) for column in columns]
+    least = [max((cell_len(word) for text in column[1:] for word in text.split()), default=1) for column in columns]
+    whole = [max((cell_len(word) for text in column for word in text.split()), default=1) for column in columns]
+    excess = sum(widths) + 3 * len(widths) + 1 - room
+    for floor in (whole, least):
+        while excess > 0 and widths != floor:
+            widest = max(range(len(widths)), key=lambda i: widths[i] - floor[i])
+            widths[widest] -= 1
+            excess -= 1
+    return None if excess > 0 else widths
+
+
+_PACKAGES = ("torch", "transformers", "transformer_lens", "nnsight")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a result was made.
+
+    Attributes:
+        argv: the command, paths relative or base names.
+        versions: of python, sinkscope, and those of torch, transformers, transformer_lens, nnsight that took part.
+        device: as torch names it.
+        dtype: of the model.
+        attention: implementation the model ran with.
+        bos: whether a beginning-of-sequence token stood first; None where that has no meaning.
+        seed: of every random choice.
+        seconds: from start to result.
+        peak_memory_bytes: largest memory of this process so far, on cuda largest memory allocated there.
+    """
+
+    argv: tuple[str, ...]
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    attention: str
+    bos: bool | None
+    seed: int
+    seconds: float
+    peak_memory_bytes: int | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "argv", tuple(pathless(word) for word in self.argv))
+
+
+def versions() -> dict[str, str]:
+    """Versions of python, sinkscope, and the libraries that took part."""
+    own = {"python": platform.python_version(), "sinkscope": _version("sinkscope")}
+    return own | {name: _version(name) for name in _PACKAGES if name in sys.modules}
+
+
+def provenance(
+    *,
+    started: float,
+    device: object,
+    dtype: object,
+    attention: str,
+    bos: bool | None,
+    seed: int,
+    argv: Sequence[str] | None = None,
+) -> Provenance:
+    """Collect the provenance at the end of a measurement.
+
+    Args:
+        started: `time.perf_counter()` at its beginning.
+        device: torch device, or its name.
+        dtype: torch dtype, or its name.
+        attention: implementation the model ran with.
+        bos: whether a BOS token stood first.
+        seed: of every random choice.
+        argv: the command; by default that of this process.
+    """
+    return Provenance(
+        argv=tuple(sys.argv if argv is None else argv),
+        versions=versions(),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention,
+        bos=bos,
+        seed=seed,
+        seconds=round(time.perf_counter() - started, 3),
+        peak_memory_bytes=peak_memory(str(device)),
+    )
+
+
+def peak_memory(device: str = "cpu") -> int | None:
+    """Largest memory so far in bytes: resident memory of this process, or allocated on a cuda device."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.max_memory_allocated(device))
+    try:  # unlike getrusage, not inherited from the process that started this one
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+
+
+def _version(name: str) -> str:
+    if name == "sinkscope":  # a source tree may not be installed
+        from sinkscope import __version__
+
+        return __version__
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return str(getattr(sys.modules[name], "__version__", "unknown"))
+
 
 __all__ = ["ModelInfo", "Provenance", "Result", "provenance"]
 
@@ -64,7 +226,7 @@ class Result:
 
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
-    drawing: ClassVar[Callable[[Any], Any] | None] = None  # set by the decorator of the measurement
+    drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     model: ModelInfo = UNKNOWN_MODEL
     settings: dict[str, Any] = field(default_factory=dict)
@@ -191,13 +353,12 @@ class Result:
         Raises:
             SinkscopeError: there is no drawing of this kind.
         """
-        if type(self).drawing is None and self.kind in kinds():
-            import_module(kinds()[self.kind])  # the command that draws it
         draw = type(self).drawing
+        if isinstance(draw, str):
+            module, _, name = draw.partition(":")
+            draw = getattr(import_module(module), name)
         if draw is None:
-            from sinkscope import figures
-
-            return figures.figure(self)
+            raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
         return draw(self)
 
     def text(self) -> str:

@@ -18,9 +18,8 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.attention import live
-from sinkscope.attention.barcode import COLUMNS, STEPS, Barcode, barcode
+from sinkscope.attention.barcode import COLUMNS, NEAR, NEAR_STEPS, STEPS, Barcode, barcode
 from sinkscope.attention.live import Live
-from sinkscope.attention.recorder import NEAR, NEAR_STEPS
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import StreamingLLM

@@ -18,8 +18,7 @@ import sinkscope.generate
 import sinkscope.models.load
 import sinkscope.sinks.first_token.find
 from sinkscope import cli
-from sinkscope.cli import main
-from sinkscope.cli.common import read_text
+from sinkscope.cli import main, read_text
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.results import Result
@@ -363,7 +362,7 @@ def test_generate_refuses_before_any_model_is_loaded(
 
 
 def test_progress_only_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from sinkscope._console import Progress
+    from sinkscope.console import Progress
 
     with Progress() as progress:
         progress("layers", 1, 2)

@@ -18,7 +18,7 @@ from sinkscope.bench.dialogues.fidelity_table import Fidelity
 from sinkscope.bench.dialogues.positions import Positions
 from sinkscope.bench.dialogues.tables import Dialogues
 from sinkscope.bench.loopbench.show import Shown
-from sinkscope.figures import _DRAWN
+from sinkscope.registry import kinds
 from sinkscope.results import Result
 
 CHOICES = {  # one of a few words, or packed numbers
@@ -74,7 +74,7 @@ def _results() -> dict[str, Result]:
         found[kind] = replace(found[kind], groups=groups)  # type: ignore[call-arg]
     for file in sorted(COMMITTED.glob("*.json")):
         kind = json.loads(file.read_text())["kind"]
-        if kind in _DRAWN and kind not in found:
+        if kind in sorted(kinds()) and kind not in found:
             found[kind] = Result.load(file)
     return found
 
@@ -100,7 +100,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inside)
 
 
-@pytest.mark.parametrize("kind", _DRAWN)
+@pytest.mark.parametrize("kind", sorted(kinds()))
 def test_no_text_of_a_file_is_markup_in_a_drawing(kind: str) -> None:
     data = _results()[kind].to_dict()
     spoilt = _spoil({key: data[key] for key in ("model", "result")}, {f".result.{place}" for place in CHOICES})

@@ -12,8 +12,7 @@ import torch
 from organisms import LoopOrganism, loop_organism, tiny_model
 from torch import Tensor
 
-from sinkscope.attention.locking import LOCKED, Locking, locking
-from sinkscope.attention.offset_overlap import Overlaps
+from sinkscope.attention.locking import LOCKED, Locking, Overlaps, locking
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import Full, Observe, StreamingLLM

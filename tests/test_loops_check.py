@@ -19,7 +19,7 @@ import sinkscope as ss
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import LoopCheck, MonitorSettings, check, distinct, seq_rep, type_token_ratio
-from sinkscope.loops.records import TokenRecord, parse, split
+from sinkscope.loops.checker import TokenRecord, parse, split
 from sinkscope.results import Result
 
 ROOT = Path(__file__).parents[1]

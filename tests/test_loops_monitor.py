@@ -18,7 +18,7 @@ from loop_texts import HONEST, LOOPED, prose
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import VARIANTS, Monitor, MonitorSettings, Step, compression_ratio, novelty, tail_period
-from sinkscope.loops.records import number, split
+from sinkscope.loops.checker import number, split
 
 SMALL = {
     "window": 20,

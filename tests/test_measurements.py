@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from organisms import organism
 from typer.main import get_command
 
@@ -188,6 +189,37 @@ def test_registering_a_name_twice_is_refused(tmp_path: Path, monkeypatch: pytest
     twice = external_entries("twice")
     with pytest.raises(SinkscopeError, match=r"marking_heads.*registered under one name"):
         registry._add(dict(entries()), twice[0])
+
+
+def test_attention_under_a_policy_is_that_of_the_kept_cache() -> None:
+    """Token by token under interventions: `Full` changes nothing; StreamingLLM sees its first and last tokens alone."""
+    from sinkscope.kv import Full, StreamingLLM
+    from sinkscope.measure import Setup
+
+    plain = Setup.open(loading="whole", texts=1)
+
+    def rows(edit: Any) -> dict[int, torch.Tensor]:
+        return {r.layer: r.probs for r in replace(plain, edit=edit).attention(last=20, layers=[0, 3])}
+
+    stock, full, few = rows(None), rows(Full()), rows(StreamingLLM(budget=12))
+    assert list(stock) == list(full) == [0, 3]
+    for layer, probs in stock.items():
+        assert probs.shape == (1, 8, 20, 64)
+        torch.testing.assert_close(full[layer], probs, atol=1e-5, rtol=1e-4)
+        kept = (few[layer][0, 0, -1] > 0).nonzero().flatten().tolist()
+        assert kept[:4] == [0, 1, 2, 3] and kept[4:] == list(range(64 - len(kept) + 4, 64)) and 12 <= len(kept) <= 13
+        torch.testing.assert_close(few[layer].sum(-1), torch.ones(1, 8, 20))
+
+
+def test_interventions_of_a_measurement_are_given_in_any_form() -> None:
+    from sinkscope.kv import H2O
+    from sinkscope.measure.setup import edit_of
+
+    policy = H2O(budget=64)
+    assert edit_of(policy="h2o:64") == policy == edit_of(interventions=[policy]) == edit_of(interventions="h2o:64")
+    assert edit_of() is None
+    with pytest.raises(SinkscopeError, match="int is no intervention: give a policy"):
+        edit_of(policy=5)
 
 
 def test_one_value_or_several_is_an_option_that_may_be_given_again() -> None:

@@ -51,7 +51,7 @@ GROUND = (
     "registry",
     "results",
     "store",
-    "_console",
+    "console",
     "grid",
     "_plain",
     "_provenance",
@@ -103,25 +103,68 @@ def test_functions_named_like_their_modules_stay_callable(first: str) -> None:
     _python(code)
 
 
-def _imports(file: Path) -> set[str]:
+def _module(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {_module(f): f for f in sorted((ROOT / "sinkscope").rglob("*.py"))}
+
+
+def _imported(name: str) -> set[str]:
+    """Modules, and names of modules, that a file imports, also inside functions and for type checkers only."""
     found: set[str] = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:  # what is imported when first needed is free
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("sinkscope."):
-            found.add(node.module.split(".")[1])
+    for node in ast.walk(ast.parse(FILES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "sinkscope":
+            found |= {f"{node.module}.{a.name}" for a in node.names}
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("sinkscope.")}
+            found |= {a.name for a in node.names if a.name.startswith("sinkscope.")}
     return found
 
 
+def _file_of(path: str) -> str:
+    """The module that a dotted path lies in."""
+    while path not in FILES:
+        path = path.rpartition(".")[0]
+    return path
+
+
+EDGES = {name: {_file_of(path) for path in _imported(name)} - {name} for name in FILES}
+UPWARD = {("sinkscope.models.probe", "trace")}  # the check of a loaded model recomputes its attention rows
+LAZY = {"sinkscope", "sinkscope.registry"}  # they name every module, and import those that are asked for
+
+
+def test_imports_go_one_way() -> None:
+    """No file imports, by any way, one that imports it."""
+    for name in FILES:
+        seen: set[str] = set()
+        ahead = [n for n in EDGES[name] if n not in LAZY] if name not in LAZY else []
+        while ahead:
+            other = ahead.pop()
+            if other not in seen:
+                seen.add(other)
+                ahead += [n for n in EDGES[other] if n not in LAZY and other not in LAZY]
+        assert name not in seen, f"{name} is part of a circle of imports"
+
+
 def test_packages_import_only_what_is_above_them() -> None:
-    for file in (ROOT / "sinkscope").rglob("*.py"):
-        part = file.relative_to(ROOT / "sinkscope").parts[0].removesuffix(".py")
-        if part not in ORDER:
-            continue
-        for used in _imports(file) - {part, *GROUND}:
-            if (part, used) == ("figures", "bench"):
-                continue
-            assert ORDER.index(used) < ORDER.index(part), f"{file.relative_to(ROOT)} imports sinkscope.{used}"
+    for name in FILES.keys() - LAZY:
+        part = name.split(".")[1]
+        assert part in {*ORDER, *GROUND}, f"{name}: say in ORDER where it stands"
+        for used in {other.split(".")[1] for other in EDGES[name] - LAZY} - {part, *GROUND}:
+            assert part not in GROUND, f"{name} imports sinkscope.{used}"
+            above = (name, used) in UPWARD or ORDER.index(used) < ORDER.index(part)
+            assert above, f"{name} imports sinkscope.{used}"
+
+
+def test_no_private_name_crosses_packages() -> None:
+    for name in FILES:
+        package = name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
+        for path in _imported(name):
+            parts = path.split(".")
+            for i, part in enumerate(parts):
+                home = ".".join(parts[:i])
+                private = part.startswith("_") and not part.startswith("__") and i > 1
+                assert not private or f"{package}.".startswith(f"{home}."), f"{name} imports {path}"
 
 
 def test_the_tested_set_fits_the_ranges_and_names_no_host() -> None:

@@ -40,7 +40,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from experiments.bench_lines import SHAPES
 from experiments.loopserve.latency import OUTPUTS, arms, rows_of, shape_of, text, turn
 from experiments.record import record
-from sinkscope._console import note
+from sinkscope.console import note
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve import Progressive
 from sinkscope.kv.session import Prompt, Session

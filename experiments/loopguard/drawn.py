@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sinkscope._console import note
+from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import check_png
 from sinkscope.output import write_atomic

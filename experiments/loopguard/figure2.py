@@ -25,10 +25,10 @@ from typing import Any
 
 from experiments.loopguard.drawn import save
 from experiments.record import record
-from sinkscope._console import Progress, note
 from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.bench.loopbench.run import run_loopbench
+from sinkscope.console import Progress, note
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.loops import collapse_point, diversity, survival

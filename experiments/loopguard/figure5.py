@@ -20,9 +20,9 @@ from typing import Any
 
 from experiments.loopguard.drawn import save
 from experiments.record import record
-from sinkscope._console import Progress
 from sinkscope.attention.barcode import Barcode, HeadBarcode, barcode
 from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.console import Progress
 from sinkscope.figures.style import ORANGE
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import record
-from sinkscope._console import Progress, note
 from sinkscope.bench.loopbench.prompts import honest_texts
+from sinkscope.console import Progress, note
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.html import check_png
@@ -43,7 +43,7 @@ from sinkscope.loops import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.loops.records import split
+from sinkscope.loops.checker import split
 from sinkscope.output import write_atomic
 from sinkscope.text import typical_text
 

@@ -24,8 +24,8 @@ from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor
 
 from experiments.loopguard.drawn import save
 from experiments.record import record
-from sinkscope._console import Progress
 from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.console import Progress
 from sinkscope.figures.style import BLUE, GREEN, ORANGE
 from sinkscope.kv.loopguard import LoopGuard, LoopReporter
 from sinkscope.loops import compression_ratio, ends_in_loop, tail_period, type_token_ratio

@@ -30,8 +30,8 @@ from transformers import DynamicCache
 
 from experiments.loopguard.drawn import save
 from experiments.record import record
-from sinkscope._console import Progress
 from sinkscope.bench.loopbench.metrics import Continued, read_run
+from sinkscope.console import Progress
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.kv.loopguard import LoopGuard, Retention, plan
 from sinkscope.loops import tail_period

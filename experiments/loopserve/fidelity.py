@@ -23,10 +23,10 @@ from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, legends
 from experiments.record import record
-from sinkscope._console import Progress
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, Near
 from sinkscope.bench.store import read_folder
+from sinkscope.console import Progress
 from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
 from sinkscope.models.load import load
 

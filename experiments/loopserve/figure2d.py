@@ -23,11 +23,11 @@ import torch
 
 from experiments.loopguard.drawn import save
 from experiments.record import record
-from sinkscope._console import Progress
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, tabulate_dialogues
+from sinkscope.console import Progress
 from sinkscope.figures.style import BLUE, GREEN, ORANGE
 from sinkscope.models.load import load
 

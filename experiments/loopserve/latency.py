@@ -39,7 +39,7 @@ from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
 from experiments.loopguard.drawn import save
 from experiments.loopserve import paper
 from experiments.record import record
-from sinkscope._console import note
+from sinkscope.console import note
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, AdaKV, SnapKV

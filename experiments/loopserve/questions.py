@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import record
-from sinkscope._console import note
 from sinkscope.bench.dialogues import questions
 from sinkscope.bench.dialogues.questions import PLACES, Accuracy, locate
+from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
 from sinkscope.rate import wilson

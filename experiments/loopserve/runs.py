@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._console import Progress
 from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue
 from sinkscope.bench.dialogues.recall import TASK, recall_dialogue, uneven
@@ -31,6 +30,7 @@ from sinkscope.bench.dialogues.words import END
 from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
 from sinkscope.bench.scorers import metric_of, score
 from sinkscope.bench.store import read_folder
+from sinkscope.console import Progress
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At
 from sinkscope.models.load import load

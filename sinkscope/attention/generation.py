@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Event, Intervention
+from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
 from sinkscope.text import text_rows
 
 PERIODS = 3  # repetitions that make a loop
@@ -148,59 +145,7 @@ def healthy_ids(made: Setup, length: int) -> Int[Tensor, " pos"] | None:
         return None
 
 
-def watched(edit: Intervention | None, observer: Intervention) -> Intervention:
-    """The interventions, and an observer that sees what they leave."""
-    return observer if edit is None else edit | observer
-
-
-@torch.no_grad()
-def decode(
-    target: Target, prompt: list[int], new: int, edit: Intervention | None, forced: list[int] | None = None
-) -> tuple[list[int], list[Event]]:
-    """Continue a prompt by the likeliest tokens, or by given ones.
-
-    Args:
-        target: the model, whole.
-        prompt: ids.
-        new: tokens at most; fewer where the sequence ends.
-        edit: what acts and watches.
-        forced: the tokens that follow instead of the likeliest ones, at least `new`.
-
-    Returns:
-        The new ids, and what interventions did; an event's step is the call's, 0 for the prompt.
-    """
-    ends = getattr(target.hf.generation_config, "eos_token_id", None)
-    stop = set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
-    ids = torch.tensor([prompt], device=target.device)
-    extra: dict[str, Any] = {}
-    if forced is not None:
-        extra = {"logits_processor": [_Forced(forced, len(prompt))], "eos_token_id": None}
-    with edit.on(target) if edit is not None else nullcontext() as run:
-        out = target.hf.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=min(stop, default=0),
-            **extra,
-        )
-        events = [] if run is None else run.events
-    return out[0, len(prompt) :].tolist(), events
-
-
 def marks(events: list[Event]) -> tuple[Mark, ...]:
     """Events by step and kind."""
     counted = Counter((event.step, event.kind) for event in events)
     return tuple(Mark(step, kind, n) for (step, kind), n in sorted(counted.items()))
-
-
-class _Forced:
-    """A logits processor that leaves one token to choose."""
-
-    def __init__(self, forced: list[int], prompt: int) -> None:
-        self.forced, self.prompt = forced, prompt
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        out = torch.full_like(scores, -torch.inf)
-        out[:, self.forced[ids.shape[1] - self.prompt]] = 0
-        return out

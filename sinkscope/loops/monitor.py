@@ -14,8 +14,7 @@ from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.checked import Natural, Share, Whole, checked
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Tail, compression_ratio
-from sinkscope.loops.windows import Novelty, Runs, Types
+from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Novelty, Runs, Tail, Types, compression_ratio
 
 VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
 GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")

@@ -94,7 +94,7 @@ class Measurement(Generic[P, R]):
         pieces = given.get("texts", self.__signature__.parameters["texts"].default)
         if isinstance(pieces, int):  # a measurement may also take texts by this name
             opening["texts"] = pieces
-        setup = replace(Setup.open(**opening, loading=self.loading), edit=edit)
+        setup = replace(Setup.open(**opening, loading=self.loading if edit is None else "whole"), edit=edit)
         return self._measured(setup, {k: given[k] for k in self._own if k in given}, given)
 
     def on(self, setup: Setup, **kwargs: Any) -> R:

@@ -16,8 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
+from sinkscope.interventions.decode import decode, watched
 from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.registry import policy_named
+from sinkscope.kv.session import Observe
 from sinkscope.models.load import load
 from sinkscope.models.open import PartTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
@@ -152,11 +157,14 @@ class Setup:
         return len(self.ids)
 
     def edited(self) -> AbstractContextManager[Any]:
-        """A `with` in which the interventions that the caller asked for act on the model."""
+        """A `with` in which the interventions that the caller asked for act; `attention` enters them itself."""
         return nullcontext() if self.edit is None else self.edit.on(self.target)
 
     def attention(self, *, last: int | None = None, layers: Sequence[int] | None = None) -> Iterator[Rows]:
         """Attention of every layer on each piece of typical text, under the caller's interventions.
+
+        Without interventions a text is one pass. Under interventions it is read token by token from the first of
+        these queries on, because a policy or a guard acts between passes; what it evicted has no attention.
 
         The rows of one text are in memory at a time: `layer x head x last x key` numbers.
 
@@ -164,20 +172,38 @@ class Setup:
             last: Only the last queries of each text; None: all.
             layers: Only these layers; None: all.
         """
+        wanted = None if layers is None else list(layers)
         for text, row in enumerate(self.ids):
             parts: dict[int, list[Tensor]] = {}
-
-            def keep(layer: int, first: int, probs: Tensor, parts: dict[int, list[Tensor]] = parts) -> None:
-                start = 0 if last is None else max(0, len(self.ids[0]) - last - first)
-                if start < probs.shape[2]:
-                    parts.setdefault(layer, []).append(probs[:, :, start:].cpu())
-
-            wanted = None if layers is None else list(layers)
-            with self.edited(), attention_rows(self.target, keep, layers=wanted):
-                self.target.forward(row[None])
+            first = 0 if last is None else max(0, len(row) - last)
+            (self._pass if self.edit is None else self._steps)(row, first, wanted, parts)
             self.progress("texts", text + 1, self.n_texts)
             for layer, rows in parts.items():
                 yield Rows(text, layer, torch.cat(rows, 2))
+
+    def _pass(self, row: Tensor, first: int, layers: list[int] | None, parts: dict[int, list[Tensor]]) -> None:
+        """Rows from the query `first` on, from one pass."""
+
+        def keep(layer: int, begin: int, probs: Tensor) -> None:
+            if first < begin + probs.shape[2]:
+                parts.setdefault(layer, []).append(probs[:, :, max(0, first - begin) :].cpu())
+
+        with attention_rows(self.target, keep, layers=layers):
+            self.target.forward(row[None])
+
+    def _steps(self, row: Tensor, first: int, layers: list[int] | None, parts: dict[int, list[Tensor]]) -> None:
+        """The same token by token under the interventions; keys are positions, evicted ones have nothing."""
+
+        def keep(rows: Any) -> None:
+            groups = rows.probs.shape[1] // rows.pos.shape[1]
+            pos = rows.pos.repeat_interleave(groups, 1)[:, :, None]
+            probs = rows.probs[:, :, -1:] * (pos >= 0)
+            spread = probs.new_zeros(*probs.shape[:3], len(row)).scatter_add_(3, pos.clamp(min=0), probs)
+            parts.setdefault(rows.layer, []).append(spread.cpu())
+
+        edit = watched(self.edit, Observe(keep, layers, last=1))
+        ids = row.tolist()
+        decode(self.target, ids[: first + 1], len(ids) - first, edit, [*ids[first + 1 :], ids[0]])
 
     def record(self, **settings: Any) -> None:
         """Add to the settings of the result, or replace what was asked for by what was used."""
@@ -228,19 +254,22 @@ def edit_of(
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from Python also
             a policy.
         guard: Break repetition loops with LoopGuard.
-        interventions: Any others.
+        interventions: Any other, or a list of them.
 
     Raises:
-        SinkscopeError: The patch cannot be read, or there is no such policy.
+        SinkscopeError: The patch cannot be read, there is no such policy, or something is no intervention.
     """
-    from sinkscope.kv.loopguard import LoopGuard
-    from sinkscope.kv.registry import policy_named
-
-    parts: list[Intervention | None] = [
+    more = interventions if isinstance(interventions, list | tuple) else [interventions]
+    parts: list[Any] = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
-        interventions,
-        policy_named(policy) if isinstance(policy, str) else policy,
+        *(policy_named(one) if isinstance(one, str) else one for one in [*more, policy]),
         LoopGuard() if guard is True else guard or None,
     ]
     given = [part for part in parts if part is not None]
+    for part in given:
+        if not isinstance(part, Intervention):
+            raise SinkscopeError(
+                f"{type(part).__name__} is no intervention: give a policy, a patch or a guard, the name of a policy "
+                "such as h2o:0.25, or several of them in a list"
+            )
     return reduce(or_, given) if given else None

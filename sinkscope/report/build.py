@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from sinkscope._console import note
 from sinkscope._plain import visible
+from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import Section, document, result_section, save_document
 from sinkscope.measure import Option, command

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sinkscope import __version__
-from sinkscope._console import note
 from sinkscope.bench.dialogues.form import (
     NOT_COUNTED,
     POSITIONS,
@@ -30,6 +29,7 @@ from sinkscope.bench.dialogues.tasks import PAPER_TURNS, PAPER_WORDS_PER_TURN, T
 from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, read_longbench
 from sinkscope.bench.loopbench.tokens import open_tokenizer
 from sinkscope.bench.sets import BuiltSet, check_out, write_set
+from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 

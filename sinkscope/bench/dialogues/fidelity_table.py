@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from sinkscope.bench.dialogues.tables import OfTurn, gathered, label, mean_known, overall, written
 from sinkscope.bench.store import Contents, envelope
@@ -88,6 +88,7 @@ class Fidelity(Result):
     """
 
     kind: ClassVar[str] = "dialogues-fidelity"
+    drawing: ClassVar[Any] = "sinkscope.bench.dialogues.drawing:draw_fidelity"
     percent: ClassVar[tuple[str, ...]] = ("agree", "kept", "cells")
 
     groups: tuple[Kept, ...]

@@ -120,6 +120,7 @@ class Dialogues(Result):
     """
 
     kind: ClassVar[str] = "dialogues"
+    drawing: ClassVar[Any] = "sinkscope.bench.dialogues.drawing:draw"
     percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "same", "cells")
 
     groups: tuple[Answered, ...]

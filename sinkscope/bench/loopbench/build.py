@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sinkscope import __version__
-from sinkscope._console import note
 from sinkscope.bench.loopbench.forms import dc_prompt, dirty, ri_prompt, seed_history
 from sinkscope.bench.loopbench.longbench import ARCHIVE, REPO, LongBenchRecord, LongBenchSource, read_longbench
 from sinkscope.bench.loopbench.prompts import TITLES, Bench, BenchPrompt
 from sinkscope.bench.loopbench.tokens import open_tokenizer
 from sinkscope.bench.loopbench.wiki2 import wiki2_prompt
 from sinkscope.bench.sets import HUB, BuiltSet, check_out, write_set
+from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.registry import Hidden

@@ -51,6 +51,7 @@ class Shown(Result):
     """
 
     kind: ClassVar[str] = "loopbench-show"
+    drawing: ClassVar[Any] = "sinkscope.bench.loopbench.drawing:draw_shown"
 
     prompt: str
     bench: str

@@ -17,8 +17,7 @@ from sinkscope.bench.methods import block_of, order_of
 from sinkscope.bench.scorers import best_f1
 from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
-from sinkscope.grid import Grid, aligned
-from sinkscope.results import Result, cell
+from sinkscope.results import Grid, Result, aligned, cell
 
 LOOPS = ("dc", "ri")
 NOT_RUN = "not run"
@@ -69,6 +68,7 @@ class LoopBench(Result):
     """
 
     kind: ClassVar[str] = "loopbench"
+    drawing: ClassVar[Any] = "sinkscope.bench.loopbench.drawing:draw"
     percent: ClassVar[tuple[str, ...]] = (
         "paper_loop",
         "loop",

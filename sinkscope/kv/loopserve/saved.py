@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sinkscope._plain import build, plain
-from sinkscope._provenance import versions
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
@@ -28,6 +27,7 @@ from sinkscope.lines.choice import HeadLines
 from sinkscope.models.checkpoint import fingerprint
 from sinkscope.models.target import Target
 from sinkscope.output import check_writable, write_atomic
+from sinkscope.results import versions
 
 Answers = Literal["recompute", "keep"]
 SCHEMA, KIND, NAME = 1, "conversation", "conversation.json"

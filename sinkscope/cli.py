@@ -1,9 +1,18 @@
-"""Commands made of the registry's entries: one typer function each, from signature and docstring."""
+"""The command line, built from the registry; importing it loads no torch.
+
+Each command comes from the signature and the docstring of one function. What happens before and after its work
+(checking outputs, opening a kind of model object, printing, writing files, exit codes) is here.
+"""
 
 from __future__ import annotations
 
+import errno
+import gc
 import inspect
-from collections.abc import Callable
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -11,11 +20,83 @@ from typing import Annotated, Any, Literal, get_origin
 import typer
 from typer.core import TyperGroup
 
-from sinkscope._console import note
-from sinkscope.cli.common import Backend, check_outputs, deliver, layer_head, read_prompt
-from sinkscope.errors import SinkscopeError
+from sinkscope import __version__
+from sinkscope.console import emit, note, print_result
+from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.output import check_writable, read_text
 from sinkscope.progress import ProgressBar
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
+
+
+class Backend(StrEnum):
+    """Kinds of model object."""
+
+    bridge = "bridge"
+    hf = "hf"
+    nnsight = "nnsight"
+
+
+def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
+    """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
+    paths = (json, html, png, *more.values())
+    files = [path for path in paths if path not in (None, "-")]
+    written = [str(check_writable(path)) for path in files if path is not None]
+    for path in written:
+        if written.count(path) > 1 and not path.startswith("/dev/"):
+            raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
+    if "-" in paths[1:]:
+        raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
+    if png is not None:
+        from sinkscope.html import check_png
+
+        check_png()
+
+
+def deliver(
+    result: Any, json: str | None, html: str | None, png: str | None, also: Mapping[str, Any] | None = None
+) -> None:
+    """Standard output first: what cannot be written to a file is at least seen.
+
+    Args:
+        result: what the command found.
+        json: file for it.
+        html: file for it.
+        png: file for its figure.
+        also: further results, printed below; in the JSON each is a key beside the envelope's own.
+    """
+    more = also or {}
+    if json != "-":
+        print_result(result)
+        for other in more.values():
+            print()
+            print_result(other)
+    if json is not None:
+        emit(json, result.to_json(**more))
+    if html is not None:
+        from sinkscope.html import save_html
+
+        save_html(result, html, *more.values())
+    if png is not None:
+        from sinkscope.html import save_png
+
+        save_png(result, png)
+
+
+def layer_head(name: str) -> tuple[int, int]:
+    """What `--head LAYER.HEAD` names."""
+    layer, dot, head = name.partition(".")
+    if not (dot and layer.isdigit() and head.isdigit()):
+        raise SinkscopeError(f"--head {name!r}: expected layer and head with a dot between, such as 5.3")
+    return int(layer), int(head)
+
+
+def read_prompt(name: str) -> str:
+    """Text of a file, or of standard input for "-"; it may not be empty."""
+    text = read_text(name)
+    if not text.strip():
+        raise SinkscopeError("the prompt is empty: write at least one word into the file")
+    return text
+
 
 _READS: dict[str | None, Callable[[Any], Any]] = {
     "text": read_prompt,
@@ -61,8 +142,7 @@ def add_commands(app: typer.Typer) -> None:
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
-    there = {str(g.typer_instance.info.name): g.typer_instance for g in app.registered_groups if g.typer_instance}
-    groups: dict[str, typer.Typer] = {"": app, **there}
+    groups: dict[str, typer.Typer] = {"": app}
     for words, parts in together.items():
         home, _, name = words.rpartition(" ")
         if home not in groups:
@@ -233,3 +313,114 @@ def _typed(parameter: Parameter) -> inspect.Parameter:
 def _option(name: str, hint: Any, default: Any, **more: Any) -> inspect.Parameter:
     whole = Annotated[hint, typer.Option(f"--{name.replace('_', '-')}", **more)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=whole)
+
+
+app = typer.Typer(
+    name="sinkscope",
+    cls=Groups,
+    help="Find the attention sink of a language model, prove it by ablation, and repair what it breaks.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> bool:
+    if wanted:
+        print(f"sinkscope {__version__}")
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+__all__ = ["app", "main"]
+
+_NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after `sinkscope`; by default those of this process.
+
+    Returns:
+        0 done, 2 bad input (one line on stderr), 130 interrupted.
+    """
+    _quiet()
+    gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
+    try:
+        code = app(
+            args=list(sys.argv[1:] if argv is None else argv) or ["--help"],
+            prog_name="sinkscope",
+            standalone_mode=False,
+        )
+        sys.stdout.flush()
+        if code == 130:  # Ctrl-C, as typer hands it on
+            raise KeyboardInterrupt
+        return code if isinstance(code, int) else 0
+    except SinkscopeError as error:
+        return _refuse(str(error))
+    except typer.TyperException as error:
+        return _refuse(_usage(error))
+    except (KeyboardInterrupt, typer.Abort):
+        note("interrupted")
+        return 130
+    except (BrokenPipeError, SystemExit):  # the reader, `head` say, has seen enough; typer turns it into an exit
+        _drop_output()
+        return 0
+    except Exception as error:
+        if is_out_of_memory(error):
+            return _refuse(_NO_MEMORY)
+        if not isinstance(error, OSError) or error.errno not in _FULL:
+            raise
+        _drop_output()
+        return _refuse(f"cannot write to standard output: {_FULL[error.errno]}; make room and run the command again")
+    finally:
+        gc.enable()
+
+
+def _drop_output() -> None:
+    """What is still in the buffer has nowhere to go; Python would say so again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _usage(error: typer.TyperException) -> str:
+    """What was wrong with the command, and where to read on."""
+    message = getattr(error, "format_message", lambda: str(error))().replace("Value error, ", "").rstrip(".")
+    told = getattr(error.__cause__, "errors", list[dict[str, object]])()  # which value it was, typer leaves out
+    if told and repr(given := told[0].get("input")) not in message:
+        message += f"; it is {given!r}"
+    context = getattr(error, "ctx", None)
+    return f"{message} (see {context.command_path if context else 'sinkscope'} --help)"
+
+
+def _quiet() -> None:
+    """Other libraries' notes and bars stay off: what matters is said by sinkscope itself."""
+    for stream in (sys.stdout, sys.stderr):
+        if callable(reconfigure := getattr(stream, "reconfigure", None)):
+            reconfigure(errors="backslashreplace")  # tokens need not fit the terminal's encoding
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+add_commands(app)

@@ -8,10 +8,120 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from sinkscope.bench.dialogues import fidelity_table
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.tables import head_of, label, overall, title
 from sinkscope.bench.methods import METHODS, name_of
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+
+_PANELS = (
+    ("kl", "KL(full || method), nats a token", BLUE, ".3g"),
+    ("agree", "same likeliest token", ORANGE, ".1%"),
+    ("kept", "attention mass kept", GREEN, ".1%"),
+)
+
+
+def draw_fidelity(result: Any) -> go.Figure:
+    """A row per task, model and answers: three panels of bars, a bar per method, over all positions."""
+    heads = list(dict.fromkeys(map(fidelity_table.head_of, result.groups)))
+    rows = [overall([g for g in result.groups if fidelity_table.head_of(g) == head]) for head in heads]
+    titles = [
+        (f"{html.escape(fidelity_table.title(head))}<br>" if field == "kl" else "") + name
+        for head in heads
+        for field, name, _, _ in _PANELS
+    ]
+    heights = [len(mine) + 3 for mine in rows]
+    fig = make_subplots(
+        rows=len(heads),
+        cols=3,
+        subplot_titles=titles,
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+        vertical_spacing=min(0.3, 4 / (sum(heights) + 4)),
+        row_heights=heights,
+    )
+    for row, mine in enumerate(rows, 1):
+        names = [html.escape(label(g)) for g in mine]
+        for col, (field, name, colour, form) in enumerate(_PANELS, 1):
+            fig.add_bar(
+                y=names,
+                x=[getattr(g, field) for g in mine],
+                name=name,
+                orientation="h",
+                marker_color=colour,
+                showlegend=False,
+                text=[_text(g, field, form) for g in mine],
+                textposition="outside",
+                cliponaxis=False,
+                customdata=[(g.tokens, g.questions) for g in mine],
+                hovertemplate="%{y}: %{text}<br>%{customdata[0]} tokens of %{customdata[1]} answers<extra></extra>",
+                row=row,
+                col=col,
+            )
+            if field != "kl":
+                fig.update_xaxes(tickformat=".0%", range=[0, 1.15], row=row, col=col)
+            else:
+                fig.update_xaxes(range=[0, 1.4 * max(g.kl for g in mine) or 1], row=row, col=col)
+        fig.update_yaxes(autorange="reversed", row=row)
+    fig.update_layout(
+        title={"text": "Beside full attention, along the same text", "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=1300,
+        height=130 + 30 * sum(heights),
+        font={"size": 13},
+        margin={"l": 20, "r": 50, "t": 110, "b": 50},
+    )
+    return fig
+
+
+def _text(group: Any, field: str, form: str) -> str:
+    value = getattr(group, field)
+    if value is None:
+        return "-"
+    error = f" ± {1.96 * group.kl_error:.2g}" if field == "kl" and group.kl_error else ""
+    return f"{value:{form}}{error}"
+
+
+def draw_positions(result: Any) -> go.Figure:
+    """A bar for each place of the question, and a diamond for LoopServe's Table 5."""
+    names = [html.escape(share.position) for share in result.places]
+    there = [share for share in result.places if share.share is not None]
+    fig: Any = go.Figure()
+    fig.add_bar(
+        x=[html.escape(share.position) for share in there],
+        y=[share.share for share in there],
+        name="this log",
+        marker_color=BLUE,
+        customdata=[share.count for share in there],
+        error_y={
+            "type": "data",
+            "symmetric": False,
+            "thickness": 1,
+            "array": [share.high - share.share for share in there],
+            "arrayminus": [share.share - share.low for share in there],
+        },
+        hovertemplate="%{x}: %{y:.1%}, %{customdata} messages<extra></extra>",
+    )
+    fig.add_scatter(
+        x=names,
+        y=[share.paper_share for share in result.places],
+        mode="markers",
+        name="paper: LMSYS-Chat-1M",
+        marker={"color": GREY, "size": 11, "symbol": "diamond"},
+        customdata=[s.paper_count for s in result.places],
+        hovertemplate="%{x}, paper: %{y:.1%}, %{customdata} messages<extra></extra>",
+    )
+    fig.update_layout(
+        title={"text": f"Where questions stand in {html.escape(result.model.name)}", "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=800,
+        height=460,
+        font={"size": 13},
+        margin={"l": 60, "r": 20, "t": 70, "b": 50},
+    )
+    fig.update_yaxes(tickformat=".0%", range=[0, 1.03], title_text="share of messages")
+    return fig
+
 
 _COLOURS: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
 _DOTS = (
