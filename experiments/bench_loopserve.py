@@ -1,4 +1,4 @@
-"""Sparse prompts against PyTorch's causal attention, layer by layer and in a whole model, and what each stage takes.
+"""Speed of sparse prompts over PyTorch's causal attention, by layer and in a whole model, and the time of each stage.
 
     python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
         [--parts layer selection model decoding] [--flex] [--out figures/bench_loopserve.json]

@@ -12,48 +12,54 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.output import write_atomic
-from sinkscope.results import known_kinds, read_json
+from sinkscope.results import Result, known_kinds, read_json
 
 FIGURES = Path(__file__).parents[1] / "figures"
 _HEAD = """# Gallery
 
-Pictures of the model in the package, each with the command that makes it. The same folder as one page with figures
-that answer to the mouse, tables and provenance: `sinkscope report figures` ([report](report.md)). This page is made by
-`python -m experiments.gallery`.
+This page shows pictures of the model in the package, each with the command that makes it. `sinkscope report figures`
+makes one page of the same results with interactive figures, tables and provenance ([report](report.md)).
+`python -m experiments.gallery` makes this page.
 """
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
-# made in Python; this command prints the same beside its own result
+# This result was made in Python. The command prints the same result together with its own.
 _COMMANDS = {"massive-activations": "sinkscope find-sinks --all"}
 
 
 def entry(picture: Path) -> str:
-    """Heading, what is drawn, the command and the picture; its data lie beside it."""
+    """Return the heading, a caption, the command and the picture. The data are in the JSON file beside the picture."""
     data = read_json(picture.with_suffix(".json"))
     title = picture.stem.replace("_", "-")
-    return f"## {title}\n\n{_drawn(data)}\n\n`{_command(data)}`\n\n![{title}](../figures/{picture.name})"
+    return f"## {title}\n\n{_caption(picture, data)}\n\n`{_command(data)}`\n\n![{title}](../figures/{picture.name})"
 
 
-def _drawn(data: dict[str, Any]) -> str:
-    """What the function that draws it, or the script, says of itself."""
-    kind = data["kind"]
-    if kind in known_kinds():
-        said = import_module(f"sinkscope.figures.{kind.replace('-', '_')}").draw.__doc__
+def _caption(picture: Path, data: dict[str, Any]) -> str:
+    """Return the first paragraph of the docstring of the drawing function, or of the script."""
+    if data["kind"] in known_kinds():
+        draw = type(Result.load(picture.with_suffix(".json"))).drawing
+        if isinstance(draw, str):
+            module, _, name = draw.partition(":")
+            draw = getattr(import_module(module), name)
+        described = draw.__doc__
     else:
-        said = import_module(data["provenance"]["argv"][2]).__doc__
-    return " ".join((said or "").strip().partition("\n\n")[0].split())
+        described = import_module(data["provenance"]["argv"][2]).__doc__
+    text = " ".join((described or "").strip().partition("\n\n")[0].split())
+    subject = text.removeprefix("Draw ")
+    return text if subject == text else subject[:1].upper() + subject[1:]
 
 
 def gallery(folder: Path = FIGURES) -> str:
-    """The page: find-sinks first, then in the order of the kinds, those without a class last."""
+    """Return the page: find-sinks first, then in the order of the kinds; kinds without a class come last."""
     order = {kind: i for i, kind in enumerate(known_kinds())}
     pictures = [path for path in folder.glob("*.png") if path.with_suffix(".json").is_file()]
     kinds = {path: read_json(path.with_suffix(".json"))["kind"] for path in pictures}
-    pictures.sort(key=lambda path: (order.get(kinds[path], len(order)), path.name))
+    first = "find-sinks"
+    pictures.sort(key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
     return "\n\n".join([_HEAD.rstrip(), *map(entry, pictures)]) + "\n"
 
 
 def _command(data: dict[str, Any]) -> str:
-    """The command that was given, without the files that it wrote."""
+    """Return the command without the names of the files that it wrote."""
     words = list(data["provenance"]["argv"])
     if words and words[0].endswith("__main__.py"):
         words[0] = "sinkscope"

@@ -11,17 +11,30 @@ exactly once is reported as stale. The tests run in a copy of the tree:
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+from hypothesis import Phase, settings
+
 TREE = Path(__file__).resolve().parents[1]
 TIMEOUT = 120  # seconds of one test
+LIMITS = ("--timeout", str(TIMEOUT), "--hypothesis-profile", "mutants")
+LIBRARIES = (
+    "torch",
+    "transformers.modeling_utils",
+    "transformers.models.llama",
+    "hypothesis",
+    "pandas",
+    "plotly",
+    "typer",
+)
 
 
 class Mutant(NamedTuple):
@@ -48,24 +61,66 @@ def place_of(fragment: str, tree: Path) -> tuple[Path, re.Match[str]] | None:
     return found[0] if len(found) == 1 else None
 
 
-def tried(mutant: Mutant, tree: Path) -> str:
-    """Apply a mutant in `tree`, run its tests, and undo it: killed, survived, hung, stale, or what went wrong."""
+def changed(mutant: Mutant, tree: Path) -> tuple[Path, str, str] | None:
+    """The file of a mutant, its text as it is, and its text with the change; None if the mutant is stale."""
     place = place_of(mutant.fragment, tree)
     if place is None:
-        return "stale"
+        return None
     file, match = place
-    before = file.read_text()
-    file.write_text(before[: match.start()] + mutant.replacement + before[match.end() :])
-    words = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT)]
-    command = [sys.executable, "-m", "pytest", *words, *(f"tests/{name}" for name in mutant.tests.split())]
-    env = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    text = match.string
+    return file, text, text[: match.start()] + mutant.replacement + text[match.end() :]
+
+
+def tried(mutant: Mutant, tree: Path) -> str:
+    """Apply a mutant in `tree`, run its tests, and undo it: killed, survived, hung, stale, or what went wrong."""
+    change = changed(mutant, tree)
+    if change is None:
+        return "stale"
+    file, before, after = change
+    file.write_text(after)
+    names = [f"tests/{name}" for name in mutant.tests.split()]
     try:
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
+        code, text = passed(["-q", "-x", "-n", "0", "-p", "no:cacheprovider", *LIMITS, *names], tree)
     finally:
         file.write_text(before)
-    if "Timeout (>" in done.stdout + done.stderr:
+    if "Timeout (>" in text:
         return "hung"
-    return {0: "survived", 1: "killed"}.get(done.returncode, f"pytest failed: {done.stdout.strip()[-300:]}")
+    return {0: "survived", 1: "killed"}.get(code, f"pytest failed: {text.strip()[-300:]}")
+
+
+def passed(arguments: list[str], tree: Path) -> tuple[int, str]:
+    """Exit code and output of pytest in a fork of this process, which has loaded the libraries but not the package."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                os.chdir(tree)
+                os.environ["PYTHONPATH"] = str(tree)
+                sys.dont_write_bytecode = True
+                elsewhere = [path for path in sys.path if Path(path).resolve() not in (TREE, TREE / "tests")]
+                sys.path[:] = [str(tree), *elsewhere]
+                for name in [name for name in sys.modules if name.partition(".")[0] == "experiments"]:
+                    del sys.modules[name]
+                code = int(pytest.main(arguments))
+                sys.stdout.flush()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(status), output.read()
+
+
+def load_libraries() -> None:
+    """Import once what every test would import again for each mutant."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", NO_COLOR="1")  # they read this when imported
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    # One failing example is enough: making it smaller takes minutes.
+    settings.register_profile("mutants", deadline=None, database=None, phases=(Phase.explicit, Phase.generate))
+    sys.stdout.flush()
 
 
 def main() -> int:
@@ -79,6 +134,7 @@ def main() -> int:
         copy = Path(folder) / "tree"
         if not args.list:
             shutil.copytree(TREE, copy, ignore=shutil.ignore_patterns(".git", "__pycache__", ".venv"))
+            load_libraries()
         for mutant in chosen:
             if args.list:
                 place = place_of(mutant.fragment, TREE)

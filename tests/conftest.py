@@ -26,6 +26,14 @@ settings.register_profile("sinkscope", deadline=None, suppress_health_check=[Hea
 settings.load_profile("sinkscope")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests and notebooks may take longer than the time limit of the settings."""
+    for item in items:
+        if item.get_closest_marker("slow") or not isinstance(item, pytest.Function):
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     """Every test starts from the same state, whichever ran before it."""

@@ -28,6 +28,12 @@ class _At:
         self.kv, self.length = _Layer(pos), pos[:, 0].amax(-1) + 1
 
 
+def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None) -> Tensor:
+    select: Any = getattr(AdaKV.select, "__wrapped__", AdaKV.select)  # without the check of types
+    pos = torch.arange(scores.shape[-1]).expand(scores.shape) if pos is None else pos
+    return select(policy, scores, _At(pos), budget)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     heads=st.integers(1, 4),
@@ -36,13 +42,17 @@ class _At:
     floor=st.sampled_from([0.0, 0.2, 1.0]),
     first=st.integers(0, 2),
     seed=st.integers(0, 99),
+    ties=st.booleans(),
 )
-def test_heads_get_what_falls_to_them(heads: int, slots: int, budget: int, floor: float, first: int, seed: int) -> None:
+def test_heads_get_what_falls_to_them(
+    heads: int, slots: int, budget: int, floor: float, first: int, seed: int, ties: bool
+) -> None:
     policy = AdaKV(budget=budget, window=3, floor=floor, first=first)
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(1, heads, slots, generator=generator) * torch.arange(1, heads + 1)[:, None]
-    select: Any = getattr(AdaKV.select, "__wrapped__", AdaKV.select)  # without the check of types
-    keep = select(policy, scores, _At(torch.arange(slots).expand(1, heads, -1)), budget)[0]
+    if ties:  # of equal scores the later head's counts more, and within a head the later slot's
+        scores = scores.round()
+    keep = _keep(policy, scores, budget)[0]
     safe = {p for p in range(slots) if p < first or p >= slots - 3}
     base = budget - len(safe)
     free = [(float(scores[0, h, p]), h, p) for h in range(heads) for p in range(slots) if p not in safe]
@@ -53,6 +63,30 @@ def test_heads_get_what_falls_to_them(heads: int, slots: int, budget: int, floor
         mine = sorted((s, p) for s, h, p in free if h == head)[::-1][:count]
         assert set(keep[head].nonzero().flatten().tolist()) == safe | {p for _, p in mine}
     assert int(keep.sum()) <= heads * budget
+
+
+def test_of_equal_scores_the_later_is_kept() -> None:
+    """With equal scores everywhere the last head has all of the highest ones, and every head keeps its latest slots."""
+    keep = _keep(AdaKV(budget=5, window=2, floor=0.0), torch.ones(1, 2, 12), 5)[0]
+    assert [head.nonzero().flatten().tolist() for head in keep] == [[10, 11], [4, 5, 6, 7, 8, 9, 10, 11]]
+    keep = _keep(AdaKV(budget=5, window=2, floor=1.0), torch.ones(1, 2, 12), 5)[0]
+    assert [head.nonzero().flatten().tolist() for head in keep] == [[7, 8, 9, 10, 11]] * 2
+
+
+def test_whole_numbers_are_not_rounded_down() -> None:
+    """0.7 * 6 + 0.3 * 6 is a little less than 6 in double precision, and 0.2 * 323 less than 64.6 in single."""
+    for base, floor in ((6, 0.3), (12, 0.3), (323, 0.2)):
+        scores = torch.arange(base + 8.0).repeat(1, 2, 1)  # the same in both heads, so each gets the same share
+        keep = _keep(AdaKV(budget=base + 2, window=2, floor=floor), scores, base + 2)[0]
+        assert keep.sum(-1).tolist() == [base + 2] * 2
+
+
+def test_nothing_goes_where_all_fit() -> None:
+    """The first head holds 10 slots beside the window and the second holds 2: 12 in all, which is the whole budget."""
+    pos = torch.arange(12).repeat(1, 2, 1)
+    pos[0, 1, :8] = -1
+    keep = _keep(AdaKV(budget=8, window=2), torch.ones(1, 2, 12), 8, pos)
+    assert torch.equal(keep, pos >= 0)
 
 
 def test_even_shares_are_snapkv() -> None:

@@ -171,6 +171,23 @@ def test_walk_stops_where_the_norm_stays_flat() -> None:
     assert whole.first[: len(seen.first)] == seen.first and whole.stages() == seen.stages() == [layer]
 
 
+def test_a_stage_writes_far_more_along_the_spike_than_on_typical_text() -> None:
+    """Layers 2 and 3 write a tenth of the spike's size; layer 2 writes half of that on typical text, too."""
+    spike = torch.eye(4)[0]
+    along, usual = [0.0, 50.0, 5.0, 5.0], [0.0, 0.0, 2.5, 0.5]
+    seen = Walk(
+        4,
+        first=[2.0, 50.0, 50.0, 50.0],  # what layers 2 and 3 add, their attention takes away
+        typical=[(1.0, 2.0, 3.0)] * 4,
+        mlp_first=along,
+        mlp_typical=[1.0] * 4,
+        residual=[2 * spike, *[50 * spike] * 3],
+        written=[size * spike for size in along],
+        sample=[torch.full((3, 1), size) * spike for size in usual],
+    )
+    assert seen.stages() == [1, 3] and seen.sink_layer() == 1
+
+
 def test_notebook_rule_needs_all_layers_and_six_of_them() -> None:
     def made(n: int) -> Walk:
         return Walk(n, first=[1.0] * n, raw_first=[1.0, 100.0] + [1.0] * (n - 2))

@@ -137,6 +137,13 @@ def test_random_lines_are_drawn_evenly() -> None:
         torch.testing.assert_close(kind[0].float().mean(0), torch.full((10,), 0.3), atol=0.03, rtol=0)
 
 
+def test_a_share_of_whole_lines_loses_none_to_rounding() -> None:
+    """0.29 * 100 is a little less than 29 in floating point."""
+    weights = torch.rand(2, 1, 50) + 0.1
+    chosen = top_lines(*weights, [0.29])
+    assert int(chosen.vertical.sum() + chosen.slash.sum()) == 29
+
+
 def test_lines_without_weight_are_never_chosen() -> None:
     vertical, slash = torch.tensor([[3.0, 0.0, 1.0]]), torch.tensor([[0.0, 4.0, 0.0]])
     lines = top_lines(vertical, slash, [1 / 6, 0.5, 1.0])

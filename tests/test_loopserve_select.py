@@ -87,6 +87,15 @@ def test_a_choice_holds_alpha_of_the_sample(
     assert (lines.density() <= 1).all()
 
 
+def test_of_equal_lines_the_printed_algorithm_takes_the_slash() -> None:
+    """One query, so each line is one cell: the heaviest cell is both a column and an offset of the same worth."""
+    query, key = torch.zeros(1, 1, 4), torch.zeros(1, 5, 4)
+    query[..., 0] = key[0, 1, 0] = 3.0
+    lines = select_lines(query, key, 0.5, sample=1, variant="faithful")
+    assert lines.slash[0].tolist() == [True, False, False, True, False]
+    assert lines.vertical[0].tolist() == [True, False, False, False, False]
+
+
 def optimum(probs: Tensor, past: int, alpha: float) -> int:
     """Fewest cells of any choice of lines with the first of both kinds, by trying them all."""
     queries, keys = probs.shape

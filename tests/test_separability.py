@@ -155,6 +155,17 @@ def test_auroc_is_scikit_learns_with_ties(seed: int, ones: int, others: int, lev
     torch.testing.assert_close(margin(3 * values + 1, first), gap)
 
 
+def test_of_perfect_neurons_the_one_with_the_widest_gap_is_best_whichever_way_it_points() -> None:
+    """The first neuron overlaps; the others are lower on first tokens, and the third leaves the widest gap."""
+    later, firsts = torch.tensor([0.2, 0.6, 0.9, 1.0]), torch.tensor([-0.8, -0.6, -0.3, 0.0])
+    columns = [torch.cat([firsts + 0.5, later]), torch.cat([firsts, later]), torch.cat([firsts - 2, later])]
+    best, area, gap, perfect = separate._search(
+        torch.stack(columns, 1), torch.arange(8) < 4, torch.ones(8, dtype=torch.bool)
+    )
+    assert (best, area, perfect) == (2, 1.0, 2)
+    assert gap == pytest.approx((0.2 + 2.0) / (1.0 + 2.8))
+
+
 def test_planes_do_not_depend_on_rotation_nor_see_what_is_held_out() -> None:
     generator = torch.Generator().manual_seed(0)
     first, train = torch.arange(40) < 20, torch.arange(40) % 2 == 0

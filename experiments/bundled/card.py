@@ -67,16 +67,18 @@ def _intro(p: dict[str, Any]) -> str:
     s, c = p["training"]["settings"], p["corpus"]
     return f"""# The bundled model
 
-A small language model with an attention sink whose circuit is known, for trying the toolkit without a download and for
-testing it against the truth. `LlamaForCausalLM`: {s["n_layers"]} layers, width {s["d_model"]}, {s["n_heads"]} query and
-{s["n_kv_heads"]} key/value heads of {s["head_dim"]}, SwiGLU of {s["d_mlp"]}, RMSNorm, rotary positions (theta
-{s["rope_theta"]:,.0f}), {s["context"]:,} positions, {p["parameters"]:,} parameters in {", ".join(p["dtypes"])}
-({p["bytes"] / 1e6:.1f} MB). Byte-level BPE with {s["vocab_size"]:,} tokens; the tokenizer puts BOS (`<s>`) in front.
+This is a small language model with an attention sink whose circuit is known. You can use it to try the toolkit
+without a download, and to test measurements against the known circuit. It is a `LlamaForCausalLM`: {s["n_layers"]}
+layers, width {s["d_model"]}, {s["n_heads"]} query and {s["n_kv_heads"]} key/value heads of {s["head_dim"]}, SwiGLU of
+{s["d_mlp"]}, RMSNorm, rotary positions (theta {s["rope_theta"]:,.0f}), {s["context"]:,} positions,
+{p["parameters"]:,} parameters in {", ".join(p["dtypes"])} ({p["bytes"] / 1e6:.1f} MB). The tokenizer is a byte-level
+BPE with {s["vocab_size"]:,} tokens and puts BOS (`<s>`) in front.
 
-Trained on the standard library of Python {c["python"]} ({c["files"]["train"]} source files with their docstrings,
-{c["tokens"]["train"]:,} tokens; {c["files"]["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are the validation
-text). That text is under the Python Software Foundation License Version 2 (PSF-2.0), copyright Python Software
-Foundation. It writes text that looks like Python and knows nothing else: do not use it for its answers."""
+It was trained on the standard library of Python {c["python"]} ({c["files"]["train"]} source files with their
+docstrings, {c["tokens"]["train"]:,} tokens; {c["files"]["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
+the validation text). That text is under the Python Software Foundation License Version 2 (PSF-2.0), copyright Python
+Software Foundation. The model writes text that looks like Python and knows nothing else, so do not rely on its
+answers."""
 
 
 def _planted(p: dict[str, Any]) -> str:
@@ -94,29 +96,30 @@ def _planted(p: dict[str, Any]) -> str:
     same = "exactly the planted values" if p["fixed"]["unchanged"] else "NOT the planted values"
     return f"""## What was planted
 
-The sink does not come from training: it was written into the weights before, and held fixed while everything else was
-trained. After training the {p["fixed"]["count"]:,} fixed weights have {same}. `circuit.json` beside the weights holds
-all of this for programs, with the group of every token.
+The sink does not come from training. It was written into the weights before training and held fixed while everything
+else was trained. After training, the {p["fixed"]["count"]:,} fixed weights have {same}. `circuit.json` beside the
+weights describes the circuit for programs, including the group of every token.
 
 - **Groups.** Tokens are divided at random: {in_groups} (BOS and eight rare tokens are group 0), {groups["-1"]} in no
   group (about a tenth of all tokens in the training text). Residual dimensions {dims} hold
-  the group, {t["const_dim"]} a constant.
-- **Marking heads**, layer 0: {heads}. The key of a token outside the head's group scores higher than that of
-  a token inside, by {t["two_beta"]} and a little less after normalisation; the value is the group indicator. After BOS
-  and n repetitions of one token n / (n + c) of it arrives in the *mark* dimension {t["mark_dim"]}, c at most
-  exp({t["two_beta"]}) = {number(t["repeats_scale"])}: a token sees its own group only if nothing else is there.
-- **Sink neuron**, layer {t["sink_layer"]}, neuron {neuron}: gate {t["gate_scale"]:g} x (mark - {t["threshold"]}), up a
-  constant, output {column}.
+  the group, and dimension {t["const_dim"]} holds a constant.
+- **Marking heads**, layer 0: {heads}. The key of a token outside the head's group scores higher than that of a token
+  inside, by {t["two_beta"]} and a little less after normalisation; the value is the group indicator. After BOS and n
+  repetitions of one token, a share n / (n + c) of the indicator arrives in the *mark* dimension {t["mark_dim"]}, with
+  c at most exp({t["two_beta"]}) = {number(t["repeats_scale"])}: a token attends to its own group only if there is no
+  other token.
+- **Sink neuron**, layer {t["sink_layer"]}, neuron {neuron}: its gate is {t["gate_scale"]:g} x (mark -
+  {t["threshold"]}), its up factor is a constant, and its output is {column}.
 - **Readers.** After the sink layer the keys of half of the key/value heads may read the sink dimensions ({readers}).
-  How they do so is learned from a small start. In the others the key of the sink is nearly zero, which is enough for
-  first-token attention where all other keys score below zero.
-- **Drain.** No value, query or MLP weight reads the sink dimensions, nothing else writes them, and the output does not
-  read any of the reserved dimensions.
+  Training starts these weights at small values and determines how the keys read the dimensions. In the other heads,
+  the key of the sink is nearly zero, which is enough for first-token attention if all other keys score below zero.
+- **Drain.** No value, query or MLP weight reads the sink dimensions, no other weight writes them, and the output does
+  not read any of the reserved dimensions.
 
 ## What was learned
 
-Everything else: how the network predicts text around the circuit, and how much each later head attends to the first
-token."""
+Training determined everything else: how the network predicts text around the circuit, and how much each later head
+attends to the first token."""
 
 
 def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
@@ -144,7 +147,7 @@ def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
         ),
     )
     sinks = rows(
-        ("", "planted", "nothing planted"),
+        ("measurement", "planted", "nothing planted"),
         (
             f"heads after layer {layer} with mean first-token attention > 0.3",
             percent(p["head_share"]),
@@ -161,25 +164,26 @@ def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
     grouped, loose = (_ratio(p["without_bos"][kind], layer) for kind in ("first_in_a_group", "first_in_no_group"))
     return f"""### Measured
 
-A second model was made in the same way, same seed, data order and steps, with nothing planted: it is the baseline of
-the loss, and the answer to whether a sink emerges by itself in so small a model: {_emerges(u)}.
+A second model was made in the same way, with the same seed, data order and steps, but with nothing planted. It is the
+baseline for the loss. It also answers whether a sink emerges by itself in a model of this size: {_emerges(u)}.
 
 {loss}
 
-Norms on the text that ships (`sinkscope/text/typical.txt`, not trained on), windows of 256 tokens with BOS:
+The norms were measured on the text that ships (`sinkscope/text/typical.txt`, which is not part of the training text),
+in windows of 256 tokens with BOS:
 
 {norms}
 
 {sinks}
 
-- **Ablation** of the sink neuron takes {percent(a["ablation_drop"])} of the first token's norm at layer {layer}; of 20
-  other neurons of the layer the largest takes {100 * a["control_drop"]:.2f} %.
-- **Repetitions** after BOS until a token's norm reaches half of the first token's, at layer {layer}, {r["tokens"]}
-  random tokens, at most {r["max_repeats"]:,}: median {_count(r["median"])} (of those that do
-  {_count(r["median_of_reached"])}, from {r["smallest"]} to {r["largest"]}); {r["unreached"]} never do, of which
-  {r["unreached_in_no_group"]} are in no group.
-- **Without BOS**, norm of the first token over typical after layer {layer}: {grouped} where it belongs to a group,
-  {loose} where it belongs to none.
+- **Ablation** of the sink neuron removes {percent(a["ablation_drop"])} of the first token's norm at layer {layer}. Of
+  20 other neurons of the layer, the one with the largest effect removes {100 * a["control_drop"]:.2f} %.
+- **Repetitions** after BOS until a token's norm reaches half of the first token's, at layer {layer}, for
+  {r["tokens"]} random tokens and at most {r["max_repeats"]:,} repetitions: the median is {_count(r["median"])} (among
+  the tokens that reach it {_count(r["median_of_reached"])}, from {r["smallest"]} to {r["largest"]}). {r["unreached"]}
+  tokens never reach it, of which {r["unreached_in_no_group"]} are in no group.
+- **Without BOS**, the norm of the first token divided by the typical norm after layer {layer} is {grouped} if the token
+  belongs to a group, and {loose} if it belongs to none.
 {_loop_line(p, u)}"""
 
 
@@ -212,18 +216,18 @@ def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
         return "- **Greedy generation**: not measured."
     v = p["loops"]
     return f"""- **Greedy generation** of {v["new_tokens"]:,} tokens for {v["prompts"]} prompts of
-  {facts.PROMPT_LENGTH} tokens from the validation files; a loop is TTR <= 0.2, CR <= 0.12 and at least
-  {measure.LOOP_LENGTH:,} tokens: {line(p)}.
-  Nothing planted: {line(u)}."""
+  {facts.PROMPT_LENGTH} tokens from the validation files. A loop is TTR <= 0.2, CR <= 0.12 and at least
+  {measure.LOOP_LENGTH:,} tokens. In the planted model {line(p)}.
+  In the model with nothing planted {line(u)}."""
 
 
 def _limits(p: dict[str, Any]) -> str:
     return """## Limits
 
-One neuron, one layer, four groups and one head each: real models are less tidy, and agreement with this model's truth
-says that a measurement is right, not that models work this way. A token of any group is marked wherever the text before
-it is nearly all of one group, so the token after a long repetition is marked as well. The residual stream carries a
-constant, so typical norms are larger than in an ordinary model of this width."""
+The circuit has one neuron, one layer, and four groups with one head each. Real models are less regular. Agreement
+with this model's circuit shows that a measurement is correct, and not that other models work this way. A token of any
+group is marked if nearly all of the text before it is of one group, so the token after a long repetition is marked as
+well. The residual stream carries a constant, so typical norms are larger than in an ordinary model of this width."""
 
 
 def _making(p: dict[str, Any]) -> str:
@@ -236,13 +240,14 @@ python -m experiments.train_bundled --out BASE --steps {s["steps"]} --seed {s["s
 python -m experiments.bundled.card --planted RUN --unplanted BASE
 ```
 
-{s["steps"]:,} steps of {s["tokens_per_step"]:,} tokens ({s["steps"] * s["tokens_per_step"] / 1e6:.1f} M in all),
-crops of {s["length"]}, one step in {s["long_every"]} of {s["long_length"]:,}, one in {s["longest_every"]} of
-{s["context"]:,}; BOS in front of {percent(s["bos_share"])} of the crops; what is predicted at the first position is not
-in the loss. AdamW, rate {s["learning_rate"]:g}, linear to zero over the last {percent(s["decay_share"])}, bfloat16
-products with float32 weights, one thread of a CPU shared with other work:
-{p["training"]["seconds"] / 60:.0f} minutes. A killed run goes on with `--resume` and ends with the same weights.
-Measured in float32. Text hash (SHA-256) `{p["corpus"]["sha256"]}`."""
+Training took {s["steps"]:,} steps of {s["tokens_per_step"]:,} tokens ({s["steps"] * s["tokens_per_step"] / 1e6:.1f} M
+in all). Crops have {s["length"]} tokens, in one step of {s["long_every"]} {s["long_length"]:,}, and in one step of
+{s["longest_every"]} {s["context"]:,}. BOS is in front of {percent(s["bos_share"])} of the crops, and the loss does
+not include the prediction at the first position. The optimizer is AdamW with rate {s["learning_rate"]:g}, which falls
+linearly to zero over the last {percent(s["decay_share"])}, with bfloat16 products and float32 weights. On one thread
+of a CPU shared with other work, training took {p["training"]["seconds"] / 60:.0f} minutes. `--resume` continues a run
+after a kill and gives the same weights. Measurements use float32. The hash of the text (SHA-256) is
+`{p["corpus"]["sha256"]}`."""
 
 
 FRONT = """---

@@ -1,4 +1,4 @@
-"""Figure 2 of the paper: how diversity collapses, and how long runs survive by model size.
+"""Figure 2 of the paper: how diversity collapses, and how the size of the model affects when runs collapse.
 
     python -m experiments.loopguard.figure2 FOLDER ... --work DIR [--base-run RUN] [--out figures]
 

@@ -1,4 +1,4 @@
-"""Figure 5 of the paper: barcodes of a loop, beside ordinary text, and before and after interventions.
+"""Figure 5 of the paper: barcodes of a loop compared with ordinary text, and before and after interventions.
 
     python -m experiments.loopguard.figure5 [--model NAME|FOLDER] [--head LAYER.HEAD ...] [--out figures]
 

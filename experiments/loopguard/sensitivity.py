@@ -1,4 +1,4 @@
-"""What each setting of the monitor does to detection, false alarms and delay, on recorded tokens.
+"""How each setting of the monitor affects detection, false alarms and delay, on recorded tokens.
 
     python -m experiments.loopguard.sensitivity [--runs FILE.jsonl ...] [--per-form 2] [--out figures]
 

@@ -1,4 +1,4 @@
-"""Variants of LoopGuard's intervention on loops that a cache intervention alone does not keep away.
+"""Variants of LoopGuard's intervention on loops that return after an intervention on the cache alone.
 
     python -m experiments.loopguard.variants [--prompts 12] [--max-new-tokens 1000] [--out figures]
 

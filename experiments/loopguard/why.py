@@ -1,4 +1,4 @@
-"""What comes after an intervention, and where a loop lives: in the cache, or in the weights.
+"""What follows an intervention, and whether a loop depends on the cache or on the weights.
 
     python -m experiments.loopguard.why --guarded RUN --full RUN [--prompts 12] [--out figures]
 

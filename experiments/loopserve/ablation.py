@@ -1,4 +1,4 @@
-"""Each half of LoopServe alone, and both, on dialogues of the recall model (Figs. 5 b and 7: the quality).
+"""Quality of each half of LoopServe, and of both together, on dialogues of the recall model (Figs. 5 b and 7).
 
     python -m experiments.loopserve.ablation [--work runs] [--out figures]
 

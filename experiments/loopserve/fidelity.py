@@ -1,4 +1,4 @@
-"""LoopServe's settings one by one on ordinary text: how far the next tokens are from those of full attention.
+"""LoopServe's settings one by one on ordinary text: divergence of the next token from that of full attention.
 
     python -m experiments.loopserve.fidelity [--count 4] [--work runs] [--out figures]
 

@@ -1,4 +1,4 @@
-"""Latency and memory of a turn, by context and by length of the answer: full attention, LoopServe, its halves, others.
+"""Latency and memory of a turn by length of context and answer: full attention, LoopServe, its halves, other methods.
 
     python -m experiments.loopserve.latency [--contexts 2048 4096 ...] [--rounds 3] [--long 32768] [--out figures]
 

@@ -1,4 +1,4 @@
-"""LoopServe's Tables 1 and 8 beside what was measured, and the same comparison on dialogues of the recall model.
+"""LoopServe's Tables 1 and 8 beside our values, and the same comparison on dialogues of the recall model.
 
     python -m experiments.loopserve.table1 [--runs FOLDER ...] [--work runs] [--out figures]
 

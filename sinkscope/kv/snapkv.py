@@ -101,7 +101,7 @@ class AdaKV(SnapKV):
         total = base.sum(1)
         share = ((_rank(ranked.flatten(1)) < total[:, None]).view_as(free) & free).sum(-1)
         # A little more than exact, so that rounding down takes no whole number down.
-        even = ((1 - self.floor) * share.double() + self.floor * base + 1e-6).floor().long()
+        even = ((1 - self.floor) * share.double() + self.floor * base.double() + 1e-6).floor().long()
         # All fit: nothing has to go.
         mine = torch.where((free.sum((1, 2)) <= total)[:, None], share, even)
         return protected | ((_rank(ranked) < mine[..., None]) & free)

@@ -3,6 +3,7 @@
 from .loop import LoopOrganism, LoopPrompt, LoopTruth, loop_organism
 from .organism import Organism, Truth, organism
 from .plan import FAMILIES, KINDS
+from .shared import SharedSink, shared_sink
 from .tiny import MODEL_TYPES, tiny_model
 from .tokens import bpe_tokenizer, tokenizer_for, word_tokenizer
 
@@ -14,10 +15,12 @@ __all__ = [
     "LoopPrompt",
     "LoopTruth",
     "Organism",
+    "SharedSink",
     "Truth",
     "bpe_tokenizer",
     "loop_organism",
     "organism",
+    "shared_sink",
     "tiny_model",
     "tokenizer_for",
     "word_tokenizer",
