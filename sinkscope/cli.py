@@ -281,7 +281,11 @@ def _read(parameter: Parameter, words: Any) -> Any:
     if read is None or not parameter.many:
         return words if read is None else read(words)
     values = [read(word) for word in words]
-    return [one for part in values for one in part] if parameter.option.reads == "commas" else values
+    if parameter.option.reads != "commas":
+        return values
+    if not any(values):
+        raise SinkscopeError(f"{parameter.flag} {' '.join(words)}: no name is given; give names with commas between")
+    return [one for part in values for one in part]
 
 
 def _typed(parameter: Parameter) -> inspect.Parameter:

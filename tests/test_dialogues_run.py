@@ -322,7 +322,7 @@ def test_figure_has_the_numbers_and_html_is_escaped(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--methods", "h20"], "method 'h20' is unknown: did you mean 'h2o'? expected some of full, streaming"),
-        (["--methods", ","], "no method is given"),
+        (["--methods", ","], "no name is given"),
         (["--positions", "start"], "position 'start' is unknown: expected some of begin, middle, end"),
         (["--budget", "0"], "--budget 0: expected a whole number"),
         (["--dialogues", "none.jsonl"], "'none.jsonl': no such file"),

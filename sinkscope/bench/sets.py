@@ -101,6 +101,7 @@ def check_out(out: str | os.PathLike[str], *, force: bool = False) -> None:
     """
     if os.fspath(out) == "-":
         raise SinkscopeError("--out -: give the set a file of its own, such as set.jsonl")
+    check_writable(out)
     for path in (Path(out), manifest_path(out)):
         check_writable(path)
         if path.is_file() and not force:
