@@ -29,7 +29,7 @@ from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, Dialogues, tabulate_dialogues
 from sinkscope.bench.loopbench.metrics import read_run
-from sinkscope.bench.runner import open_folder, read_folder
+from sinkscope.bench.store import open_folder, read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event

@@ -63,7 +63,7 @@ def test_the_documentation_of_building(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == shown
     tokens = [p.tokens for p in load_prompts()]
     assert f"12 prompts of each form, of {min(tokens)} to {max(tokens)} tokens" in page
-    assert f"has {len(honest_texts())} texts" in page
+    assert f"returns {len(honest_texts())} texts" in page
 
 
 # --- files of prompts ---

@@ -21,7 +21,7 @@ import sinkscope.models.load
 from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.run import run_loopbench
 from sinkscope.bench.loopbench.tables import tabulate
-from sinkscope.bench.runner import open_folder
+from sinkscope.bench.store import open_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 

@@ -21,7 +21,7 @@ from sinkscope._plain import visible
 from sinkscope.bench.loopbench.metrics import Continued, survival_steps
 from sinkscope.bench.loopbench.show import Shown, show
 from sinkscope.bench.loopbench.tables import LoopBench, PrintedTable, tabulate
-from sinkscope.bench.runner import open_folder
+from sinkscope.bench.store import open_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import page

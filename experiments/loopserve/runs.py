@@ -28,8 +28,8 @@ from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.dialogues.words import END
 from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
-from sinkscope.bench.runner import read_folder
 from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.store import read_folder
 from sinkscope.console import ProgressBar
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At

@@ -35,7 +35,8 @@ from sinkscope.bench.dialogues.asking import (
 from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.methods import Budget, Method
-from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, open_folder, run_batches
+from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, run_batches
+from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run

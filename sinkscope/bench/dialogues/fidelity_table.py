@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from typing import Any, ClassVar
 
 from sinkscope.bench.dialogues.tables import OfTurn, gathered, label, mean_known, overall, written
-from sinkscope.bench.runner import Contents, envelope
+from sinkscope.bench.store import Contents, envelope
 from sinkscope.results import Result
 
 COMMAND = "dialogues fidelity"

@@ -33,8 +33,9 @@ from sinkscope.bench.dialogues.recall import TASK
 from sinkscope.bench.dialogues.scbench import SCBENCH
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.methods import Budget
-from sinkscope.bench.runner import Asked, Batch, Spread, ask, check_can, open_folder, run_batches
+from sinkscope.bench.runner import Asked, Batch, Spread, ask, check_can, run_batches
 from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.loopserve.conversation import Conversation

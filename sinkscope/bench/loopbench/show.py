@@ -13,7 +13,7 @@ from sinkscope._plain import visible
 from sinkscope.bench.loopbench.metrics import Continued, Ended, Ending, ending, read_run
 from sinkscope.bench.loopbench.tables import title
 from sinkscope.bench.methods import check_methods, order_of
-from sinkscope.bench.runner import Contents, envelope
+from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result, cell
 

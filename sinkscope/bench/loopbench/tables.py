@@ -14,8 +14,8 @@ from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, Detection, Group, detection, group, read_run
 from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.methods import block_of, order_of
-from sinkscope.bench.runner import Contents, envelope
 from sinkscope.bench.scorers import best_f1
+from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Grid, Result, aligned, cell
 
