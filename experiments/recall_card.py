@@ -25,7 +25,7 @@ NUMBERS = "measured.json"
 
 @dataclass(frozen=True)
 class Case:
-    """A number of dialogues of one shape. The last question of every other dialogue is about a key that no fact mentions."""
+    """A number of dialogues of one shape. Every other one ends with a question about an unknown key."""
 
     dtype: str
     total: int
@@ -48,7 +48,7 @@ LONG = (Case("float32", 32768, 3, 4, 2),)
 
 
 def sequence(tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[int], list[tuple[int, list[int]]]]:
-    """Return the ids of the dialogue with right answers, and for each turn the position of `answer` and the answer's ids."""
+    """Return the ids of a dialogue with right answers; per turn, the position of `answer` and the ids of the answer."""
     ids, answers = [tokenizer.bos_token_id], []
     for turn in dialogue.turns:
         ids += tokenizer(turn.prompts[position], add_special_tokens=False)["input_ids"]
