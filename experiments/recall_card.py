@@ -25,7 +25,7 @@ NUMBERS = "measured.json"
 
 @dataclass(frozen=True)
 class Case:
-    """So many dialogues of one shape; every other one asks at last for what was never stated."""
+    """A number of dialogues of one shape. Every other one ends with a question about an unknown key."""
 
     dtype: str
     total: int
@@ -48,7 +48,7 @@ LONG = (Case("float32", 32768, 3, 4, 2),)
 
 
 def sequence(tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[int], list[tuple[int, list[int]]]]:
-    """Ids of the whole dialogue with right answers, and for each turn where `answer` stands and the answer's ids."""
+    """Return the ids of a dialogue with right answers; per turn, the position of `answer` and the ids of the answer."""
     ids, answers = [tokenizer.bos_token_id], []
     for turn in dialogue.turns:
         ids += tokenizer(turn.prompts[position], add_special_tokens=False)["input_ids"]
@@ -60,7 +60,7 @@ def sequence(tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[li
 
 @torch.no_grad()
 def right(model: Any, tokenizer: Any, dialogue: Dialogue, position: Position) -> tuple[list[bool], float]:
-    """Whether each answer is right, and the least lead of a right token's logit over the next best."""
+    """Return whether each answer is right, and the smallest lead of a right token's logit over the next best."""
     ids, answers = sequence(tokenizer, dialogue, position)
     hidden = model.model(torch.tensor([ids])).last_hidden_state[0]
     found, lead = [], float("inf")
@@ -75,7 +75,7 @@ def right(model: Any, tokenizer: Any, dialogue: Dialogue, position: Position) ->
 
 
 def measure(model: Any, tokenizer: Any, case: Case) -> dict[str, Any]:
-    """Accuracy by position of stated and of unstated questions, and the least lead."""
+    """Return the accuracy of stated and of unstated questions by position, and the smallest lead."""
     model.to(getattr(torch, case.dtype))
     counts: dict[str, list[bool]] = {f"{p} {s}": [] for p in POSITIONS for s in ("stated", "unstated")}
     lead = float("inf")
@@ -104,7 +104,7 @@ def _share(counts: list[int]) -> str:
 
 
 def card(numbers: list[dict[str, Any]], model: Any, size: int) -> str:
-    """The README."""
+    """Return the text of the README."""
     rows = [
         f"| {n['dtype']} | {n['total']:,} | {n['turns']} | {n['hops']} | "
         + " | ".join(_share(n["right"][f"{p} stated"]) for p in POSITIONS)
@@ -123,9 +123,9 @@ pipeline_tag: text-generation
 
 # The recall model
 
-A small language model that really answers questions about facts stated earlier in a dialogue, for measuring what cache
-policies and sparse attention lose. Its weights were written by hand, by a script of this project: nothing was trained,
-and no text was used. `sinkscope.load("recall", backend="hf")` loads it.
+This is a small language model that answers questions about facts stated earlier in a dialogue. It measures what cache
+policies and sparse attention lose. A script of this project wrote its weights: nothing was trained, and no text was
+used. `sinkscope.load("recall", backend="hf")` loads it.
 
 `LlamaForCausalLM`: {c.num_hidden_layers} layers, width {c.hidden_size}, {c.num_attention_heads} query and
 {c.num_key_value_heads} key/value heads of {c.head_dim}, SwiGLU of {c.intermediate_size},
@@ -138,39 +138,41 @@ float32, in which every stored weight is exact. {c.vocab_size} tokens, each a wo
 turn1 ask bruno what was said the old ... fact bruno lamp rope eva ... answer lamp rope eva bell plum .
 ```
 
-A fact reads `fact KEY VALUE VALUE LINK`. The link is the key of the next fact, or `.`: an answer runs along the chain,
-three tokens a hop, and ends with `.`, the end of sequence. Each turn (`turn1` to `turn16`, in rising order) holds one
-question, `ask KEY what was said`, anywhere in it, and ends in `answer`. What was never stated is answered `unknown .`.
+A fact has the form `fact KEY VALUE VALUE LINK`. The link is the key of the next fact, or `.`. An answer follows the
+chain, with three tokens per hop, and ends with `.`, the end of sequence. Each turn (`turn1` to `turn16`, in rising
+order) contains one question, `ask KEY what was said`, at any position, and ends in `answer`. If no fact mentions the
+key, the answer is `unknown .`.
 
 ## Measured
 
-Whole answers right, by position of the question in its turn; turns of random, unequal lengths; all other keys in facts
-that nobody asks about. *Unstated*: the last question is about a key of which nothing was said. *Lead*: least difference
-between the logit of a right token and the next best, over all answers. "Tokens" are those of all prompts together.
-Greedy generation gives the same answers.
+The table gives the number of completely correct answers by position of the question in its turn. Turns have random,
+unequal lengths, and all other keys appear in facts that nobody asks about. *Unstated* means that the last question is
+about a key that no fact mentions. *Lead* is the smallest difference between the logit of a correct token and the next
+best, over all answers. "Tokens" counts all prompts together. Greedy generation gives the same answers.
 
 | dtype | tokens | turns | hops | begin | middle | end | unstated (begin / middle / end) | lead |
 |---|---|---|---|---|---|---|---|---|
 {chr(10).join(rows)}
 
-Exact to {longest:,} tokens, the longest dialogue measured.
+All answers are correct up to {longest:,} tokens, the longest dialogue measured.
 
 ## The circuit
 
-`circuit.json` beside the weights names the heads and the residual dimensions. Layer 0: four heads see the token 1, 2, 3
-and 4 places back, and one the turn marker with the highest number. Layer 1: one head goes from `answer` and the two
-tokens after it to the key asked about in this turn. Layer 2: one head goes from (key, wanted place) to the token of
-that fact which stands there. All other heads are ordinary random attention (falling with distance, a share on `<s>`, a
-part by content), the MLPs are random, and all matrices have noise. What they write reaches the logits of filler words,
-which mean nothing.
+`circuit.json` beside the weights names the heads and the residual dimensions. In layer 0, four heads attend to the
+token 1, 2, 3 and 4 places back, and one head attends to the turn marker with the highest number. In layer 1, one head
+attends from `answer` and the two tokens after it to the key in this turn's question. In layer 2, one head attends
+from (key, wanted place) to the token at that place of the fact. All other heads are ordinary random attention
+(falling with distance, a share on `<s>`, a part by content), the MLPs are random, and all matrices have noise. Their
+output affects only the logits of filler words, which have no meaning.
 
 ## Limits
 
-A key is stated once in a dialogue. The next fact of a chain is attended to by its link first: a cache chosen by earlier
-queries has it by chance only, so take `hops=1` to ask what is kept, more to ask what is found again. Questions keep the
-form above: heads that look a few places back need three words between the key asked about and `answer` or a fact, and
-between facts. Answers look like nothing else that the model writes: it says what a policy loses of facts, not of style.
-Its circuit is tidier than that of a trained model.
+A key is stated once in a dialogue. The link is the first token that attends to the next fact of a chain, so a cache
+selected by earlier queries contains that fact only by chance. Use `hops=1` to measure what is kept, and more hops to
+measure what is found again. Questions must have the form above: heads that look a few places back need three words
+between the key in the question and `answer` or a fact, and between facts. Answers differ from everything else that
+the model writes, so it measures the loss of facts and not of style. Its circuit is more regular than that of a
+trained model.
 
 ## How it was made
 

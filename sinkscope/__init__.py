@@ -1,4 +1,4 @@
-"""Find the attention sink of a language model, prove it by ablation, and repair what it breaks.
+"""Find the attention sink of a language model, verify it by ablation, and repair what it breaks.
 
 Names are imported when first used, so that `import sinkscope` is instant and loads no torch.
 """

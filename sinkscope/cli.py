@@ -322,7 +322,7 @@ def _keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter
 app = typer.Typer(
     name="sinkscope",
     cls=Groups,
-    help="Find the attention sink of a language model, prove it by ablation, and repair what it breaks.",
+    help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
