@@ -19,7 +19,7 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Share = Annotated[float, Strict(), Field(ge=0, le=1, allow_inf_nan=False)]
 Whole = Annotated[int, Strict(), Field(ge=0)]
 Natural = Annotated[int, Strict(), Field(ge=1)]
-_adapter_checked: Callable[[Any], Any] = cache(TypeAdapter)
+_type_adapter: Callable[[Any], Any] = cache(TypeAdapter)
 
 
 def conform(kind: Any, value: Any, name: str, *, page: str | None = None) -> Any:
@@ -35,7 +35,7 @@ def conform(kind: Any, value: Any, name: str, *, page: str | None = None) -> Any
         SinkscopeError: it is not, with what was expected.
     """
     try:
-        return _adapter_checked(kind).validate_python(value)
+        return _type_adapter(kind).validate_python(value)
     except ValidationError as error:
         raise SinkscopeError(_refusal(error, value, name), page=page) from None
 
@@ -83,7 +83,6 @@ def _refusal(error: ValidationError, data: Any, name: str) -> str:
 
 
 T = TypeVar("T")
-_adapter = cache(TypeAdapter)
 
 
 def read_records(path: str | os.PathLike[str], type_: type[T], expected: str, *, key: str = "") -> list[T]:
@@ -113,7 +112,7 @@ def check(value: Any, type_: type[T], where: str, expected: str) -> T:
         SinkscopeError: the value has another form; the message begins with `where`.
     """
     try:  # from JSON, because pydantic takes an array for a tuple there alone
-        return _adapter(type_).validate_json(json.dumps(value), strict=True)
+        return _type_adapter(type_).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field, wanted = _field(first["loc"]), first["msg"].removeprefix("Input should be ")

@@ -107,12 +107,17 @@ def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Its model is on a hub; here the one in the package stands in for it."""
     import sinkscope as ss
+    from sinkscope.kv.registry import policies
+    from sinkscope.models import adapters
 
     real_load, real_find = ss.load, ss.find_sinks
     monkeypatch.setitem(vars(ss), "load", lambda _name, **options: real_load(**options))
     monkeypatch.setitem(vars(ss), "find_sinks", lambda _name: real_find(max_repeats=64))
     inputs = {"input_ids": torch.tensor([[1, *[300] * 200]]), "max_new_tokens": 2, "do_sample": False}
+    monkeypatch.setattr(adapters, "ADAPTERS", {k: v for k, v in adapters.ADAPTERS.items() if k != "starcoder2"})
     names = run("README.md", inputs=inputs)
+    shares = names["first_token_mass"](names["model"], last=16).share
+    assert max(shares) > 0.5 and "large-values" in policies() and "starcoder2" in adapters.ADAPTERS
     assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)
 
 

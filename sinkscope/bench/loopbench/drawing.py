@@ -15,14 +15,14 @@ from sinkscope.bench.methods import block_of
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.loops.signals import THETA_TTR
 
-_COLOURS_drawing_show = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#000000")
+_LINES = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#000000")
 
 
 def draw_shown(result: Any) -> go.Figure:
     """Type-token ratio of the last window over the steps; interventions as triangles, the end as a circle."""
     fig = go.Figure()
     for i, o in enumerate(result.outputs):
-        colour = _COLOURS_drawing_show[i % len(_COLOURS_drawing_show)]
+        colour = _LINES[i % len(_LINES)]
         fig.add_scatter(
             x=o.steps,
             y=o.window_ttr,

@@ -57,7 +57,7 @@ def drawn_sequences(
 
     No rows if no cluster has `length` tokens.
     """
-    generator = _generator("drawn_sequences", seed, length)
+    generator = _generator("draw", seed, length)
     heads = [head for head, tokens in pools.items() if len(tokens) >= length]
     of = [heads[i % len(heads)] for i in range(count if heads else 0)]
     rows = [pools[h][torch.randperm(len(pools[h]), generator=generator)[:length]] for h in of]
