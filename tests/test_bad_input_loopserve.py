@@ -250,7 +250,7 @@ def test_lines_or_overlap(refused: Callable[[str], str], words: str, says: str) 
         ("--task qasper --source . --form printed", "'--form'"),
         ("--task qasper --source . --tokenizer none", "'none' is not a folder"),
         ("--task qasper --source . --model ./none", "no file or folder './none'"),
-        ("--task qasper --source . --hops 3", "--total-tokens and --hops are of recall"),
+        ("--task qasper --source . --hops 3", "--total-tokens and --hops belong to recall"),
         ("--task recal", "samsum, recall, or scbench_..."),
         ("--task qasper --source . --out q.jsonl", "q.manifest.json is a folder"),
         ("--task recall --count 0", "'--count'"),

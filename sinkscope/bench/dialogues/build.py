@@ -76,16 +76,9 @@ def build_dialogues(
     check_out(out, force=force)
     counted = model is not None or tokenizer is not None
     recall, shared = task == RECALL, task.startswith("scbench")
-    refused = {
-        "--source, --model and --tokenizer mean nothing for recall, which is made up": recall and (source or counted),
-        f"--total-tokens and --hops are of recall: leave them out for {task}": not recall and (total_tokens or hops),
-        f"--form means nothing for {task}, whose dialogues are there already": shared and form != "repaired",
-    }
     if not recall and not shared:
         task_of(task)
-    for message, wrong in refused.items():
-        if wrong:
-            raise SinkscopeError(message)
+    _refuse_unused(task, sourced=bool(source or counted), sized=bool(total_tokens or hops), printed=form != "repaired")
     if recall:
         built = _recall_set(count or 100, turns or 3, total_tokens or 768, hops or 2, seed)
     else:
@@ -99,6 +92,18 @@ def build_dialogues(
     written = write_set([dialogue_line(dialogue) for dialogue in built.made], built.manifest, out, force=force)
     print(built.text())
     note("wrote " + " and ".join(path.name for path in written))
+
+
+def _refuse_unused(task: str, *, sourced: bool, sized: bool, printed: bool) -> None:
+    """Refuse options that this task has no use for."""
+    recall, shared = task == RECALL, task.startswith("scbench")
+    refused = {
+        "--source, --model and --tokenizer mean nothing for recall, which is made up": recall and sourced,
+        f"--total-tokens and --hops belong to recall: leave them out for {task}": not recall and sized,
+        f"--form means nothing for {task}, whose dialogues are there already": shared and printed,
+    }
+    if wrong := [message for message, given in refused.items() if given]:
+        raise SinkscopeError(wrong[0])
 
 
 def _needed(source: str | None, task: str, whose: str) -> str:
