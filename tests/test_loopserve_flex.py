@@ -114,9 +114,9 @@ def imports(patch: pytest.MonkeyPatch, name: str, made: Any) -> None:
     """Importing this module gives something else, or raises it."""
     real = flex.importlib.import_module
 
-    def import_module(wanted: str) -> Any:
+    def import_module(wanted: str, *package: Any) -> Any:
         if wanted != name:
-            return real(wanted)
+            return real(wanted, *package)
         if isinstance(made, Exception):
             raise made
         return made

@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.first_token import separate
-from sinkscope.sinks.first_token.samples import CLEAR, PER_TOKEN, after_attention, draw_samples
+from sinkscope.sinks.first_token.samples import CLEAR, PER_TOKEN, Factor, after_attention, draw_samples
 from sinkscope.sinks.first_token.separate import Separability, Space, auroc, margin, separability
 from sinkscope.trace.run import trace
 
@@ -159,11 +159,12 @@ def test_of_perfect_neurons_the_one_with_the_widest_gap_is_best_whichever_way_it
     """The first neuron overlaps; the others are lower on first tokens, and the third leaves the widest gap."""
     later, firsts = torch.tensor([0.2, 0.6, 0.9, 1.0]), torch.tensor([-0.8, -0.6, -0.3, 0.0])
     columns = [torch.cat([firsts + 0.5, later]), torch.cat([firsts, later]), torch.cat([firsts - 2, later])]
-    best, area, gap, perfect = separate._search(
-        torch.stack(columns, 1), torch.arange(8) < 4, torch.ones(8, dtype=torch.bool)
-    )
-    assert (best, area, perfect) == (2, 1.0, 2)
-    assert gap == pytest.approx((0.2 + 2.0) / (1.0 + 2.8))
+    first, every = torch.arange(8) < 4, torch.ones(8, dtype=torch.bool)
+    factor = Factor("gate", None, torch.stack(columns, 1))
+    found, best, area, values, perfect = separate._search([factor], first, every)
+    assert (found, best, area, perfect) == (factor, 2, 1.0, 2)
+    assert torch.equal(values, -factor.values[:, 2:])  # turned, so that first tokens are higher
+    assert float(margin(values, first)) == pytest.approx((0.2 + 2.0) / (1.0 + 2.8))
 
 
 def test_planes_do_not_depend_on_rotation_nor_see_what_is_held_out() -> None:
