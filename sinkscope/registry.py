@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -159,8 +159,7 @@ class Entry:
         decorator: "measurement" or "command".
         node: its definition.
         marks: arguments of the decorator that are literals; for `outputs`, a list of (name, help, required).
-        names: constants of its module, which defaults may name.
-        imports: names that its module imports, and from which module.
+        text: source of its module.
     """
 
     module: str
@@ -168,8 +167,7 @@ class Entry:
     decorator: str
     node: ast.FunctionDef
     marks: dict[str, Any]
-    names: dict[str, Any] = field(default_factory=dict)
-    imports: dict[str, str] = field(default_factory=dict)
+    text: str = ""
 
     @property
     def command(self) -> str:
@@ -220,11 +218,27 @@ class Entry:
         """What an annotation or a default means; the module of a name is imported only where it is not known here."""
         code = compile(ast.Expression(node), self.module, "eval")
         try:
-            return eval(code, {**_NAMES, **self.names})
+            return eval(code, {**_NAMES, **self._known})
         except NameError as error:
             name = str(error.name)
-            self.names[name] = getattr(import_module(self.imports.get(name, self.module)), name)
+            self._known[name] = self._look_up(name)
             return self._value(node)
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        """Names that were looked up."""
+        return {}
+
+    def _look_up(self, name: str) -> Any:
+        """A constant of the module, or what it imports under this name."""
+        home = self.module
+        for node in ast.parse(self.text).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
+                for value in _literal(node.value):
+                    return value
+            if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
+                home = node.module or home
+        return getattr(import_module(home), name)
 
 
 @cache
@@ -283,25 +297,25 @@ def read_entries(module: str, text: str) -> list[Entry]:
         module: its name.
         text: its source.
     """
-    tree = ast.parse(text)
-    names: dict[str, Any] = {}
-    imports: dict[str, str] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            imports.update((alias.name, node.module) for alias in node.names)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            names.update((node.targets[0].id, value) for value in _literal(node.value))
     found: list[Entry] = []
-    for node in tree.body:
-        if not isinstance(node, ast.FunctionDef):
-            continue
+    for node in _marked(text):
         for mark in node.decorator_list:
             decorator = getattr(getattr(mark, "func", None), "id", None)
             if decorator in ("measurement", "command") and isinstance(mark, ast.Call):
                 marks = {k.arg: v for k in mark.keywords if k.arg for v in _literal(k.value)}
                 marks |= {k.arg: _outputs(k.value) for k in mark.keywords if k.arg == "outputs"}
-                found.append(Entry(module, node.name, decorator, node, marks, names, imports))
+                found.append(Entry(module, node.name, decorator, node, marks, text))
     return found
+
+
+def _marked(text: str) -> list[ast.FunctionDef]:
+    """Functions under a decorator. Source that is formatted is parsed only where they stand, because that is faster."""
+    starts = [m.start() for m in _MARK.finditer(text)]
+    try:
+        trees = [ast.parse(text[start:].partition("\n\n\n")[0]) for start in starts]
+    except SyntaxError:
+        trees = [ast.parse(text)]
+    return [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 
 @cache

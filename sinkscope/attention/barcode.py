@@ -24,7 +24,6 @@ from sinkscope.attention.generation import (
 )
 from sinkscope.attention.live import Live
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.barcode import draw
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import Observe, Rows
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
@@ -277,7 +276,7 @@ def save_arrays(result: Barcode, path: str) -> None:
 
 @measurement(
     group="Loops",
-    figure=draw,
+    figure="sinkscope.figures.barcode:draw",
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "layers": [0]},

@@ -14,7 +14,6 @@ from torch import Tensor
 from sinkscope.attention.generation import chosen_layers
 from sinkscope.attention.line_texts import Input, inputs, means, shares
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.lines import draw_weights
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
 from sinkscope.measure import Positive, Result, Setup, measurement
@@ -165,7 +164,7 @@ class LineWeights(Weights, Result):
 
 @measurement(
     group="Look",
-    figure=draw_weights,
+    figure="sinkscope.figures.lines:draw_weights",
     command="lines",
     loading="whole",
     edits=True,

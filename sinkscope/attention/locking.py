@@ -21,7 +21,6 @@ from sinkscope.attention.generation import (
     prompt_ids,
 )
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.locking import draw
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode
 from sinkscope.kv.session import Observe, Rows
@@ -213,7 +212,13 @@ class Locking(Result):
         return lines
 
 
-@measurement(group="Loops", figure=draw, loading="whole", edits=True, quick={"max_new_tokens": 24, "suffix": 32})
+@measurement(
+    group="Loops",
+    figure="sinkscope.figures.locking:draw",
+    loading="whole",
+    edits=True,
+    quick={"max_new_tokens": 24, "suffix": 32},
+)
 def locking(
     setup: Setup,
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,

@@ -15,7 +15,6 @@ from torch import Tensor
 from sinkscope.attention.generation import chosen_layers
 from sinkscope.attention.line_texts import Input, Question, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.lines import draw_overlap
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
@@ -205,7 +204,7 @@ class LineOverlap(Overlap, Result):
 
 @measurement(
     group="Look",
-    figure=draw_overlap,
+    figure="sinkscope.figures.lines:draw_overlap",
     command="overlap",
     loading="whole",
     quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},

@@ -13,7 +13,6 @@ from torch import Tensor
 from sinkscope.attention.generation import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.attention.rotary_tails import Drift, RotaryHead, curves_of, heads_of, positions_of, tails
 from sinkscope.errors import SinkscopeError, UnsupportedError
-from sinkscope.figures.rotary import draw
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.trace.attention import refuse_opaque
@@ -282,7 +281,11 @@ class RotaryInvariance(Result):
 
 
 @measurement(
-    group="Loops", command="rotary", figure=draw, loading="whole", quick={"max_new_tokens": 160, "layers": [0]}
+    group="Loops",
+    command="rotary",
+    figure="sinkscope.figures.rotary:draw",
+    loading="whole",
+    quick={"max_new_tokens": 160, "layers": [0]},
 )
 def rotary_invariance(
     setup: Setup,

@@ -146,7 +146,7 @@ def _named(module: str, name: str) -> Any:
 def measurement(
     *,
     group: str,
-    figure: Callable[[Any], go.Figure] | None = None,
+    figure: Callable[[Any], go.Figure] | str | None = None,
     command: str | None = None,
     flag: str | None = None,
     adds: str | None = None,
@@ -165,7 +165,7 @@ def measurement(
 
     Args:
         group: The help and the documentation show measurements of one group together.
-        figure: Draws the result.
+        figure: Draws the result; "module:function" is imported when it is drawn.
         command: Words of the command; None: the function's name with dashes.
         flag: The measurement shares the command with another one and runs when this option is given.
         adds: With `flag`: it runs after the other one, and its result stands under this key of the JSON.

@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.vocabulary import attack as figure
 from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
@@ -176,7 +175,7 @@ def refuse_no_lengths(*, lengths: Sequence[int], **_: Any) -> None:
 
 @measurement(
     group="Repetition",
-    figure=figure,
+    figure="sinkscope.figures.vocabulary:attack",
     command="attack",
     quick={"lengths": [4], "sequences": 4, "searched": 1, "prefix": ""},
     check=_check,

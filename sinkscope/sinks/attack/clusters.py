@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.figures.vocabulary import clusters as figure
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
@@ -308,7 +307,11 @@ class TokenClusters(Result):
 
 
 @measurement(
-    group="Repetition", figure=figure, command="clusters", quick={"tokens": ["the", "of", "and"]}, check=refuse_workers
+    group="Repetition",
+    figure="sinkscope.figures.vocabulary:clusters",
+    command="clusters",
+    quick={"tokens": ["the", "of", "and"]},
+    check=refuse_workers,
 )
 def token_clusters(
     setup: Setup,

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.vocabulary import detection as figure
 from sinkscope.interventions.base import Run
 from sinkscope.interventions.edits import NeuronGroup
 from sinkscope.interventions.positions import Call, Memory
@@ -199,7 +198,7 @@ def make_detector(setup: Setup, neurons: Sequence[Neuron], threshold: float = 0.
 
 @measurement(
     group="Repetition",
-    figure=figure,
+    figure="sinkscope.figures.vocabulary:detection",
     command="attack",
     flag="detect",
     quick={"lengths": [8], "sequences": 6, "prefix": ""},

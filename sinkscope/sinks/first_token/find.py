@@ -11,7 +11,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.first_token import draw_find_sinks
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
@@ -222,7 +221,9 @@ def _names(found: FindSinks) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
-@measurement(group="Sinks", figure=draw_find_sinks, loading="enough", quick={"max_repeats": 64})
+@measurement(
+    group="Sinks", figure="sinkscope.figures.first_token:draw_find_sinks", loading="enough", quick={"max_repeats": 64}
+)
 def find_sinks(
     setup: Setup,
     *,

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.figures.first_token import draw_heads
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.head_replacement import Geometry, Replacement, geometry
@@ -174,7 +173,7 @@ class MarkingHeads(Result):
         return lines
 
 
-@measurement(group="Sinks", figure=draw_heads, command="heads", quick={"count": 2})
+@measurement(group="Sinks", figure="sinkscope.figures.first_token:draw_heads", command="heads", quick={"count": 2})
 def marking_heads(
     setup: Setup,
     *,

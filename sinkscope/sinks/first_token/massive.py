@@ -12,7 +12,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.figures.first_token import draw_massive_activations
 from sinkscope.measure import Progress, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.walk import SINK_RATIO, spike_dims
@@ -169,7 +168,7 @@ class MassiveActivations(Result):
 
 @measurement(
     group="Sinks",
-    figure=draw_massive_activations,
+    figure="sinkscope.figures.first_token:draw_massive_activations",
     command="find-sinks",
     flag="all",
     adds="massive",

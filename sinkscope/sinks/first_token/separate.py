@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.first_token import draw_separability
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.samples import After, Factor, after_attention, draw_samples
 from sinkscope.sinks.first_token.tokens import first_tokens
@@ -136,7 +135,12 @@ class Separability(Result):
         return lines
 
 
-@measurement(group="Sinks", figure=draw_separability, command="separate", quick={"count": 128, "texts": 32})
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.first_token:draw_separability",
+    command="separate",
+    quick={"count": 128, "texts": 32},
+)
 def separability(
     setup: Setup,
     *,

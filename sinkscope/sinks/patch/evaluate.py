@@ -20,7 +20,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.patch import draw_eval
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -116,7 +115,7 @@ def _check(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str
 
 @measurement(
     group="Sinks",
-    figure=draw_eval,
+    figure="sinkscope.figures.patch:draw_eval",
     command="patch eval",
     loading="whole",
     check=_check,

@@ -13,7 +13,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.patch import draw_make
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
@@ -188,7 +187,7 @@ def _write(made: PatchMade, path: str) -> str | None:
 
 @measurement(
     group="Sinks",
-    figure=draw_make,
+    figure="sinkscope.figures.patch:draw_make",
     command="patch make",
     loading="whole",
     check=_check,

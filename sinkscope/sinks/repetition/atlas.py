@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
-from sinkscope.figures.vocabulary import atlas as figure
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
@@ -218,7 +217,7 @@ class SinkAtlas(Result):
 
 @measurement(
     group="Repetition",
-    figure=figure,
+    figure="sinkscope.figures.vocabulary:atlas",
     command="atlas",
     quick={"tokens": ["the", "of"], "max_repeats": 32},
     check=refuse_workers,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures import repetition
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
@@ -147,7 +146,9 @@ class Convergence(Result):
         return lines
 
 
-@measurement(group="Repetition", figure=repetition.convergence, command="converge", quick={"max_repeats": 24})
+@measurement(
+    group="Repetition", figure="sinkscope.figures.repetition:convergence", command="converge", quick={"max_repeats": 24}
+)
 def convergence(
     setup: Setup,
     *,

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sinkscope._plain import pathless
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures import repetition
 from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
@@ -223,7 +222,7 @@ class _Asking:
 
 @measurement(
     group="Repetition",
-    figure=repetition.divergence,
+    figure="sinkscope.figures.repetition:divergence",
     loading="whole",
     quick={"max_repeats": 16, "repeats": [4], "new_tokens": 4, "controls": 2, "tokens": ["the"]},
 )

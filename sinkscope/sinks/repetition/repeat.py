@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.figures import repetition
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.results import cell
@@ -176,7 +175,10 @@ class RepeatNorms(Result):
 
 
 @measurement(
-    group="Repetition", figure=repetition.repeat_norms, command="repeat", quick={"max_repeats": 24, "ablate": True}
+    group="Repetition",
+    figure="sinkscope.figures.repetition:repeat_norms",
+    command="repeat",
+    quick={"max_repeats": 24, "ablate": True},
 )
 def repeat_norms(
     setup: Setup,

@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures import repetition
 from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results import cell
@@ -180,7 +179,7 @@ class RepeatAttention(Result):
 
 @measurement(
     group="Repetition",
-    figure=repetition.repeat_attention,
+    figure="sinkscope.figures.repetition:repeat_attention",
     command="repeat",
     flag="attention",
     quick={"max_repeats": 24, "batch_size": 2},
