@@ -56,7 +56,6 @@ class Measurement(Generic[P, R]):
         edits: bool,
         quick: dict[str, Any],
         outputs: Sequence[Output],
-        command: str | None,
         check: Callable[..., object] | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
@@ -74,7 +73,6 @@ class Measurement(Generic[P, R]):
         merged = [common[0], *own, *common[1:]]
         self.__signature__ = inspect.Signature(sorted(merged, key=lambda p: p.kind))
         self._own = [p.name for p in own]
-        self.command = command or function.__name__.replace("_", "-")
 
     @functools.cached_property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -189,7 +187,6 @@ def measurement(
             edits=edits,
             quick=quick or {},
             outputs=outputs,
-            command=command,
             check=check,
         )
 
