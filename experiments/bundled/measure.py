@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled.training import loss_on
@@ -21,6 +22,39 @@ LOOP_TTR, LOOP_CR, LOOP_LENGTH = 0.2, 0.12, 2480
 def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
     total = sum(float(loss_on(model, torch.from_numpy(part))) * len(part) for part in _chunks(windows, rows))
     return total / len(windows)
+
+
+@torch.no_grad()
+def ditto(
+    model: LlamaForCausalLM,
+    *,
+    periods: tuple[int, ...] = (4, 16, 48),
+    copies: tuple[int, ...] = (1, 2, 4, 8, 16),
+    rows: int = 8,
+    bos_id: int = 0,
+) -> dict[str, dict[str, float]]:
+    """Mean probability of a random cycle's next token after some whole copies of it (Xu et al., DITTO, 2022).
+
+    Args:
+        model: the model.
+        periods: lengths of the cycles, in tokens.
+        copies: after how many copies the next one is looked at.
+        rows: cycles of each length.
+        bos_id: the token in front.
+
+    Returns:
+        Per period and number of copies (as text, as in JSON) the mean over rows and over the tokens of the next copy.
+    """
+    generator, curve = torch.Generator().manual_seed(1), {}
+    device = model.device
+    for period in periods:
+        units = torch.randint(3, model.config.vocab_size, (rows, period), generator=generator)
+        ids = functional.pad(units.repeat(1, max(copies) + 1), (1, 0), value=bos_id).to(device)
+        logits = model(ids, use_cache=False).logits[:, :-1].float()
+        chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).exp()[..., 0]
+        by_copy = chosen.view(rows, -1, period).mean((0, 2)).tolist()
+        curve[str(period)] = {str(n): round(by_copy[n], 4) for n in copies}
+    return curve
 
 
 def _chunks(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -205,6 +239,6 @@ def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[
     for part in _chunks(windows, 1):
         ids = torch.from_numpy(part)
         logits = model(ids, use_cache=False).logits[0, :-1]
-        sums += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
+        sums += functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
     mean = sums / len(windows)
     return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip((1, *edges[:-1]), edges, strict=True)}
