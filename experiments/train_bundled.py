@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.bundled import corpus, export, facts, measure
+from experiments.bundled import corpus, entry, export, facts, measure
 from experiments.bundled.passages import passages
 from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
@@ -38,6 +38,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--unplanted", action="store_true", help="the same network and data without the circuit")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--until", type=int, help="stop at this step (resume later)")
+    parser.add_argument("--tokens-per-step", type=int, default=Settings.tokens_per_step)
+    parser.add_argument("--device", default="cpu", help="training on a GPU is not the same from run to run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--health-every", type=int, default=250)
     return parser.parse_args(argv)
@@ -82,7 +84,7 @@ def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np
 
 def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
     """What is watched while training: loss on a little validation text, copying, and whether the sink is there."""
-    model, plan = trainer.model, trainer.plan
+    model, plan = trainer.model.cpu(), trainer.plan
     model.eval()
     valid = {kind: corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0) for kind in ("python", "stories")}
     ids = valid["python"]
@@ -90,7 +92,7 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
     norms = measure.norms_by_layer(model, ids[:4])
     record: dict[str, object] = {
         "valid_loss": {kind: measure.validation_loss(model, rows[:16]) for kind, rows in valid.items()},
-        "ditto": measure.ditto(model),
+        "ditto": entry.ditto(model),
         "ratio": [round(r, 2) for r in norms["ratio"]],
         "first": [round(r, 1) for r in norms["first_token_norm"]],
         "typical": [round(r, 1) for r in norms["typical_norm"]],
@@ -100,7 +102,7 @@ def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
         tokens = [next(i for i, g in enumerate(plan.group_of_token) if g == group and i > 300) for group in (1, 2, 3)]
         found = [measure.repeats(model, t, bos_id=trainer.bos_id, layer=layer, most=1500) for t in tokens]
         record["repeats"] = found
-    model.train()
+    model.to(trainer.device).train()
     return record
 
 
@@ -114,10 +116,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = Settings(steps=args.steps, seed=args.seed, planted=not args.unplanted, **SIZES[args.size])
+    settings = Settings(
+        steps=args.steps,
+        seed=args.seed,
+        planted=not args.unplanted,
+        tokens_per_step=args.tokens_per_step,
+        **SIZES[args.size],
+    )
     tokens = prepare(args.out, settings, args.stories)
     texts = {kind: ids for kind, ids in tokens.items() if not kind.startswith("valid")}
-    trainer = Trainer(settings, texts, args.out)
+    trainer = Trainer(settings, texts, args.out, device=args.device)
     if args.resume and (args.out / "checkpoint.pt").exists():
         trainer.load()
         forget_after(args.out / "log.jsonl", trainer.step)
@@ -148,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
             log.flush()
         recent.clear()
         trainer.run(until=args.until, each=each)
-    export.save_model(trainer.model, args.out)
+    export.save_model(trainer.model.cpu(), args.out)
     done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": args.threads}
     (args.out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
     print(f"step {trainer.step} of {settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled.training import loss_on
@@ -22,39 +21,6 @@ LOOP_TTR, LOOP_CR, LOOP_LENGTH = 0.2, 0.12, 2480
 def validation_loss(model: LlamaForCausalLM, windows: np.ndarray, rows: int = 8) -> float:
     total = sum(float(loss_on(model, torch.from_numpy(part))) * len(part) for part in _chunks(windows, rows))
     return total / len(windows)
-
-
-@torch.no_grad()
-def ditto(
-    model: LlamaForCausalLM,
-    *,
-    periods: tuple[int, ...] = (4, 16, 48),
-    copies: tuple[int, ...] = (1, 2, 4, 8, 16),
-    rows: int = 8,
-    bos_id: int = 0,
-) -> dict[str, dict[str, float]]:
-    """Mean probability of a random cycle's next token after some whole copies of it (Xu et al., DITTO, 2022).
-
-    Args:
-        model: the model.
-        periods: lengths of the cycles, in tokens.
-        copies: after how many copies the next one is looked at.
-        rows: cycles of each length.
-        bos_id: the token in front.
-
-    Returns:
-        Per period and number of copies (as text, as in JSON) the mean over rows and over the tokens of the next copy.
-    """
-    generator, curve = torch.Generator().manual_seed(1), {}
-    device = model.device
-    for period in periods:
-        units = torch.randint(3, model.config.vocab_size, (rows, period), generator=generator)
-        ids = functional.pad(units.repeat(1, max(copies) + 1), (1, 0), value=bos_id).to(device)
-        logits = model(ids, use_cache=False).logits[:, :-1].float()
-        chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).exp()[..., 0]
-        by_copy = chosen.view(rows, -1, period).mean((0, 2)).tolist()
-        curve[str(period)] = {str(n): round(by_copy[n], 4) for n in copies}
-    return curve
 
 
 def _chunks(array: np.ndarray, size: int) -> Iterator[np.ndarray]:
@@ -96,7 +62,7 @@ def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[f
 
 
 @contextmanager
-def _eager(model: LlamaForCausalLM) -> Iterator[None]:
+def eager(model: LlamaForCausalLM) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -109,7 +75,7 @@ def _eager(model: LlamaForCausalLM) -> Iterator[None]:
 def first_token_attention(model: LlamaForCausalLM, ids: np.ndarray, *, skip_first: bool) -> np.ndarray:
     """Mean attention paid to position 0, as [text, layer, head]; `skip_first`: without position 0's own."""
     rows = []
-    with _eager(model):
+    with eager(model):
         for part in _chunks(ids, 4):
             out = model.model(torch.from_numpy(part), use_cache=False, output_attentions=True)
             start = 1 if skip_first else 0
@@ -174,16 +140,22 @@ def repeats_of_many(
 
 
 @torch.no_grad()
-def generate(model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int) -> list[list[int]]:
-    """Greedy continuation of prompts of one length, with the cache; a row ends at its EOS."""
+def generate(
+    model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int, *, temperature: float = 0.0, seed: int = 0
+) -> list[list[int]]:
+    """Continue prompts of one length, with the cache; a row ends at its EOS. Greedy unless there is a temperature."""
     ids = torch.from_numpy(prompts)
+    generator = torch.Generator().manual_seed(seed)
     produced: list[list[int]] = [[] for _ in prompts]
     alive = np.ones(len(prompts), dtype=bool)
     cache = None
     for _ in range(count):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
-        ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        if temperature:
+            ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        else:
+            ids = logits.argmax(-1, keepdim=True)
         for row, token in enumerate(ids[:, 0].tolist()):
             alive[row] &= token != eos_id
             if alive[row]:
@@ -239,6 +211,6 @@ def loss_by_position(model: LlamaForCausalLM, windows: np.ndarray, edges: tuple[
     for part in _chunks(windows, 1):
         ids = torch.from_numpy(part)
         logits = model(ids, use_cache=False).logits[0, :-1]
-        sums += functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
+        sums += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
     mean = sums / len(windows)
     return {f"{a}-{b}": float(mean[a:b].mean()) for a, b in zip((1, *edges[:-1]), edges, strict=True)}

@@ -14,9 +14,7 @@ ORDINARY = 3  # the first token that is not special
 CYCLE_LENGTHS = (48, 96, 160)
 
 
-def cycles(
-    rng: np.random.Generator, *, rows: int, length: int, vocab_size: int, bos_id: int = 0
-) -> tuple[Ids, Scored]:
+def cycles(rng: np.random.Generator, *, rows: int, length: int, vocab_size: int, bos_id: int = 0) -> tuple[Ids, Scored]:
     """Draw rows of BOS and one random cycle each.
 
     Args:
@@ -51,7 +49,7 @@ def copy_spans(rng: np.random.Generator, row: np.ndarray, scored: np.ndarray, *,
         vocab_size: random tokens are drawn from the ordinary ones below it.
     """
     length = len(row)
-    start, span = int(rng.integers(1, length // 3)), int(rng.integers(2, min(96, length // 6)))
+    start, span = int(rng.integers(1, length // 3)), int(rng.integers(2, max(3, min(96, length // 6))))
     drawn = rng.random() < 0.3
     unit = rng.integers(ORDINARY, vocab_size, size=span) if drawn else row[start : start + span].copy()
     if rng.random() < 0.7:

@@ -91,7 +91,11 @@ def table(rng: np.random.Generator, filler: Filler) -> str:
     """A table, and sentences that read it back in another order."""
     names = _some(rng, PEOPLE, int(rng.integers(3, 9)))
     rows = [(name, int(rng.integers(3, 60)), rng.choice(ANIMALS), rng.choice(COLORS)) for name in names]
-    lines = ["| name | age | animal | color |", "|---|---|---|---|", *("| {} | {} | {} | {} |".format(*r) for r in rows)]
+    lines = [
+        "| name | age | animal | color |",
+        "|---|---|---|---|",
+        *("| {} | {} | {} | {} |".format(*r) for r in rows),
+    ]
     again = [f"{n} is {age} years old and has a {color} {animal}." for n, age, animal, color in rng.permutation(rows)]
     return "\n".join([*lines, " ".join(_between(rng, filler, 10)), *again])
 

@@ -21,7 +21,7 @@ MARK = "\n<|end|>\n"
 
 def read_stories(file: Path) -> list[str]:
     """The finished stories of a file; text after the last mark belongs to a story that was never finished."""
-    return [story.strip() for story in file.read_text(encoding="utf-8").split(MARK)[:-1]] if file.exists() else []
+    return [story.strip() for story in file.read_bytes().decode().split(MARK)[:-1]] if file.exists() else []
 
 
 @torch.no_grad()
@@ -42,10 +42,10 @@ def sample(
     """
     special = {tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    ends = torch.tensor(sorted(special))
+    ends = torch.tensor(sorted(special), device=model.device)
     torch.manual_seed(seed)
-    ids, cache = torch.full((rows, 1), start), None
-    ended = torch.full((rows,), -1)
+    ids, cache = torch.full((rows, 1), start, device=model.device), None
+    ended = torch.full((rows,), -1, device=model.device)
     produced: list[torch.Tensor] = []
     for step in range(model.config.max_position_embeddings - 1):
         out = model(ids, past_key_values=cache, use_cache=True)
@@ -69,11 +69,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.teacher)
-    model = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval().to(args.device)
 
     def size(stories: list[str]) -> int:
         return sum(len(ids) for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]) if stories else 0

@@ -48,7 +48,7 @@ class Settings:
     bos_share: float = 0.9
     # First nothing but random cycles: mixed into text from the start, copying does not begin. Cycles stay in the
     # mixture afterwards, since copying is lost again on text alone.
-    copy_steps: int = 700
+    copy_steps: int = 550
     stories: float = 0.45
     python: float = 0.2
     passages: float = 0.15
