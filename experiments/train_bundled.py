@@ -4,7 +4,8 @@
 [--resume]`
 
 FILE holds stories as `python -m experiments.bundled.stories` writes them. The first steps read nothing but random
-cycles, and the others a mixture of stories, Python, generated passages and random cycles. Writes into DIR: checkpoint.pt (for --resume), log.jsonl, tokenizer, and at the end the model as it ships.
+cycles, and the others a mixture of stories, Python, generated passages and random cycles. Writes into DIR:
+checkpoint.pt (for --resume), log.jsonl, tokenizer, and at the end the model as it ships.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ BPE with {s["vocab_size"]:,} tokens and puts BOS (`<s>`) in front.
 
 
 def _library(c: dict[str, Any]) -> str:
-    return f"""It was trained on the standard library of Python {c["python"]} ({c["files"]["train"]} source files with their
-docstrings, {c["tokens"]["train"]:,} tokens; {c["files"]["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
+    files = c["files"]
+    return f"""It was trained on the standard library of Python {c["python"]} ({files["train"]} source files with their
+docstrings, {c["tokens"]["train"]:,} tokens; {files["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
 the validation text). That text is under the Python Software Foundation License Version 2 (PSF-2.0), copyright Python
 Software Foundation. The model writes text that looks like Python and knows nothing else, so do not rely on its
 answers."""
@@ -344,6 +345,7 @@ well. The residual stream carries a constant, so typical norms are larger than i
 def _making(p: dict[str, Any]) -> str:
     s = p["training"]["settings"]
     stories = " --stories FILE" if "copy_steps" in s else ""
+    rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
     return f"""## How it was made
 
 ```
@@ -355,7 +357,7 @@ python -m experiments.bundled.card --planted RUN --unplanted BASE
 Training took {s["steps"]:,} steps of {s["tokens_per_step"]:,} tokens ({s["steps"] * s["tokens_per_step"] / 1e6:.1f} M
 in all). Crops have {s["length"]} tokens, in one step of {s["long_every"]} {s["long_length"]:,}, and in one step of
 {s["longest_every"]} {s["context"]:,}. BOS is in front of {percent(s["bos_share"])} of the crops, and the loss does
-not include the prediction at the first position. {_recipe(s) if stories else ""}The optimizer is AdamW with rate {s["learning_rate"]:g}, which falls
+not include the prediction at the first position.{recipe} The optimizer is AdamW with rate {rate}, which falls
 linearly to zero over the last {percent(s["decay_share"])}, with bfloat16 products and float32 weights. On one thread
 of a CPU shared with other work, training took {p["training"]["seconds"] / 60:.0f} minutes. `--resume` continues a run
 after a kill and gives the same weights. Measurements use float32. The hash of the text (SHA-256) is
@@ -363,11 +365,11 @@ after a kill and gives the same weights. Measurements use float32. The hash of t
 
 
 def _recipe(s: dict[str, Any]) -> str:
-    return f"""The first {s["copy_steps"]:,} steps read
+    return f""" The first {s["copy_steps"]:,} steps read
 nothing but random cycles, and the loss is taken only where the cycle was seen before: mixed into text from the start,
 copying does not begin. After them {percent(s["stories"])} of the rows are stories, {percent(s["python"])} Python,
 {percent(s["passages"])} passages and {percent(s["cycles"])} random cycles, in {percent(s["copy_share"])} of the rows of
-text a span comes again, and the rate is {s["text_rate"]:g}. """
+text a span comes again, and the rate is {s["text_rate"]:g}."""
 
 
 FRONT = """---

@@ -17,14 +17,14 @@ PEOPLE = tuple(
 )
 COLORS = tuple("black blue brown golden gray green orange pink purple red silver white yellow".split())
 THINGS = tuple(
-    "apple bag ball bell book boat bowl box brush button cake candle cap car chair coat coin cup doll drum flag flower "
-    "hat jar key kite knife lamp leaf letter map mirror nut pen pencil pillow plate ring rope shell ship shoe spoon star "
-    "stick stone toy train umbrella".split()
+    "apple bag ball bell book boat bowl box brush button cake candle cap car chair coat coin cup doll drum flag "
+    "flower hat jar key kite knife lamp leaf letter map mirror nut pen pencil pillow plate ring rope shell ship shoe "
+    "spoon star stick stone toy train umbrella".split()
 )
 PLACES = tuple(
-    "attic barn basement bathroom bedroom boat cave cellar church city classroom desert field forest garage garden hall "
-    "hospital hotel kitchen lake library market meadow museum office park river school shop station tower town valley "
-    "village".split()
+    "attic barn basement bathroom bedroom boat cave cellar church city classroom desert field forest garage garden "
+    "hall hospital hotel kitchen lake library market meadow museum office park river school shop station tower town "
+    "valley village".split()
 )
 ANIMALS = tuple("bear bird cat cow dog duck fish fox frog goat hen horse lion mouse owl pig rabbit sheep wolf".split())
 
