@@ -14,12 +14,12 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, Rotary
-from sinkscope.kv.policy import At, Policy, check_fields
-from sinkscope.kv.registry import register_policy
+from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Moment, Prompt, Session
 from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines, Variant, check_selection, select_lines
 from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, sparse_attention
+from sinkscope.records import check_fields
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
 
