@@ -22,8 +22,8 @@ from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.models.target import Target
+from sinkscope.trace.attention import Attention, Handler, View, leave, listen, rows_by_view, tapped
 from sinkscope.trace.internals import following_generate
-from sinkscope.trace.tap import Attention, Handler, View, leave, listen, rows_by_view, tapped
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import refuse_opaque
-from sinkscope.trace.tap import Attention, listening
+from sinkscope.trace.attention import Attention, listening, refuse_opaque
 
 CHUNK_BYTES = 8 << 20
 """Scores held at a time on a CPU, where work that stays in the last-level cache is several times faster; other devices,
