@@ -138,9 +138,7 @@ def tails(
             attention = target.sub(i, target.adapter.attn)
             finish = (attention, "post", lambda *_, p=part: found.extend(p.finish()))
             stack.enter_context(target.hooks((attention, "pre", part.on_entry), finish))
-        stack.enter_context(
-            listening(target, lambda call: layered[call.layer].on_call(call) if call.layer in layered else None)
-        )
+        stack.enter_context(listening(target, see))
         stack.enter_context(queries_and_keys(target, lambda i, r, q, k: layered[i].on_qk(r, q, k), layers))
         target.forward(ids[None])
     return found
