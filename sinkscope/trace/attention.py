@@ -121,6 +121,11 @@ class Attention:
         """Number of the decoder layer."""
         return int(self.module.layer_idx)
 
+    @property
+    def scaling(self) -> float:
+        """Factor on the scores."""
+        return _scaling(self.module, self.query, self.settings.get("scaling"))
+
     def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
         """Show rows, some queries at a time, to `fn`.
 
@@ -211,12 +216,11 @@ class Attention:
     def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
         query, keys = self.query[:, :, part], self.key.shape[2]
         if by_mask:
-            scaling, own = self.settings.get("scaling"), query.shape[-1] ** -0.5
             return attention_probs(
                 query,
                 self.key,
                 None if self.mask is None else self.mask[:, :, part, :keys],
-                scaling=own if scaling is None else scaling,
+                scaling=self.scaling,
                 first_query=keys - self.query.shape[2] + part.start,
                 softcap=self.settings.get("softcap"),
                 sinks=self.settings.get("s_aux"),
@@ -224,7 +228,7 @@ class Attention:
         assert self.view is not None
         later = self.query.shape[2] - part.stop  # new tokens that none of these queries sees
         seen = slice(0, keys - later)
-        rows = rows_by_view(self.module, query, self.key[:, :, seen], self.view.part(part, seen), self.settings)
+        rows = rows_by_view(self.module, query, self.key[:, :, seen], self.view.part(part, seen), self.scaling)
         return torch.nn.functional.pad(rows, (0, later)) if later else rows
 
 
@@ -233,29 +237,33 @@ def rows_by_view(
     query: Float[Tensor, "batch head query d_head"],
     key: Float[Tensor, "batch kv_head key d_head"],
     view: View,
-    settings: dict[str, Any],
+    scaling: float | None,
 ) -> Float[Tensor, "batch head query key"]:
     """Rows of an attention module, of what is seen by `view`, float32.
 
     Args:
-        module: tells what `settings` does not.
+        module: has the soft cap and the learned sink logits.
         query: after rotary.
         key: after rotary.
         view: of these queries and keys.
-        settings: what the model passed to its attention, if it is known. What it passes comes first: some models scale
-            their queries themselves (OPT).
+        scaling: factor on the scores that the model passed to its attention, if it is known; None: the module's.
     """
-    scaling = settings.get("scaling", getattr(module, "scaling", None))
     capped = stock_name(module.config) != "sdpa"
     return attention_probs(
         query,
         key,
         _widened(view.sees(), query.shape[1]),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        scaling=_scaling(module, query, scaling),
         first_query=0,
         softcap=getattr(module.config, "attn_logit_softcapping", None) if capped else None,
         sinks=getattr(module, "sinks", None),
     )
+
+
+def _scaling(module: Any, query: Tensor, passed: float | None) -> float:
+    """What the model passes comes first: some models scale their queries themselves (OPT)."""
+    known = getattr(module, "scaling", None) if passed is None else passed
+    return float(query.shape[-1] ** -0.5 if known is None else known)
 
 
 def _widened(mask: Bool[Tensor, "batch _ query key"], heads: int) -> Bool[Tensor, "batch _ query key"]:
