@@ -272,7 +272,7 @@ def test_one_neuron_is_looked_at_by_both_of_its_factors(family: str, tmp_path: P
 def test_a_neuron_that_is_not_there_is_refused(tmp_path: Path) -> None:
     dense, mixture = organism("llama", 1), organism("mixtral", 1)
     width = Target.of(dense.model).d_mlp
-    for o, given, words in (
+    for o, asked, words in (
         (dense, {"neuron": width}, f"0 to {width - 1}"),
         (dense, {"neuron": 0, "expert": 1}, "leave --expert out"),
         (dense, {"expert": 1}, "give --neuron"),
@@ -280,4 +280,4 @@ def test_a_neuron_that_is_not_there_is_refused(tmp_path: Path) -> None:
         (mixture, {"neuron": 0, "expert": 4}, "0 to 3"),
     ):
         with pytest.raises(SinkscopeError, match=words):
-            _found(o, tmp_path, **given)
+            _found(o, tmp_path, **asked)
