@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import html
+import math
 from typing import Any
 
 import plotly.graph_objects as go
 
 from sinkscope.figures.style import BLUE, GREY, ORANGE, finished, layer_axis, log_axes, panels
+from sinkscope.results import cell
 
 
 def draw_screen(result: Any) -> go.Figure:
@@ -35,3 +38,37 @@ def draw_screen(result: Any) -> go.Figure:
     fig.update_xaxes(type="category", tickangle=0, row=1, col=2)
     fig.update_yaxes(title_text="largest norm written", rangemode="tozero", row=1, col=2)
     return finished(fig, result, "neurons by their weights", width=1200, height=460)
+
+
+def draw_positions(result: Any) -> go.Figure:
+    """Norm over the typical one and attention received, layer by position."""
+    fig = panels(["Norm over the typical one", "Attention received, mean of heads and later queries"], spacing=0.12)
+    names = [f"{i} {html.escape(repr(token.text))}" for i, token in enumerate(result.tokens)]
+    layers, places = list(range(len(result.norm))), list(range(len(names)))
+    ratio = [[v / usual for v in row] for row, usual in zip(result.norm, result.typical_norm, strict=True)]
+    shown = [[math.log10(max(v, 1e-3)) for v in row] for row in ratio]
+    given = [[None if math.isnan(v) else v for v in row] for row in result.attention.tolist()]
+    ticks = list(range(-3, 8))
+    bar = {"tickvals": ticks, "ticktext": [f"{10.0**t:g}" for t in ticks], "x": 0.44, "thickness": 12}
+    for col, z, text, colours, scale in (
+        (1, shown, ratio, [[0, "#f7f7f7"], [1, BLUE]], bar),
+        (2, given, given, [[0, "#f7f7f7"], [1, ORANGE]], {"thickness": 12}),
+    ):
+        fig.add_heatmap(
+            x=places,
+            y=layers,
+            z=z,
+            text=[[f"{name}: {cell(v)}" for name, v in zip(names, row, strict=True)] for row in text],
+            hovertemplate="layer %{y}, %{text}<extra></extra>",
+            colorscale=colours,
+            zmin=0,
+            colorbar=scale,
+            row=1,
+            col=col,
+        )
+        fig.update_yaxes(title_text="layer", row=1, col=col)
+        fig.update_xaxes(title_text="position", row=1, col=col)
+        if len(names) <= 40:
+            fig.update_xaxes(tickvals=places, ticktext=names, tickangle=-60, tickfont={"size": 10}, row=1, col=col)
+    found = f"norms and attention of {len(names)} tokens"
+    return finished(fig, result, found, width=1400, height=520, bottom=150 if len(names) <= 40 else 80)
