@@ -9,39 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.experts import activate, bind, columns, gate_up
+from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor, plain_weight
+from sinkscope.sinks.first_token.effects import Component
 from sinkscope.trace.tap import Attention, alone, listening
 
 _HEADS = 1 << 27  # numbers of all heads' outputs in memory; beyond it, heads of a layer are one component
 _ROWS = 1 << 24  # numbers of the rows of one call of an attention module
-
-
-class Part(NamedTuple):
-    """What is told apart in a sum.
-
-    Attributes:
-        kind: "token embedding", "position embedding", "head", "attention" (all heads of a layer together),
-            "attention bias", "mlp" (without its sink neurons), "sink neurons", "norm bias", "input bias", "key bias".
-        layer: None for the embeddings, and for biases between the residual stream and the input.
-        head: None where it is no head.
-    """
-
-    kind: str
-    layer: int | None = None
-    head: int | None = None
-
-    def __str__(self) -> str:
-        if self.layer is None:
-            return self.kind
-        return f"{ {'head': f'head {self.head}', 'mlp': 'MLP'}.get(self.kind, self.kind)} of layer {self.layer}"
 
 
 @dataclass(frozen=True)
@@ -89,24 +70,30 @@ class Inputs:
     """Gate and up inputs of neurons, by component; sums over components are the model's own pre-activations.
 
     Attributes:
+        sites: the neurons.
         parts: the components.
         gate: None where the MLP has no gate.
         up: of an MLP without gate, its only input.
         post: the neurons' activation as a function of gate and up.
         written: what the neurons add to the residual stream at each place.
         raw: the same before a norm behind the MLP; the same where there is none.
+        stream: the residual stream after the layer.
         error: largest distance of the sums from the model's own values, over the largest of these.
     """
 
-    parts: tuple[Part, ...]
+    sites: tuple[tuple[int, ...], ...]
+    parts: tuple[Component, ...]
     gate: Float[Tensor, "part place neuron"] | None
     up: Float[Tensor, "part place neuron"]
     post: Callable[[Tensor | None, Tensor], Tensor]
     written: Float[Tensor, "neuron place d_model"]
     raw: Float[Tensor, "neuron place d_model"]
+    stream: Float[Tensor, "place d_model"]
     error: float
 
-    def contrast(self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]) -> Float[Tensor, "factor part neuron"]:
+    def contrast(
+        self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]
+    ) -> Float[Tensor, "factor part neuron"]:
         """What each component adds to the activation at `first` places over that at `typical` ones, mean over pairs.
 
         The activation is a function of two factors, so its difference is split between them as in a Shapley value: the
@@ -121,9 +108,7 @@ class Inputs:
         to_gate = self.gate[:, first] - self.gate[:, typical]
         both, neither, gate, up = self.post(g1, u1), self.post(g0, u0), self.post(g1, u0), self.post(g0, u1)
         by_gate, by_up = (both - up + gate - neither) / 2, (both - gate + up - neither) / 2
-        return torch.stack(
-            [(_slope(by_gate, g1 - g0) * to_gate).mean(1), (_slope(by_up, u1 - u0) * to_up).mean(1)]
-        )
+        return torch.stack([(_slope(by_gate, g1 - g0) * to_gate).mean(1), (_slope(by_up, u1 - u0) * to_up).mean(1)])
 
 
 def _slope(rise: Tensor, run: Tensor) -> Tensor:
@@ -140,7 +125,7 @@ class Keys:
         error: as in `Inputs`.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Component, ...]
     scores: Float[Tensor, "part place head"]
     error: float
 
@@ -192,7 +177,7 @@ class _Run:
         self.scored = set(keys) if target.adapter.attention_interface else set[int]()
         split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are told apart
         self.split = split if split * target.n_heads * target.d_model * len(places) <= _HEADS else 0
-        self.parts: list[Part] = []
+        self.parts: list[Component] = []
         self.values: list[Tensor] = []
         self.inputs: dict[int, Inputs] = {}
         self.keys: dict[int, Keys] = {}
@@ -235,7 +220,9 @@ class _Run:
             (attn, "post", self.keep("attn", "post")),
             (mlp, "post", self.keep("mlp", "post")),
         ]
-        after = [t.sub(layer, path) if path else own for path, own in ((a.post_attn_norm, attn), (a.post_mlp_norm, mlp))]
+        after = [
+            t.sub(layer, path) if path else own for path, own in ((a.post_attn_norm, attn), (a.post_mlp_norm, mlp))
+        ]
         hooks.append((after[0], "post", lambda _m, _a, _k, out: self.add_attention(layer, first_tensor(out))))
         hooks.append((after[1], "post", lambda _m, _a, _k, out: self.add_mlp(layer, first_tensor(out))))
         if layer in self.scored:
@@ -252,12 +239,12 @@ class _Run:
         """A layer begins; the first one begins with the embeddings."""
         if not self.parts:
             tokens = self.seen.get("tokens", self.seen["resid"])
-            self.add(Part("token embedding"), tokens)
+            self.add(Component("token embedding"), tokens)
             if self.target.adapter.absolute_positions:
-                self.add(Part("position embedding"), self.seen["resid"] - tokens)
+                self.add(Component("position embedding"), self.seen["resid"] - tokens)
         self.norms, self.before = [], len(self.parts)
 
-    def add(self, part: Part, value: Float[Tensor, "place d_model"]) -> None:
+    def add(self, part: Component, value: Float[Tensor, "place d_model"]) -> None:
         """One more component of the residual stream; a bias of zero is none."""
         if part.kind != "attention bias" or bool(value.any()):
             self.parts.append(part)
@@ -277,35 +264,35 @@ class _Run:
         rows = module.forward(alone.to(self.target.dtype)).float()
         if layer < self.split:
             for head in range(heads):
-                self.add(Part("head", layer, head), fixed(rows[head] - rows[-1]))
+                self.add(Component("head", layer, head), fixed(rows[head] - rows[-1]))
         else:
-            self.add(Part("attention", layer), fixed(self.seen["attn"] - rows[-1]))
-        self.add(Part("attention bias", layer), fixed(rows[-1]) + fixed.bias)
+            self.add(Component("attention", layer), fixed(self.seen["attn"] - rows[-1]))
+        self.add(Component("attention bias", layer), fixed(rows[-1]) + fixed.bias)
 
     def add_mlp(self, layer: int, added: Tensor) -> None:
         """The MLP of a layer, its sink neurons apart."""
         a, out = self.target.adapter, self.at(added)
         if layer not in self.sites:
-            return self.add(Part("mlp", layer), out)
+            return self.add(Component("mlp", layer), out)
         after = self.target.sub(layer, a.post_mlp_norm) if a.post_mlp_norm else None
         fixed = FixedNorm.of(after, self.seen["mlp"], out)
-        found = self.neurons(layer, fixed)
+        found = self.neurons(layer, fixed, sum(self.values) + out)
         self.inputs[layer] = found
-        self.add(Part("mlp", layer), out - found.written.sum(0))
-        self.add(Part("sink neurons", layer), found.written.sum(0))
+        self.add(Component("mlp", layer), out - found.written.sum(0))
+        self.add(Component("sink neurons", layer), found.written.sum(0))
 
-    def reading(self, y: Tensor) -> tuple[tuple[Part, ...], Float[Tensor, "part place d_model"]]:
+    def reading(self, y: Tensor) -> tuple[tuple[Component, ...], Float[Tensor, "part place d_model"]]:
         """What the components, and the bias of the norm, are in what a part of the layer reads."""
         norm, x, _ = next((n for n in reversed(self.norms) if torch.equal(n[2], y)), (None, y, y))
         fixed = FixedNorm.of(norm, x, y)
         count = self.before if torch.equal(x, self.seen["resid"]) else len(self.parts)
         parts, values = list(self.parts[:count]), [fixed(value) for value in self.values[:count]]
         if bool(fixed.bias.any()):
-            parts.append(Part("norm bias"))
+            parts.append(Component("norm bias"))
             values.append(fixed.bias.expand_as(y))
         return tuple(parts), torch.stack(values)
 
-    def neurons(self, layer: int, fixed: FixedNorm) -> Inputs:
+    def neurons(self, layer: int, fixed: FixedNorm, stream: Tensor) -> Inputs:
         """The inputs of this layer's sink neurons."""
         y, sites = self.seen["y"], self.sites[layer]
         parts, values = self.reading(y)
@@ -324,7 +311,7 @@ class _Run:
             size = self.seen["post"][:, [site[1] for site in sites]]
             cols = self.target.w_out(layer, [site[1] for site in sites]).float()
         raw = size.T[:, :, None] * cols[:, None]
-        return Inputs((*parts, Part("input bias")), gate, up, post, fixed(raw), raw, error)
+        return Inputs(tuple(sites), (*parts, Component("input bias")), gate, up, post, fixed(raw), raw, stream, error)
 
     def projection(self, layer: int, sites: list[tuple[int, ...]]) -> tuple[Callable[[Tensor], list[Tensor]], Any]:
         """The function from what the MLP reads to gate and up (or up alone) of the neurons, and their activation."""
@@ -376,7 +363,7 @@ class _Run:
         scores = torch.cat(found)  # of the whole, of nothing (the biases alone), of each component
         each = torch.cat([scores[2:] - scores[1], scores[1:2]])
         error = float((each.sum(0) - scores[0]).abs().max() / scores[0].abs().max().clamp(min=1e-9))
-        self.keys[layer] = Keys((*parts, Part("key bias", layer)), each.cpu(), error)
+        self.keys[layer] = Keys((*parts, Component("key bias", layer)), each.cpu(), error)
 
     def attend(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor, positions: Tensor | None

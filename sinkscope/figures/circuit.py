@@ -1,0 +1,1 @@
+"""The drawing of the circuit of a sink."""
