@@ -10,6 +10,8 @@ from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, 
 from sinkscope.sinks.first_token.tokens import pick_tokens
 from sinkscope.sinks.first_token.walk import causal_neurons, repeat_limit
 
+WORDS = 3  # of the text that are repeated until one makes a spike
+
 
 @dataclass(frozen=True, kw_only=True)
 class Circuit(Result):
@@ -116,26 +118,26 @@ def circuit(
     with random components as the control. A model without a spike, or without a sink, is an answer.
 
     Args:
-        token: The token that is repeated. By default a word of the text, drawn by the seed.
+        token: The token that is repeated. By default one of three words of the text, drawn by the seed.
         heads: Reading heads that are listed, those with most attention first.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
     """
     limit = repeat_limit(setup.target, max_repeats)
     layer, found = causal_neurons(setup)
     sites = tuple(n.site for n in found)
-    word = pick_tokens(setup.tokenizer, setup.ids, None if token is None else [token], setup.seed, 1)[0]
-    setup.record(token=setup.tokenizer.decode([word]), max_repeats=limit)
-    made, repeats = Steps.of(setup, layer, sites), None
+    words = pick_tokens(setup.tokenizer, setup.ids, None if token is None else [token], setup.seed, WORDS)
+    setup.record(max_repeats=limit)
+    made, repeated = Steps.of(setup, layer, sites), None
     if layer is not None:
         made.spike(layer)
-        repeats = made.repetition(word, limit)
+        repeated = made.repetition(words, limit)
     carried, attention = made.keys(heads) or (None, None)
     return Circuit(
         first_token=setup.tokenizer.decode(made.ids[0, :1].tolist()),
         sink_layer=layer,
         neurons=tuple(map(site_name, sites)),
-        repeated=None if repeats is None else setup.tokenizer.decode([word]),
-        repeats=repeats,
+        repeated=None if repeated is None else setup.tokenizer.decode([repeated[0]]),
+        repeats=None if repeated is None else repeated[1],
         carried_by=carried,
         attention=attention,
         marking=tuple(made.marking),

@@ -153,7 +153,7 @@ class Steps:
         size = trace(setup.target, ids, [name], "norm")[name]
         away = (size / size[:, 1:].median(1, keepdim=True).values).log().abs()
         length = ids.shape[1]
-        low, high = length // 4, max(3 * length // 4, length // 4 + 1)
+        low, high = length // 8, max(length // 2, length // 8 + 1)
         other = low + int(away[:, low:high].amax(0).argmin())
         places: list[tuple[int, int]] = []
         for text in range(len(ids)):
@@ -222,10 +222,11 @@ class Steps:
         rows = [*final, *sorted(written - set(final), key=str)]
         for component, proof in zip(rows, bench.proofs([(c,) for c in rows]), strict=True):
             into = {name: of.get(component, 0.0) for name, of in shares.items()}
+            chance = control if proof.necessity is not None else Proof(None, None)
             main = max(into, key=lambda name: abs(into[name]), default=None)
             for name in [n for n in into if n == main or abs(into[n]) >= SHOWN] or ["spike"]:
                 about = (place, name_of(component), name, component.layer, into.get(name))
-                self.steps.append(Step(*about, *_interleaved(proof, control)))
+                self.steps.append(Step(*about, *_interleaved(proof, chance)))
         return tuple(final)
 
     # -- the spike -------------------------------------------------------------------------------------------------
@@ -245,17 +246,17 @@ class Steps:
             self.factors(at, inputs)
         sets = self.sets(self.pool(), len(self.sites))
         others = self.random_neurons(sets)
-        control = _largest([self.transplant(bench, some, others) for some in sets])
+        control = _largest(self.transplants(bench, sets, others))
         final = seen.inputs[layer].stream[self.first].mean(0)
         total = 0.0
         for at, inputs in seen.inputs.items():
             for site, written in zip(inputs.sites, inputs.written[:, self.first].mean(1), strict=True):
                 share = float(written @ final / final.square().sum())
                 total += share
-                proof = _interleaved(self.transplant(bench, (site,), seen), control)
+                proof = _interleaved(self.transplants(bench, [(site,)], seen)[0], control)
                 self.steps.append(Step("column", site_name(site), "spike", at, share, *proof))
         if len(self.sites) > 1:
-            proof = _interleaved(self.transplant(bench, self.sites, seen), control)
+            proof = _interleaved(self.transplants(bench, [self.sites], seen)[0], control)
             self.steps.append(Step("column", "all of them", "spike", layer, total, *proof))
 
     def random_neurons(self, sets: Sequence[tuple[Site, ...]]) -> Attribution:
@@ -263,10 +264,11 @@ class Steps:
         chosen = sorted({site for some in sets for site in some})
         return attribute(self.target, self.ids, self.places, chosen) if chosen else Attribution({}, {})
 
-    def transplant(self, bench: Bench, sites: tuple[Site, ...], seen: Attribution) -> Proof:
+    def transplants(self, bench: Bench, sets: Sequence[tuple[Site, ...]], seen: Attribution) -> list[Proof]:
         """Necessity of neurons, and what their writing alone gives the typical position while they are silent."""
-        given = Edit(zero=sites, add=self.written(sites, seen))
-        return Proof(bench.necessity([Edit(zero=sites)])[0], bench.sufficiency([given])[0])
+        silent = [Edit(zero=some) for some in sets]
+        given = [Edit(zero=some, add=self.written(some, seen)) for some in sets]
+        return [Proof(*both) for both in zip(bench.necessity(silent), bench.sufficiency(given), strict=True)]
 
     def written(self, sites: tuple[Site, ...], seen: Attribution) -> tuple[tuple[int, Tensor], ...]:
         """What these neurons write at the first tokens, by layer."""
@@ -313,15 +315,18 @@ class Steps:
                 about = ("gate and up", name, site_name(site), layer, float(share[j]))
                 self.steps.append(Step(*about, float(lost[j]), None, float(given[j]), None))
 
-    def repetition(self, word: int, limit: int) -> int | None:
-        """The same at the last of many repetitions; None where repetition makes no spike."""
+    def repetition(self, words: Sequence[int], limit: int) -> tuple[int, int] | None:
+        """The same at the last of many repetitions of the first of these words that makes a spike in that way."""
         setup, layer = self.setup, self.layer
         assert layer is not None
-        start = prefixes(setup, [word])
-        reached = repeat_until_half(setup.target, layer, [word], start, limit, setup.progress).repeats[0]
-        if reached is None or reached < 2:
+        for word in words:
+            start = prefixes(setup, [word])
+            reached = repeat_until_half(setup.target, layer, [word], start, limit, setup.progress).repeats[0]
+            if reached is not None and reached > 1:
+                break
+        else:
             return None
-        repeats = min(2 * reached, limit)
+        repeats = min(reached + reached // 2, limit)
         ids = torch.tensor([[start[0], *[word] * repeats]])
         shares: dict[str, dict[Component, float]] = {}
         if self.sites:
@@ -329,7 +334,7 @@ class Steps:
             self.errors += [found.error for found in seen.inputs.values()]
             shares = self.shares(seen, torch.tensor([0]), torch.tensor([1]))
         self.mark(Bench(self.target, ids, repeats, 1, layer), "repetition", layer, shares)
-        return repeats
+        return word, repeats
 
     # -- the heads that read ---------------------------------------------------------------------------------------
 
@@ -350,9 +355,8 @@ class Steps:
         split = {layer: self.contrast(found) for layer, found in seen.keys.items()}
         source, edits, given = self.spike_edits(seen)
         parts = {c for found in seen.keys.values() for c in found.parts if self.makes_spike(c)}
-        _, floor = bench.values([], self.other, 0)
         edited, top = bench.values(edits, 0, self.other)
-        if not edits or shares_of(top - edited, top - floor)[0] < HALF:
+        if not edits or shares_of(top - edited, bench.span)[0] < HALF:
             total = sum(sum(split[i][h].values()) for i, h in places if i in split)
             shares: dict[Component, float] = {}
             for i, h in places:
@@ -367,7 +371,7 @@ class Steps:
             )
             given = [] if any(c.kind == "key bias" for c in final) else edits
             edited, top = bench.values(edits, 0, self.other)
-        lost, gain = shares_of(top - edited, top - floor, True), bench.sufficiency(given, True) if given else []
+        lost, gain = shares_of(top - edited, bench.span, True), bench.sufficiency(given, True) if given else []
         for place in places[:listed]:
             at = reading.nonzero().tolist().index(list(place))
             proof = Proof(lost[0][at], gain[0][at] if gain else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
 
 HALF = 0.5  # of an effect: from here on a component is needed, or suffices
+NEARLY = 0.75  # several are needed where each loses at least this share of what the most needed one loses
 MOST = 8  # components that are replaced together in the search for a set
 UNSWAPPED = ("attention bias", "sink neurons", "norm bias", "input bias")
 
@@ -63,14 +65,17 @@ class Bench:
     def necessity(self, edits: Sequence[Edit], each: bool = False) -> list[Any]:
         """The share of the effect that each edit at the position takes away; with `each`, of every head's part."""
         edited, top = self.values(edits, self.at, self.other)
-        _, floor = self.values([], self.other, self.at)
-        return shares_of(top - edited, top - floor, each)
+        return shares_of(top - edited, self.span, each)
 
     def sufficiency(self, edits: Sequence[Edit], each: bool = False) -> list[Any]:
         """The share of the effect that each edit gives the typical position."""
         edited, floor = self.values(edits, self.other, self.at)
-        _, top = self.values([], self.at, self.other)
-        return shares_of(edited - floor, top - floor, each)
+        return shares_of(edited - floor, self.span, each)
+
+    @cached_property
+    def span(self) -> Float[Tensor, "text part"]:
+        """The whole effect."""
+        return self.values([], self.at, self.other)[1] - self.values([], self.other, self.at)[1]
 
     def proofs(self, sets: Sequence[Sequence[Component]]) -> list[Proof]:
         """Both, of components that are replaced together; None where that cannot be done."""
@@ -86,7 +91,8 @@ class Bench:
     def needed(self, candidates: Sequence[Component], base: tuple[Component, ...] = ()) -> Group:
         """The components that make the effect; `base` is replaced all the time."""
         alone = self.necessity([Edit(swap=(*base, c)) for c in candidates])
-        chosen = [c for c, lost in zip(candidates, alone, strict=True) if lost >= HALF]
+        bar = max(HALF, NEARLY * max(alone))
+        chosen = [c for c, lost in zip(candidates, alone, strict=True) if lost >= bar]
         each = bool(chosen)
         rest = [] if each else list(candidates)
         while rest and len(chosen) < MOST:
@@ -115,7 +121,8 @@ class Bench:
     def values(self, edits: Sequence[Edit], at: int, source: int) -> tuple[Tensor, Tensor]:
         """Norms, or attention of each head, `[edit text part]`, and intact `[text part]`."""
         asked = self.heads is not None
-        seen = effects(self.target, self.ids, edits, at=at, source=source, upto=self.layer, attention=asked)
+        ids = self.ids if asked else self.ids[:, : max(at, source) + 1]  # later tokens change no norm
+        seen = effects(self.target, ids, edits, at=at, source=source, upto=self.layer, attention=asked)
         if self.heads is None or seen.attention is None or seen.intact_attention is None:
             return seen.norms[..., -1:], seen.intact_norms[..., -1:]
         return seen.attention[..., self.heads], seen.intact_attention[..., self.heads]
