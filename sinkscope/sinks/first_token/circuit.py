@@ -25,6 +25,7 @@ class Circuit(Result):
         repeats: how often it is repeated.
         carried_by: what the reading heads' keys need: "spike", the names of other components, or None: no head reads.
         attention: None where no head reads the first token.
+        learned_logits: mean share of all attention that goes to learned sink logits; None: the model has none.
         marking: between layers first, then between the heads of a layer.
         steps: from the first token to the heads.
         error: largest distance of a sum of shares from the model's own value, over the largest such value.
@@ -45,6 +46,7 @@ class Circuit(Result):
     repeats: int | None = None
     carried_by: str | None = None
     attention: Attended | None = None
+    learned_logits: float | None = None
     marking: tuple[Marking, ...] = ()
     steps: tuple[Step, ...] = ()
     error: float | None = None
@@ -55,56 +57,65 @@ class Circuit(Result):
 
     def conclusion(self) -> str:
         """The circuit in one sentence, with the control beside it."""
-        if self.sink_layer is None and self.attention is None:
-            return "No circuit: no MLP raises the first token's norm, and no head attends to the first token."
-        if self.sink_layer is None:
-            made = "No MLP raises the first token's norm, but heads attend to it"
-        else:
-            made = f"{and_(self.neurons) if self.neurons else f'The MLP of layer {self.sink_layer}'} "
-            made += f"write{'s' * (len(self.neurons) < 2)} the first token's spike"
-            marks = next((m for m in self.marking if m.place == "first token"), None)
-            if marks is not None:
-                made += f" where {and_(marks.by)} mark{'s' * (len(marks.by) == 1)} it"
-                made += f" ({_percent(marks.necessity)} of the spike is lost without"
-                if marks.necessity_control is not None:
-                    made += f", {_percent(marks.necessity_control)} without random heads"
-                made += ")"
-        a = self.attention
+        a, logits = self.attention, ""
+        if self.learned_logits is not None and a is None:
+            logits = f" (learned sink logits take {_percent(self.learned_logits)} of all attention)"
+        if self.sink_layer is None and a is None:
+            return f"No circuit: no MLP raises the first token's norm, and no head attends to the first token{logits}."
+        made = (
+            "No MLP raises the first token's norm, but heads attend to it" if self.sink_layer is None else self._spike()
+        )
         if a is None:
-            return f"{made}; no head attends to the first token."
+            return f"{made}; no head attends to the first token{logits}."
         carried = "the spike" if self.carried_by == "spike" else self.carried_by
-        control = "" if a.control is None else f" (random control {a.control:.2f})"
+        control = "" if a.control is None else f" ({a.control:.2f} in the random control)"
         return (
             f"{made}; without {carried} the attention of the heads that read the first token falls from {a.intact:.2f} "
             f"to {a.without:.2f}{control}."
         )
 
+    def _spike(self) -> str:
+        writes = "s" * (len(self.neurons) < 2)
+        by = and_(self.neurons) if self.neurons else f"The MLP of layer {self.sink_layer}"
+        marks = next(m for m in self.marking if m.place == "first token")
+        control = ""
+        if marks.necessity_control is not None:
+            control = f", and at most {_percent(marks.necessity_control)} without as many random heads"
+        return (
+            f"{by} write{writes} the first token's spike because {and_(marks.by)} mark{'s' * (len(marks.by) == 1)} it: "
+            f"without {'this mark' if len(marks.by) == 1 else 'these marks'} {_percent(marks.necessity)} of the spike "
+            f"is lost{control}"
+        )
+
     def details(self) -> list[str]:
         """How the marks work together, repetition, learned sink logits, and how exact the shares are."""
         said = {
-            "alone": "does it alone",
-            "all needed": "are all needed: none suffices",
-            "in series": "act one after the other: each is needed",
-            "any suffices": "do the same: any of them suffices",
+            "alone": "suffices alone",
+            "all needed": "are all needed, and none suffices",
+            "in series": "work one after the other, and each is needed",
+            "any suffices": "do the same work, and any of them suffices",
             "together": "do it together",
         }
-        lines = [
-            f"Marking of the {m.place}: {and_(m.components)} {said[m.relation]} (lost without: {_percent(m.necessity)})."
-            for m in self.marking
-        ]
+        lines = []
+        for m in self.marking:
+            what = "Mark of the first token" if m.place == "first token" else "Mark of the repetition"
+            lost = f"without {'it' if len(m.components) == 1 else 'them'} {_percent(m.necessity)} is lost"
+            lines.append(f"{what}: {and_(m.components)} {said[m.relation]}; {lost}.")
         if self.repeated is not None:
-            lines.append(f"Repetition: {self.repeated!r} is repeated {self.repeats} times, which makes a spike, too.")
+            lines.append(f"The repetition is {self.repeated!r}, {self.repeats} times.")
         if self.attention is not None:
-            lines.append(f"{len(self.attention.heads)} heads give the first token at least {READS} of their attention.")
-        if self.attention is not None and self.attention.learned is not None:
-            lines.append(f"Learned sink logits take {_percent(self.attention.learned)} of the attention of all heads.")
+            many = len(self.attention.heads)
+            heads = "1 head gives" if many == 1 else f"{many} heads give"
+            lines.append(f"{heads} the first token at least {READS} of the attention of later tokens.")
+        if self.learned_logits is not None and self.attention is not None:
+            lines.append(f"Learned sink logits take {_percent(self.learned_logits)} of the attention of all heads.")
         if self.error is not None:
             lines.append(f"Shares sum to the model's own inputs up to {self.error:.0e} of the largest.")
         return lines
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}".replace("-0%", "0%")
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
 
 
 @measurement(group="Sinks", figure="sinkscope.figures.circuit:draw_circuit", quick={"max_repeats": 64})
@@ -127,19 +138,23 @@ def circuit(
     sites = tuple(n.site for n in found)
     words = pick_tokens(setup.tokenizer, setup.ids, None if token is None else [token], setup.seed, WORDS)
     setup.record(max_repeats=limit)
-    made, repeated = Steps.of(setup, layer, sites), None
+    made, repeated, attention = Steps.of(setup, layer, sites), None, None
+    reader = made.reader()
+    by_spike = reader is not None and made.carries(reader)
     if layer is not None:
-        made.spike(layer)
+        made.spike(layer, reader if by_spike else None)
         repeated = made.repetition(words, limit)
-    carried, attention = made.keys(heads) or (None, None)
+    if reader is not None:
+        attention = made.keys(reader, by_spike, heads)
     return Circuit(
         first_token=setup.tokenizer.decode(made.ids[0, :1].tolist()),
         sink_layer=layer,
         neurons=tuple(map(site_name, sites)),
         repeated=None if repeated is None else setup.tokenizer.decode([repeated[0]]),
         repeats=None if repeated is None else repeated[1],
-        carried_by=carried,
-        attention=attention,
+        carried_by=None if attention is None else attention[0],
+        attention=None if attention is None else attention[1],
+        learned_logits=made.learned(),
         marking=tuple(made.marking),
         steps=tuple(made.steps),
         error=max(made.errors, default=None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -20,6 +21,7 @@ from sinkscope.sinks.first_token.walk import prefixes, repeat_until_half
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
+LARGE = 0.25  # so is what else a reading head's key holds
 SHOWN = 0.05  # a component without a role is a row of its own from this share on
 READS = 0.3  # mean attention to the first token of a head that reads it (Gu et al. 2024)
 TEXTS = 2  # pieces of typical text
@@ -96,19 +98,22 @@ class Attended:
         intact: as the model is.
         without: without what carries it: the sink neurons silent, or the components replaced that the keys need.
         control: the least with as many random neurons or heads instead.
-        learned: mean share of attention that goes to learned sink logits; None where the model has none.
     """
 
     heads: tuple[tuple[int, int], ...]
     intact: float
     without: float
     control: float | None
-    learned: float | None
 
 
 def and_(names: Sequence[str]) -> str:
     """A list in words."""
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def told(component: Component) -> str:
+    """In a sentence."""
+    return name_of(component) if component.kind == "head" else f"the {component}"
 
 
 def name_of(component: Component) -> str:
@@ -189,7 +194,12 @@ class Steps:
     # -- what marks ------------------------------------------------------------------------------------------------
 
     def mark(
-        self, bench: Bench, place: str, depth: int, shares: dict[str, dict[Component, float]]
+        self,
+        bench: Bench,
+        place: str,
+        depth: int,
+        shares: dict[str, dict[Component, float]],
+        judge: Bench | None = None,
     ) -> tuple[Component, ...]:
         """The components that an effect needs, layer by layer and then head by head; they become steps.
 
@@ -198,8 +208,9 @@ class Steps:
             place: for the steps and the groups.
             depth: the layer that reads, by its MLP or, where the effect is attention, by its keys.
             shares: by what is written into, of each component.
+            judge: the effect by which it is told how they work together, where it is another one.
         """
-        whole = bench.needed(bench.candidates(depth))
+        whole = bench.needed(bench.candidates(depth), judge=judge)
         final: list[Component] = []
         groups = [whole]
         for member in whole.members:
@@ -207,7 +218,7 @@ class Steps:
             if member.kind == "attention":
                 each = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
                 base = tuple(m for m in whole.members if m != member) if whole.relation == "any suffices" else ()
-                inner = bench.needed(each, base)
+                inner = bench.needed(each, base, judge)
                 own = inner.members if len(inner.members) < MOST else own
                 groups += [inner] if 1 < len(inner.members) < MOST else []
             final += own
@@ -215,7 +226,7 @@ class Steps:
         for group in groups:
             by = tuple(final) if group is whole else group.members
             proof, control = bench.proofs([group.members])[0], _largest(bench.proofs(self.sets(pool, len(by))))
-            names = tuple(map(name_of, group.members)), tuple(map(name_of, by))
+            names = tuple(map(told, group.members)), tuple(map(told, by))
             self.marking.append(Marking(place, *names, group.relation, *_interleaved(proof, control)))
         written = {c for of in shares.values() for c, share in of.items() if abs(share) >= SHOWN}
         control = _largest(bench.proofs(self.sets(pool, 1)))
@@ -231,21 +242,33 @@ class Steps:
 
     # -- the spike -------------------------------------------------------------------------------------------------
 
-    def spike(self, layer: int) -> None:
-        """From the first token to the residual stream after the sink layer."""
+    @cached_property
+    def own(self) -> Attribution:
+        """The inputs of the sink neurons, and what they write."""
+        return attribute(self.target, self.ids, self.places, self.sites)
+
+    @cached_property
+    def controls(self) -> tuple[list[tuple[Site, ...]], Attribution]:
+        """Random sets of as many neurons of the layer (and expert) of the last sink neuron, and what they write."""
+        before = self.sites[-1][:-1]
+        pool = [site for n in range(self.target.d_mlp) if (site := (*before, n)) not in self.sites]
+        sets = self.sets(pool, len(self.sites))
+        chosen = sorted({site for some in sets for site in some})
+        return sets, attribute(self.target, self.ids, self.places, chosen)
+
+    def spike(self, layer: int, judge: Bench | None) -> None:
+        """From the first token to the residual stream after the sink layer; `judge` is the attention that it makes."""
         bench = Bench(self.target, self.ids, 0, self.other, layer)
         if not self.sites:
-            self.mark(bench, "first token", layer, {})
+            self.mark(bench, "first token", layer, {}, judge)
             proof = bench.proofs([(Component("mlp", layer),)])[0]
             self.steps.append(Step("column", f"MLP of layer {layer}", "spike", layer, None, *_interleaved(proof)))
             return
-        seen = attribute(self.target, self.ids, self.places, self.sites)
+        seen, (sets, others) = self.own, self.controls
         self.errors += [found.error for found in seen.inputs.values()]
-        self.mark(bench, "first token", layer, self.shares(seen, *self.pairs))
+        self.mark(bench, "first token", layer, self.shares(seen, *self.pairs), judge)
         for at, inputs in seen.inputs.items():
             self.factors(at, inputs)
-        sets = self.sets(self.pool(), len(self.sites))
-        others = self.random_neurons(sets)
         control = _largest(self.transplants(bench, sets, others))
         final = seen.inputs[layer].stream[self.first].mean(0)
         total = 0.0
@@ -259,11 +282,6 @@ class Steps:
             proof = _interleaved(self.transplants(bench, [self.sites], seen)[0], control)
             self.steps.append(Step("column", "all of them", "spike", layer, total, *proof))
 
-    def random_neurons(self, sets: Sequence[tuple[Site, ...]]) -> Attribution:
-        """What random neurons write."""
-        chosen = sorted({site for some in sets for site in some})
-        return attribute(self.target, self.ids, self.places, chosen) if chosen else Attribution({}, {})
-
     def transplants(self, bench: Bench, sets: Sequence[tuple[Site, ...]], seen: Attribution) -> list[Proof]:
         """Necessity of neurons, and what their writing alone gives the typical position while they are silent."""
         silent = [Edit(zero=some) for some in sets]
@@ -274,11 +292,6 @@ class Steps:
         """What these neurons write at the first tokens, by layer."""
         chosen = {at: [i for i, s in enumerate(found.sites) if s in sites] for at, found in seen.inputs.items()}
         return tuple((at, seen.inputs[at].raw[some][:, self.first].sum(0)) for at, some in chosen.items() if some)
-
-    def pool(self) -> list[Site]:
-        """Neurons for the control: others of the layer (and expert) of the last sink neuron."""
-        before = self.sites[-1][:-1]
-        return [site for n in range(self.target.d_mlp) if (site := (*before, n)) not in self.sites]
 
     def shares(self, seen: Attribution, first: Tensor, typical: Tensor) -> dict[str, dict[Component, float]]:
         """What each component adds to the neurons' activation by the gate and by the up factor; sums to 1 per layer."""
@@ -338,77 +351,83 @@ class Steps:
 
     # -- the heads that read ---------------------------------------------------------------------------------------
 
-    def keys(self, listed: int) -> tuple[str, Attended] | None:
-        """From the spike, or from other components, to the keys of the heads that attend to the first token."""
-        intact = effects(self.target, self.ids, [], attention=True).intact_attention
-        assert intact is not None
-        paid = intact.mean(0)
-        reading = paid >= READS
+    def reader(self) -> Bench | None:
+        """The attention to the first token of the heads that read it, behind the sink layer; None: there are none."""
+        paid = effects(self.target, self.ids, [], attention=True).intact_attention
+        assert paid is not None
+        reading = paid.mean(0) >= READS
         reading[: 0 if self.layer is None else self.layer + 1] = False
-        if not bool(reading.any()):
-            return None
-        places = sorted(map(tuple, reading.nonzero().tolist()), key=lambda one: -float(paid[one]))
-        layers = reading.any(1).nonzero().flatten().tolist()
-        bench = Bench(self.target, self.ids, 0, self.other, heads=reading)
+        return Bench(self.target, self.ids, 0, self.other, heads=reading) if bool(reading.any()) else None
+
+    def carries(self, bench: Bench) -> bool:
+        """Whether the attention to the first token needs the spike."""
+        return self.layer is not None and bench.necessity(self.spike_edits()[0][:1])[0] >= HALF
+
+    def keys(self, bench: Bench, by_spike: bool, listed: int) -> tuple[str, Attended]:
+        """From the spike, or from other components, to the keys of the heads that attend to the first token."""
+        assert bench.heads is not None
+        layers = bench.heads.any(1).nonzero().flatten().tolist()
         seen = attribute(self.target, self.ids, self.places, self.sites, layers)
         self.errors += [found.error for found in seen.keys.values()]
         split = {layer: self.contrast(found) for layer, found in seen.keys.items()}
-        source, edits, given = self.spike_edits(seen)
-        parts = {c for found in seen.keys.values() for c in found.parts if self.makes_spike(c)}
-        edited, top = bench.values(edits, 0, self.other)
-        if not edits or shares_of(top - edited, bench.span)[0] < HALF:
-            total = sum(sum(split[i][h].values()) for i, h in places if i in split)
+        order = [(layer, head) for layer, head in bench.heads.nonzero().tolist()]
+        if by_spike:
+            carried, source, (edits, given) = "spike", "spike", self.spike_edits()
+            parts = {c for found in seen.keys.values() for c in found.parts if self.makes_spike(c)}
+        else:
+            total = sum(sum(split[i][h].values()) for i, h in order if i in split)
             shares: dict[Component, float] = {}
-            for i, h in places:
+            for i, h in order:
                 for part, value in split.get(i, {}).get(h, {}).items():
                     shares[part] = shares.get(part, 0.0) + value / total
             final = self.mark(bench, "first token", max(layers), {"keys": shares} if shares else {})
             sets = self.sets(self.heads(max(layers) - 1, final), len(final))
-            source, edits, parts = (
-                and_(tuple(map(name_of, final))),
-                [Edit(swap=some) for some in (final, *sets)],
-                {*final},
-            )
+            carried, source, edits = and_(tuple(map(told, final))), "keys", list(map(bench.edit, (final, *sets)))
+            parts = {*final}
             given = [] if any(c.kind == "key bias" for c in final) else edits
-            edited, top = bench.values(edits, 0, self.other)
+        edited, top = bench.values(edits, 0, self.other)
         lost, gain = shares_of(top - edited, bench.span, True), bench.sufficiency(given, True) if given else []
-        for place in places[:listed]:
-            at = reading.nonzero().tolist().index(list(place))
+        ranked = sorted(range(len(order)), key=lambda at: -float(top[:, at].mean()))
+        for at in ranked[:listed]:
+            layer, head = order[at]
             proof = Proof(lost[0][at], gain[0][at] if gain else None)
             control = _largest([Proof(a[at], b[at] if b else None) for a, b in zip_longest(lost[1:], gain[1:])])
-            of = split.get(place[0], {}).get(place[1], {})
+            of, target = split.get(layer, {}).get(head, {}), f"L{layer}.H{head}"
             share = sum(of.get(part, 0.0) for part in parts) / sum(of.values()) if of else None
-            about = ("keys", source, f"L{place[0]}.H{place[1]}", place[0], share)
-            self.steps.append(Step(*about, *_interleaved(proof, control)))
+            self.steps.append(Step("keys", source, target, layer, share, *_interleaved(proof, control)))
+            rest = {part: value / sum(of.values()) for part, value in of.items() if part not in parts}
+            best = max(rest, key=lambda part: abs(rest[part]), default=None)
+            if best is not None and abs(rest[best]) >= LARGE:
+                self.steps.append(Step("keys", name_of(best), target, layer, rest[best], None))
         left = edited.mean((1, 2)).tolist()
-        learned = self.learned() if self.target.adapter.learned_sinks else None
-        return source, Attended(places, float(top.mean()), left[0], min(left[1:], default=None), learned)
+        attended = tuple(order[at] for at in ranked)
+        return carried, Attended(attended, float(top.mean()), left[0], min(left[1:], default=None))
 
     def makes_spike(self, component: Component) -> bool:
         """Whether this is what writes the spike."""
         return component.kind == "sink neurons" or (not self.sites and component == ("mlp", self.layer, None))
 
-    def spike_edits(self, seen: Attribution) -> tuple[str, list[Edit], list[Edit]]:
+    def spike_edits(self) -> tuple[list[Edit], list[Edit]]:
         """Edits that take the spike away, and that write it elsewhere; then the same of random neurons."""
-        if self.layer is None:
-            return "", [], []
         if not self.sites:
             whole = [Edit(swap=(Component("mlp", self.layer),))]
-            return "spike", whole, whole
-        sets = self.sets(self.pool(), len(self.sites))
-        others = self.random_neurons(sets)
-        given = [Edit(zero=self.sites, add=self.written(self.sites, seen))]
+            return whole, whole
+        sets, others = self.controls
+        given = [Edit(zero=self.sites, add=self.written(self.sites, self.own))]
         given += [Edit(zero=some, add=self.written(some, others)) for some in sets]
-        return "spike", [Edit(zero=some) for some in (self.sites, *sets)], given
+        return [Edit(zero=some) for some in (self.sites, *sets)], given
 
     def contrast(self, found: Keys) -> dict[int, dict[Component, float]]:
         """Per head, what each component adds to the first token's score over that of typical keys."""
         first, typical = self.pairs
         by = (found.scores[:, first] - found.scores[:, typical]).mean(1)
-        return {head: dict(zip(found.parts, by[:, head].tolist(), strict=True)) for head in range(by.shape[1])}
+        parts = [Component("key bias") if part.kind == "key bias" else part for part in found.parts]
+        return {head: dict(zip(parts, by[:, head].tolist(), strict=True)) for head in range(by.shape[1])}
 
-    def learned(self) -> float:
-        """Mean share of the attention of all heads that goes to learned sink logits."""
+    def learned(self) -> float | None:
+        """Mean share of the attention of all heads that goes to learned sink logits; None: the model has none."""
+        if not self.target.adapter.learned_sinks:
+            return None
         kept: list[float] = []
         with attention_rows(self.target, lambda _l, _f, probs: kept.append(1 - float(probs.sum(-1).mean()))):
             self.target.forward(self.ids)

@@ -83,40 +83,57 @@ class Bench:
         given = [ok and all(c.kind != "key bias" for c in some) for ok, some in zip(swapped, sets, strict=True)]
         found: list[list[float | None]] = []
         for measure, allowed in ((self.necessity, swapped), (self.sufficiency, given)):
-            edits = [Edit(swap=tuple(some)) for some, ok in zip(sets, allowed, strict=True) if ok]
+            edits = [self.edit(some) for some, ok in zip(sets, allowed, strict=True) if ok]
             values = iter(measure(edits) if edits else [])
             found.append([next(values) if ok else None for ok in allowed])
         return [Proof(*both) for both in zip(*found, strict=True)]
 
-    def needed(self, candidates: Sequence[Component], base: tuple[Component, ...] = ()) -> Group:
-        """The components that make the effect; `base` is replaced all the time."""
-        alone = self.necessity([Edit(swap=(*base, c)) for c in candidates])
+    def needed(
+        self, candidates: Sequence[Component], base: tuple[Component, ...] = (), judge: Bench | None = None
+    ) -> Group:
+        """The components that make the effect, and how they do it together.
+
+        Args:
+            candidates: what may be replaced.
+            base: replaced all the time.
+            judge: the effect by which the relation is told, where it is another one.
+        """
+        alone = self.necessity([self.edit((*base, c)) for c in candidates])
         bar = max(HALF, NEARLY * max(alone))
         chosen = [c for c, lost in zip(candidates, alone, strict=True) if lost >= bar]
-        each = bool(chosen)
-        rest = [] if each else list(candidates)
+        rest = [] if chosen else list(candidates)
         while rest and len(chosen) < MOST:
-            lost = self.necessity([Edit(swap=(*base, *chosen, c)) for c in rest])
+            lost = self.necessity([self.edit((*base, *chosen, c)) for c in rest])
             best = max(range(len(rest)), key=lost.__getitem__)
             chosen.append(rest.pop(best))
             rest = [] if lost[best] >= HALF else rest
-        members = tuple(chosen)
+        return Group(tuple(chosen), self._relation(tuple(chosen), base, judge or self))
+
+    def _relation(self, members: tuple[Component, ...], base: tuple[Component, ...], judge: Bench) -> str:
         if len(members) == 1:
-            return Group(members, "alone")
-        if each:
-            enough = max(self.sufficiency([Edit(swap=(c,)) for c in members])) >= HALF
-            return Group(members, "in series" if enough else "all needed")
-        only = self.necessity([Edit(swap=(*base, *(c for c in members if c != one))) for one in members])
-        return Group(members, "any suffices" if max(only) < HALF else "together")
+            return "alone"
+        if min(judge.necessity([self.edit((*base, c)) for c in members])) >= HALF:
+            given = [proof.sufficiency or 0.0 for proof in self.proofs([(c,) for c in members])]
+            return "in series" if max(given) >= HALF else "all needed"
+        only = judge.necessity([self.edit((*base, *(c for c in members if c != one))) for one in members])
+        return "any suffices" if max(only) < HALF else "together"
+
+    def edit(self, some: Sequence[Component]) -> Edit:
+        """Replaces all of these."""
+        biases = [Component("key bias", i) for i in range(self.target.n_layers) if has_key_bias(self.target, i)]
+        return Edit(swap=tuple(d for c in some for d in (biases if c == ("key bias", None, None) else [c])))
 
     def candidates(self, depth: int) -> list[Component]:
-        """Everything that writes into the stream before the MLP of a layer; before the keys, where heads are given."""
+        """Everything that writes into the stream before the MLP of a layer; before the keys, where heads are given.
+
+        A key bias without layer stands for those of all layers.
+        """
         target, keys = self.target, self.heads is not None
         found = [Component("token embedding")]
         found += [Component("position embedding")] if target.adapter.absolute_positions else []
         found += [Component("attention", i) for i in range(depth + (not keys))]
         found += [Component("mlp", i) for i in range(depth)]
-        return found + [Component("key bias", i) for i in range(depth + 1) if keys and has_key_bias(target, i)]
+        return found + ([Component("key bias")] if keys and has_key_bias(target, depth) else [])
 
     def values(self, edits: Sequence[Edit], at: int, source: int) -> tuple[Tensor, Tensor]:
         """Norms, or attention of each head, `[edit text part]`, and intact `[text part]`."""
