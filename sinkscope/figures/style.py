@@ -69,37 +69,46 @@ def finished(
     )
 
 
-def layer_axis(fig: Any, count: int, row: int = 1, col: int = 1, *, title: str = "layer") -> None:
-    """Whole numbers from 0 on the x axis, about twelve of them at most.
+def axes(
+    fig: Any,
+    row: int | None = 1,
+    col: int | None = 1,
+    *,
+    x: str | dict[str, Any] | None = None,
+    y: str | dict[str, Any] | None = None,
+) -> None:
+    """Titles and scales of the axes of a panel.
 
     Args:
         fig: what is drawn.
-        count: how many layers or heads there are.
-        row: of the panel.
-        col: of the panel.
-        title: of the axis.
+        row: of the panel; None: the same in every row.
+        col: of the panel; None: the same in every column.
+        x: title of the x axis, or plotly's options for it; None: it is left as it is.
+        y: the same for the y axis.
     """
-    fig.update_xaxes(title_text=title, dtick=max(1, count // 12), row=row, col=col)
+    for update, axis in ((fig.update_xaxes, x), (fig.update_yaxes, y)):
+        if axis is not None:
+            update(**({"title_text": axis} if isinstance(axis, str) else axis), row=row, col=col)
+
+
+def counted(title: str, count: int, most: int = 12) -> dict[str, Any]:
+    """An axis of whole numbers from 0, with about `most` of them written out."""
+    return {"title_text": title, "dtick": max(1, count // most)}
+
+
+def shares(title: str | None = None, *span: float) -> dict[str, Any]:
+    """An axis in per cent; `span` is its range, if it is fixed."""
+    return {"title_text": title, "tickformat": ".0%"} | ({"range": list(span)} if span else {})
+
+
+def powers(title: str | None = None) -> dict[str, Any]:
+    """A logarithmic axis with powers of ten."""
+    return {"title_text": title, "type": "log", "dtick": 1, "exponentformat": "power"}
 
 
 def level(fig: Any, y: float, row: int = 1, col: int = 1, *, color: str = RED, dash: str = "dot", **more: Any) -> None:
     """A thin horizontal line that values are held against; `more` is for plotly's `add_hline`."""
     fig.add_hline(y, line={"color": color, "dash": dash, "width": 1}, row=row, col=col, **more)
-
-
-def log_axes(fig: Any, row: int = 1, col: int = 1, *, x: str | None = None, y: str | None = None) -> None:
-    """A logarithmic y axis with powers of ten; the x axis, too, where it has a title.
-
-    Args:
-        fig: what is drawn.
-        row: of the panel.
-        col: of the panel.
-        x: title of the x axis; None: it is left as it is.
-        y: title of the y axis.
-    """
-    if x is not None:
-        fig.update_xaxes(title_text=x, type="log", dtick=1, row=row, col=col)
-    fig.update_yaxes(title_text=y, type="log", dtick=1, exponentformat="power", row=row, col=col)
 
 
 def intervals(rates: Sequence[Any]) -> dict[str, Any]:
