@@ -45,7 +45,7 @@ def finished(
 
     Args:
         fig: what was drawn.
-        result: names the model.
+        result: names the model; None: the title does not begin with it.
         found: the title behind the model's name; it is escaped here, with the name.
         width: pixels.
         height: pixels.
@@ -54,10 +54,11 @@ def finished(
         top: margin for the titles.
         more: for plotly's `update_layout`.
     """
+    name = "" if result is None else f"{result.model.name}: "
     place = legend if isinstance(legend, dict) else {"y": legend}
     return fig.update_layout(
         **{
-            "title": {"text": html.escape(f"{result.model.name}: {found}"), "x": 0.01, "xanchor": "left"},
+            "title": {"text": html.escape(name + found), "x": 0.01, "xanchor": "left"},
             "template": "plotly_white",
             "width": width,
             "height": height,
@@ -111,11 +112,11 @@ def level(fig: Any, y: float, row: int = 1, col: int = 1, *, color: str = RED, d
     fig.add_hline(y, line={"color": color, "dash": dash, "width": 1}, row=row, col=col, **more)
 
 
-def intervals(rates: Sequence[Any]) -> dict[str, Any]:
-    """Error bars from rates with `share`, `low` and `high`."""
+def intervals(rates: Sequence[Any], share: str = "share", low: str = "low", high: str = "high") -> dict[str, Any]:
+    """Error bars from rates with an interval, which stand in the fields `share`, `low` and `high`."""
     return {
-        "array": [r.high - r.share for r in rates],
-        "arrayminus": [r.share - r.low for r in rates],
+        "array": [getattr(r, high) - getattr(r, share) for r in rates],
+        "arrayminus": [getattr(r, share) - getattr(r, low) for r in rates],
         "thickness": 1,
         "width": 3,
     }

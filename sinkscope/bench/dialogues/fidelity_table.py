@@ -88,7 +88,7 @@ class Fidelity(Result):
     """
 
     kind: ClassVar[str] = "dialogues-fidelity"
-    drawing: ClassVar[Any] = "sinkscope.bench.dialogues.drawing:draw_fidelity"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_fidelity"
     percent: ClassVar[tuple[str, ...]] = ("agree", "kept", "cells")
 
     groups: tuple[Kept, ...]

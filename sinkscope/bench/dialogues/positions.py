@@ -88,7 +88,7 @@ class Positions(Result):
     """
 
     kind: ClassVar[str] = "dialogues-positions"
-    drawing: ClassVar[Any] = "sinkscope.bench.dialogues.drawing:draw_positions"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_positions"
     percent: ClassVar[tuple[str, ...]] = ("share", "low", "high", "paper_share")
 
     places: tuple[Share, ...]

@@ -120,7 +120,7 @@ class Dialogues(Result):
     """
 
     kind: ClassVar[str] = "dialogues"
-    drawing: ClassVar[Any] = "sinkscope.bench.dialogues.drawing:draw"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_dialogues"
     percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "same", "cells")
 
     groups: tuple[Answered, ...]

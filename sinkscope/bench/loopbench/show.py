@@ -51,7 +51,7 @@ class Shown(Result):
     """
 
     kind: ClassVar[str] = "loopbench-show"
-    drawing: ClassVar[Any] = "sinkscope.bench.loopbench.drawing:draw_shown"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_shown"
 
     prompt: str
     bench: str

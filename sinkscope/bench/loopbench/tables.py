@@ -68,7 +68,7 @@ class LoopBench(Result):
     """
 
     kind: ClassVar[str] = "loopbench"
-    drawing: ClassVar[Any] = "sinkscope.bench.loopbench.drawing:draw"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_loopbench"
     percent: ClassVar[tuple[str, ...]] = (
         "paper_loop",
         "loop",
