@@ -97,7 +97,7 @@ def counted(title: str, count: int, most: int = 12) -> dict[str, Any]:
     return {"title_text": title, "dtick": max(1, count // most)}
 
 
-def shares(title: str | None = None, *span: float) -> dict[str, Any]:
+def shares(title: str | None = None, *span: int | float) -> dict[str, Any]:
     """An axis in per cent; `span` is its range, if it is fixed."""
     return {"title_text": title, "tickformat": ".0%"} | ({"range": list(span)} if span else {})
 
