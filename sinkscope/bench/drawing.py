@@ -8,9 +8,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.bench.dialogues import fidelity_table
 from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.tables import head_of, label, overall, title
+from sinkscope.bench.dialogues.tables import head_of, label, near_head_of, near_title, overall, title
 from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.tables import title as title_of
 from sinkscope.bench.methods import METHODS, block_of, name_of
@@ -180,10 +179,10 @@ _PANELS = (
 
 def draw_fidelity(result: Any) -> go.Figure:
     """A row per task, model and answers: three panels of bars, a bar per method, over all positions."""
-    heads = list(dict.fromkeys(map(fidelity_table.head_of, result.groups)))
-    rows = [overall([g for g in result.groups if fidelity_table.head_of(g) == head]) for head in heads]
+    heads = list(dict.fromkeys(map(near_head_of, result.groups)))
+    rows = [overall([g for g in result.groups if near_head_of(g) == head]) for head in heads]
     titles = [
-        (f"{html.escape(fidelity_table.title(head))}<br>" if field == "kl" else "") + name
+        (f"{html.escape(near_title(head))}<br>" if field == "kl" else "") + name
         for head in heads
         for field, name, _, _ in _PANELS
     ]
