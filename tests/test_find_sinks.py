@@ -17,6 +17,7 @@ from sinkscope.results import Result
 from sinkscope.sinks.first_token.ablation import columns, contribution_norms, norm_without, prove
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, view_layer, walk
+from sinkscope.sinks.repetition.repeat import repeat_norms
 from sinkscope.trace.run import trace
 
 SINKLESS = ("none", "massive_dim")
@@ -130,6 +131,31 @@ def test_contribution_is_post_times_column(family: str) -> None:
     bias = getattr(target.sub(1, target.adapter.down), "bias", None) if not target.is_mixture(1) else None
     whole = view.post @ every + (0 if bias is None else bias)
     torch.testing.assert_close(whole, view.mlp, rtol=1e-4, atol=1e-4)  # the parts are the MLP's output
+
+
+def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> None:
+    """BOS's neighbour is a sink at its first occurrence: a median of 1 and 90 would say that 45 repetitions do it."""
+    o = organism("llama", 2)
+    expected = o.truth.repeats_expected or 0
+    twin, grouped, free = o.tokens_of(0)[1], o.tokens_of(0)[0], o.tokens_of(-1)[0]
+    with torch.no_grad():
+        o.model.get_input_embeddings().weight[twin] = o.model.get_input_embeddings().weight[o.tokenizer.bos_token_id]
+    words = [o.tokenizer.decode([t]) for t in (twin, grouped, free)]
+    options: dict[str, Any] = {"tokenizer": o.tokenizer, "max_repeats": 2 * expected}
+    found = find_sinks(o.model, tokens=words, **options).repeats
+    assert [t.repeats == 1 for t in found.tokens] == [True, False, False]
+    assert found.median == found.tokens[1].repeats and 0.6 * expected <= (found.median or 0) <= 1.5 * expected
+    assert (found.at_once, found.unreached) == (found.tokens[:1], 1)
+    said = find_sinks(o.model, tokens=words, **options).text()
+    assert f"(median over 1 tokens; 1 of 2 never do within {2 * expected})" in said
+    assert f"first occurrence is already a sink, without repetition: {words[0]!r}." in said
+    alone = find_sinks(o.model, tokens=words[:1], **options)
+    assert (alone.repeats.median, alone.repeats.unreached) == (None, 0)
+    assert "None of" not in alone.text() and "Repeats until" not in alone.text()
+    curve = repeat_norms(o.model, tokens=words, **options)
+    assert f"after {found.median:.0f} repetitions (median of 1 of 2 tokens)" in curve.conclusion()
+    assert f"without repetition: {words[0]!r}." in curve.text()
+    assert "first occurrence of every token" in repeat_norms(o.model, tokens=words[:1], **options).conclusion()
 
 
 def test_repeats_are_those_of_one_long_pass() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +17,7 @@ from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove, view_layer
-from sinkscope.sinks.first_token.tokens import pick_tokens
+from sinkscope.sinks.first_token.tokens import at_once_line, pick_tokens
 from sinkscope.sinks.first_token.walk import (
     Walk,
     first_token_attention,
@@ -51,12 +52,17 @@ class RepeatedToken:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Repetitions until a sink; median over the tokens that got there, and how many never did."""
+    """Repetitions until a sink; median over the tokens that repetition made one, and how many never did."""
 
     tokens: tuple[RepeatedToken, ...]
     median: float | None
     unreached: int
     max_repeats: int
+
+    @property
+    def at_once(self) -> tuple[RepeatedToken, ...]:
+        """Tokens of the first token's own cluster: their first occurrence is a sink, so the median leaves them out."""
+        return tuple(t for t in self.tokens if t.repeats == 1)
 
 
 @dataclass(frozen=True)
@@ -202,13 +208,13 @@ class FindSinks(Result):
         if self.residual_dims:
             dims = ", ".join(map(str, self.residual_dims))
             lines.append(f"Massive activations are in residual dimensions {dims}.")
-        if r.tokens and r.median is None:
-            lines.append(f"None of {len(r.tokens)} tokens becomes a sink within {r.max_repeats} repetitions.")
-        elif r.tokens:
-            never = f"; {r.unreached} of {len(r.tokens)} never do within {r.max_repeats}" if r.unreached else ""
-            reached = len(r.tokens) - r.unreached
-            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {reached} tokens{never}).")
-        return lines
+        tried = len(r.tokens) - len(r.at_once)
+        if tried and r.median is None:
+            lines.append(f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions.")
+        elif tried:
+            never = f"; {r.unreached} of {tried} never do within {r.max_repeats}" if r.unreached else ""
+            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {tried - r.unreached} tokens{never}).")
+        return lines + at_once_line([t.token for t in r.at_once])
 
 
 def _names(found: FindSinks) -> str:
@@ -286,9 +292,8 @@ def find_sinks(
 
 def _repeats(target: Target, words: list[int], found: list[int | None], limit: int) -> Repeats:
     rows = tuple(RepeatedToken(target.tokenizer.decode([w]), w, n) for w, n in zip(words, found, strict=True))
-    got = sorted(n for n in found if n is not None)
-    median = float(torch.tensor(got, dtype=torch.float64).quantile(0.5)) if got else None
-    return Repeats(rows, median, len(found) - len(got), limit)
+    got = [n for n in found if n is not None and n > 1]
+    return Repeats(rows, float(median(got)) if got else None, found.count(None), limit)
 
 
 def _attention(target: Target, ids: Int[Tensor, "row pos"], layer: int, proof: Proof) -> FirstTokenAttention | None:

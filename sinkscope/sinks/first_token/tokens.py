@@ -71,3 +71,10 @@ def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Se
     rest = sorted(set(range(size)) - special - set(seen))
     drawn = [pool[i] for pool in (seen, rest) for i in torch.randperm(len(pool), generator=generator).tolist()]
     return drawn[:count]
+
+
+def at_once_line(words: Sequence[str]) -> list[str]:
+    """Which tokens a median over repetitions leaves out, as a line; no line where it leaves out none."""
+    names = ", ".join(map(repr, words[:12])) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
+    told = f"The median leaves out tokens whose first occurrence is already a sink, without repetition: {names}."
+    return [told] if words else []

@@ -15,6 +15,7 @@ from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
+from sinkscope.sinks.first_token.tokens import at_once_line
 from sinkscope.sinks.first_token.walk import causal_neurons
 from sinkscope.sinks.repetition.sequences import norms_after, room
 
@@ -139,7 +140,7 @@ class SinkAtlas(Result):
         embedding_norm: L2 norm of its embedding.
         head: head of layer 0 that serves it (see `token_clusters`); None: no single one.
         special: ids of special tokens.
-        median: of `repeats`, over tokens that got there.
+        median: of `repeats`, over tokens that repetition made a sink; not those whose first occurrence is one.
         unreached: tokens that resist.
         by_head: the same by head.
         shared: what resisting tokens have in common.
@@ -205,6 +206,7 @@ class SinkAtlas(Result):
         if self.sink_layer is None:
             return []
         lines = [f"A token is a sink where its norm in layer {self.sink_layer} is half of the first token's."]
+        lines += at_once_line([t for t, n in zip(self.tokens, self.repeats, strict=True) if n == 1])
         lines += [
             f"Resisting tokens, {p.name}: {p.resisting:.3g} against {p.reached:.3g} (AUROC {p.auroc:.2f})."
             for p in self.shared
@@ -285,7 +287,7 @@ def sink_atlas(
         embedding_norm=tuple(norms),
         head=heads,
         special=tuple(sorted({int(i) for i in setup.tokenizer.all_special_ids} & set(ids))),
-        median=_median(repeats),
+        median=_median([n for n in repeats if n != 1]),
         unreached=repeats.count(None),
         by_head=_by_head(heads, repeats),
         shared=_shared(repeats, properties),

@@ -16,6 +16,7 @@ from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.results import cell
 from sinkscope.sinks.first_token.ablation import prove
+from sinkscope.sinks.first_token.tokens import at_once_line
 from sinkscope.sinks.first_token.walk import walk
 from sinkscope.sinks.repetition.sequences import (
     CYCLE,
@@ -120,8 +121,10 @@ class RepeatNorms(Result):
         """How many repetitions it takes, and what typical text reaches."""
         if self.sink_layer is None:
             return "The model has no attention sink, so there is no layer at which to look at repetitions."
-        single = [s.repeats for s in self.sequences if len(s.ids) == 1]
+        single = [s.repeats for s in self.sequences if len(s.ids) == 1 and s.repeats != 1]
         got = [n for n in single if n is not None]
+        if not single and len(self.sequences[0].ids) == 1:
+            return "The first occurrence of every token is already a sink, so repetition has nothing to show here."
         if not got:
             return (
                 f"No repeated token reaches half of the first token's norm within {self.max_repeats} repetitions "
@@ -141,9 +144,10 @@ class RepeatNorms(Result):
             f"Sink layer {self.sink_layer}: norm of the first token {self.first_norm:.4g}, of typical text "
             f"{self.typical_norm:.4g} (5-95 %: {self.typical_low:.4g} to {self.typical_high:.4g})."
         ]
-        single = [s.repeats for s in self.sequences if len(s.ids) == 1]
-        if None in single:
-            lines.append(f"{single.count(None)} of {len(single)} tokens never get there within {self.max_repeats}.")
+        single = [s for s in self.sequences if len(s.ids) == 1]
+        if never := sum(s.repeats is None for s in single):
+            lines.append(f"{never} of {len(single)} tokens never get there within {self.max_repeats}.")
+        lines += at_once_line([s.label for s in single if s.repeats == 1])
         for s in self.sequences:
             if len(s.ids) > 1:
                 when = "never gets there" if s.repeats is None else f"gets there after {s.repeats} tokens"

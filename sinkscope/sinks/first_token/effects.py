@@ -1,0 +1,255 @@
+"""What edits of single components do to one position: its norm up the layers, and the attention it receives.
+
+All edits run side by side in one forward pass, a row each, behind a row that stays intact. A streamed model is
+therefore read once for any number of edits, and every value that is written comes from the same pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.interventions.edits import expert_hook
+from sinkscope.models.target import Target, first_tensor
+from sinkscope.trace.attention import attention_rows
+
+Kind = Literal["token embedding", "position embedding", "attention", "head", "mlp", "key bias"]
+_ELEMENTS = 1 << 25  # of the widest activation of one batch
+
+
+class Component(NamedTuple):
+    """A part of the model that writes into the residual stream, or the bias of a layer's keys."""
+
+    kind: Kind
+    layer: int | None = None
+    head: int | None = None
+
+    def __str__(self) -> str:
+        if self.layer is None:
+            return self.kind
+        name = f"head {self.head}" if self.kind == "head" else "MLP" if self.kind == "mlp" else self.kind
+        return f"{name} of layer {self.layer}"
+
+
+class Edit(NamedTuple):
+    """One intervention.
+
+    Attributes:
+        zero: neurons that are silenced at every position: (layer, neuron) or (layer, expert, neuron).
+        swap: components that write at the position what they write at the source position of the intact text. A key
+            bias is taken away at every position instead.
+    """
+
+    zero: tuple[tuple[int, ...], ...] = ()
+    swap: tuple[Component, ...] = ()
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What the position is like under each edit.
+
+    Attributes:
+        norms: L2 of the residual stream after each layer, without the dimensions that were left out.
+        attention: mean over later queries of the attention to the position; None if it was not asked for.
+        intact_norms: the same without an edit.
+        intact_attention: likewise.
+    """
+
+    norms: Float[Tensor, "edit text layer"]
+    attention: Float[Tensor, "edit text layer head"] | None
+    intact_norms: Float[Tensor, "text layer"]
+    intact_attention: Float[Tensor, "text layer head"] | None
+
+
+@torch.no_grad()
+def effects(
+    target: Target,
+    ids: Int[Tensor, "text pos"],
+    edits: Sequence[Edit],
+    *,
+    at: int = 0,
+    source: int = -1,
+    upto: int | None = None,
+    attention: bool = False,
+    without: Sequence[int] = (),
+) -> Effects:
+    """Run every edit on every text, in as few passes as memory allows.
+
+    Args:
+        target: the model.
+        ids: the texts.
+        edits: what to do, one row of a batch each.
+        at: the position that is edited by swaps, and watched.
+        source: where the swapped components write what they are replaced by.
+        upto: the last layer that is run; None: all.
+        attention: whether attention rows are read.
+        without: residual dimensions that norms leave out.
+
+    Returns:
+        Numbers of layers that were not run are missing at the end.
+    """
+    per_row = len(ids) * ids.shape[1] * max(target.d_mlp, target.d_model)
+    size = max(1, _ELEMENTS // per_row - 1)
+    parts = [
+        _Pass(target, ids, edits[i : i + size], at, source % ids.shape[1], without).run(upto, attention)
+        for i in range(0, max(len(edits), 1), size)
+    ]
+    norms = torch.cat([norm[1:] for norm, _ in parts])
+    rows = [seen for _, seen in parts if seen is not None]
+    return Effects(
+        norms, torch.cat([r[1:] for r in rows]) if rows else None, parts[0][0][0], rows[0][0] if rows else None
+    )
+
+
+class _Pass:
+    """One batch: for each edit all texts, the intact ones first."""
+
+    def __init__(
+        self, target: Target, ids: Tensor, edits: Sequence[Edit], at: int, source: int, without: Sequence[int]
+    ) -> None:
+        self.target, self.texts, self.at, self.source = target, len(ids), at, source
+        self.ids = ids.repeat(len(edits) + 1, 1)
+        self.edits = edits
+        self.keep = torch.ones(target.d_model, dtype=torch.bool)
+        self.keep[list(without)] = False
+        self.embedded: Tensor | None = None
+
+    def run(self, upto: int | None, attention: bool) -> tuple[Tensor, Tensor | None]:
+        """Norms `[edit text layer]` and attention `[edit text layer head]`, the intact texts first."""
+        target, last = self.target, self.target.n_layers - 1 if upto is None else upto
+        norms: list[Tensor] = []
+        shape = (len(self.ids), target.n_layers, target.n_heads)
+        received = torch.zeros(shape)
+
+        def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
+            resid = first_tensor(out)[:, self.at]
+            norms.append(torch.linalg.vector_norm(resid[:, self.keep.to(resid.device)], dim=-1, dtype=torch.float32))
+            if len(norms) > last:
+                target.stop()
+
+        def rows(layer: int, first: int, probs: Tensor) -> None:
+            later = probs[:, :, max(0, self.at + 1 - first) :, self.at]
+            received[:, layer] += later.sum(-1).cpu() / max(1, self.ids.shape[1] - self.at - 1)
+
+        with ExitStack() as stack:
+            if attention:
+                stack.enter_context(attention_rows(target, rows))
+            stack.enter_context(target.hooks(*self._hooks()))
+            stack.enter_context(target.hooks(*((layer, "post", layer_done) for layer in target.layers)))
+            target.forward(self.ids)
+        stacked = torch.stack(norms, -1).cpu().unflatten(0, (-1, self.texts))
+        return stacked, received[:, : last + 1].unflatten(0, (-1, self.texts)) if attention else None
+
+    def _rows(self, edit: int) -> slice:
+        return slice((edit + 1) * self.texts, (edit + 2) * self.texts)
+
+    def _hooks(self) -> list[tuple[Any, str, Any]]:
+        silenced: dict[tuple[int, int | None], dict[int, list[int]]] = {}  # (layer, expert) -> neuron -> edits
+        swapped: dict[Component, list[int]] = {}
+        for number, edit in enumerate(self.edits):
+            for site in edit.zero:
+                mlp = (site[0], site[1] if len(site) == 3 else None)
+                silenced.setdefault(mlp, {}).setdefault(site[-1], []).append(number)
+            for component in edit.swap:
+                swapped.setdefault(component, []).append(number)
+        hooks = [self._silence(*mlp, neurons) for mlp, neurons in silenced.items()]
+        return hooks + [hook for component, numbers in swapped.items() for hook in self._swap(component, numbers)]
+
+    def _silence(self, layer: int, expert: int | None, neurons: dict[int, list[int]]) -> tuple[Any, str, Any]:
+        adapter, order = self.target.adapter, list(neurons)
+        mask = torch.zeros(len(self.ids), len(order), dtype=torch.bool)
+        for column, numbers in enumerate(neurons.values()):
+            for number in numbers:
+                mask[self._rows(number), column] = True
+
+        def zeroed(flat: Tensor) -> Tensor:
+            values = flat.reshape(len(self.ids), -1, len(order))  # experts and OPT run batch and position together
+            return values.masked_fill(mask[:, None].to(flat.device), 0).reshape(flat.shape)
+
+        if expert is not None:
+            experts = self.target.sub(layer, adapter.experts or "")
+            return experts, "post", expert_hook(expert, order, "post", zeroed)
+
+        def before(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            post = args[0].clone()
+            post[..., order] = zeroed(post[..., order])
+            return (post, *args[1:]), kwargs
+
+        return self.target.sub(layer, adapter.down), "pre", before
+
+    def _swap(self, component: Component, numbers: list[int]) -> list[tuple[Any, str, Any]]:
+        target, adapter, kind, layer = self.target, self.target.adapter, component.kind, component.layer or 0
+        rows = [self._rows(number) for number in numbers]
+
+        def replaced(tensor: Tensor) -> Tensor:
+            """The tensor of a component, `[row pos ...]` or flat, with the source's value at the position."""
+            whole = tensor.reshape(len(self.ids), -1, tensor.shape[-1]).clone()
+            for some in rows:
+                whole[some, self.at] = whole[: self.texts, self.source]
+            return whole.reshape(tensor.shape)
+
+        def after(_module: object, _args: object, _kwargs: object, out: Any) -> Any:
+            new = replaced(first_tensor(out))
+            return (new, *out[1:]) if isinstance(out, tuple) else new
+
+        if kind == "token embedding":
+            return [(target.embedding, "post", after)]
+        if kind == "position embedding":
+            return self._positions(rows)
+        if kind == "attention":
+            return [(target.sub(layer, adapter.attn), "post", after)]
+        if kind == "mlp":
+            return [(target.sub(layer, adapter.mlp), "post", after)]
+        if kind == "head":
+            width, head = 0, component.head or 0
+
+            def one_head(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+                nonlocal width
+                z = args[0].clone()
+                width = z.shape[-1] // target.n_heads
+                part = slice(head * width, (head + 1) * width)
+                z[..., part] = replaced(z[..., part])
+                return (z, *args[1:]), kwargs
+
+            return [(target.sub(layer, adapter.o), "pre", one_head)]
+        return [(target.sub(layer, adapter.k or ""), "post", _without_bias(rows))]
+
+    def _positions(self, rows: list[slice]) -> list[tuple[Any, str, Any]]:
+        """The learned position embedding is what the first layer gets beyond the token embedding."""
+        held: dict[str, Tensor] = {}
+
+        def embedded(_module: object, _args: object, _kwargs: object, out: Any) -> None:
+            held["tokens"] = first_tensor(out).detach()[: self.texts].clone()
+
+        def before(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            hidden = (args[0] if args else kwargs["hidden_states"]).clone()
+            places = hidden[: self.texts] - held["tokens"]
+            for some in rows:
+                hidden[some, self.at] += places[:, self.source] - places[:, self.at]
+            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+        return [(self.target.embedding, "post", embedded), (self.target.layers[0], "pre", before)]
+
+
+def _without_bias(rows: list[slice]) -> Any:
+    def after(module: Any, _args: object, _kwargs: object, out: Tensor) -> Tensor:
+        new = out.clone()
+        for some in rows:
+            new[some] -= getattr(getattr(module, "original_component", module), "bias", 0)
+        return new
+
+    return after
+
+
+def has_key_bias(target: Target, layer: int) -> bool:
+    """Whether the keys of a layer have a bias of their own that can be taken away (not one of a fused projection)."""
+    if target.adapter.k is None:
+        return False
+    module = target.sub(layer, target.adapter.k)
+    return getattr(getattr(module, "original_component", module), "bias", None) is not None

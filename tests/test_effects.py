@@ -1,0 +1,111 @@
+"""Edits side by side in one pass, against the same edits made the long way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from organisms import organism
+
+from sinkscope.interventions import Ablate
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
+from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.run import trace
+
+FAMILIES = ["llama", "gemma2", "gpt2", "neox", "mixtral", "gpt_oss"]
+
+
+def _long_way(target: Target, ids: torch.Tensor, at: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norms `[text layer]` and received attention `[text layer head]` of plain passes, one per text."""
+    norms, received = [], []
+    for row in ids:
+        rows: list[torch.Tensor] = []
+        with attention_rows(target, lambda _l, _f, p, rows=rows: rows.append(p[0, :, at + 1 :, at].mean(-1))):
+            found = trace(target.model, row[None], ["blocks.*.hook_resid_post"], "norm")
+        norms.append(torch.stack([found[f"blocks.{i}.hook_resid_post"][0, at] for i in range(target.n_layers)]))
+        received.append(torch.stack(rows))
+    return torch.stack(norms), torch.stack(received)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: str) -> None:
+    o = organism(family, 5)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 12)
+    edits = [Edit(zero=o.truth.neurons), Edit(), Edit(zero=o.truth.neurons[:1])]
+    seen = effects(target, ids, edits, attention=True)
+    assert seen.attention is not None and seen.intact_attention is not None
+    for number, sites in ((0, o.truth.neurons), (2, o.truth.neurons[:1])):
+        with Ablate(sites=sites).on(o.model):
+            norms, received = _long_way(target, ids)
+        torch.testing.assert_close(seen.norms[number], norms, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(seen.attention[number], received, rtol=1e-4, atol=1e-5)
+    norms, received = _long_way(target, ids)
+    for measured in (seen.intact_norms, seen.norms[1]):
+        torch.testing.assert_close(measured, norms, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen.intact_attention, received, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
+    o = organism(family, 2)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
+    seen = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4)
+    other = ids.clone()
+    other[:, 0] = ids[:, 4]
+    torch.testing.assert_close(seen.norms[0], _long_way(target, other)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_heads_of_a_layer_are_its_attention(family: str) -> None:
+    o = organism(family, 3)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 10)
+    heads = Edit(swap=tuple(Component("head", 0, h) for h in range(target.n_heads)))
+    whole = Edit(swap=(Component("attention", 0),))
+    seen = effects(target, ids, [heads, whole, Edit(swap=(Component("head", 0, 0),))], attention=True)
+    assert seen.attention is not None
+    torch.testing.assert_close(seen.norms[0], seen.norms[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen.attention[0], seen.attention[1], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(seen.norms[1], seen.intact_norms), "the swap did something"
+
+
+def test_position_embeddings_are_those_of_other_position_ids() -> None:
+    o = organism("gpt2", 1)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
+    seen = effects(target, ids, [Edit(swap=(Component("position embedding"),))], source=6)
+    places = torch.tensor([[6, *range(1, 9)]])
+    norms: list[torch.Tensor] = []
+    with target.hooks(
+        *((layer, "post", lambda _m, _a, _k, out: norms.append(out[0, 0].norm())) for layer in target.layers)
+    ):
+        target.base(input_ids=ids, position_ids=places, use_cache=False)
+    torch.testing.assert_close(seen.norms[0, 0], torch.stack(norms), rtol=1e-4, atol=1e-4)
+
+
+def test_a_key_bias_taken_away_is_a_bias_of_zero() -> None:
+    o = organism("qwen2", 4)
+    with torch.no_grad():  # a bias large enough to matter behind the rotation
+        o.model.model.layers[1].self_attn.k_proj.bias.uniform_(-3, 3)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(1, 9)
+    assert has_key_bias(target, 1) and not has_key_bias(Target.of(organism("llama", 0).model), 1)
+    seen = effects(target, ids, [Edit(swap=(Component("key bias", 1),))], attention=True)
+    bare = copy.deepcopy(o.model)
+    with torch.no_grad():
+        bare.model.layers[1].self_attn.k_proj.bias.zero_()
+    received = _long_way(Target.of(bare, o.tokenizer), ids)[1]
+    assert seen.attention is not None and seen.intact_attention is not None
+    torch.testing.assert_close(seen.attention[0], received, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(seen.intact_attention, received, atol=1e-3)
+
+
+def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    o = organism("llama", 6)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 8)
+    edits = [Edit(zero=((layer, n),)) for layer in range(2) for n in range(5)]
+    whole = effects(target, ids, edits, without=[0, 3], attention=True)
+    monkeypatch.setattr("sinkscope.sinks.first_token.effects._ELEMENTS", 3 * 2 * 8 * max(target.d_mlp, target.d_model))
+    parts = effects(target, ids, edits, without=[0, 3], attention=True)
+    torch.testing.assert_close(whole.norms, parts.norms)
+    torch.testing.assert_close(whole.attention, parts.attention)
+    assert (effects(target, ids, []).intact_norms > whole.intact_norms).all(), "dimensions were left out"
