@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sinkscope.console import Progress, silent
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
 from sinkscope.trace.attention import attention_rows
 
 QUERIES = 16  # later queries that a position needs: the last ones receive much from heads that look at themselves
@@ -143,20 +143,20 @@ def losses(
     return (drops >= LOST).float().mean(1).tolist(), drops.mean(1).tolist()
 
 
-def carriers(target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]]) -> list[Carrier]:
-    """Each component replaced at the first token by what it writes at a later one: whose absence ends the sink?
+def carriers(
+    target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
+) -> list[Carrier]:
+    """Each component replaced at the position by what it writes at a later one: whose absence ends the sink?
 
-    "position" is what is left when everything that is written at the first token is replaced.
+    "position" is what is left when everything that is written at the position is replaced.
     """
     last = max(layer for layer, _ in heads)
-    embeddings = [Component("token embedding")]
-    if target.adapter.absolute_positions:
-        embeddings.append(Component("position embedding"))
-    blocks = [Component(kind, i) for i in range(last) for kind in ("attention", "mlp")]
+    parts = writers(target, last)
     biases = [Component("key bias", i) for i in range(last + 1) if has_key_bias(target, i)]
-    sets = [(c,) for c in (*embeddings, *blocks)] + ([tuple(biases)] if biases else [])
-    edits = [Edit(swap=some) for some in (*sets, (*embeddings, *blocks))]
-    seen = effects(target, ids, edits, source=ids.shape[1] // 2, upto=last, attention=True)
+    sets = [(c,) for c in parts] + ([tuple(biases)] if biases else [])
+    edits = [Edit(swap=some) for some in (*sets, tuple(parts))]
+    source = (at + ids.shape[1]) // 2
+    seen = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
     assert seen.attention is not None and seen.intact_attention is not None
     lost, drops = losses(seen.attention, seen.intact_attention, heads)
     names = ["key bias" if s[0].kind == "key bias" else str(s[0]) for s in sets]
