@@ -84,10 +84,13 @@ def triggers(target: Target, ids: Int[Tensor, "row pos"], found: CausalSet | Non
 
 
 @torch.no_grad()
-def normalised(target: Target, ids: Int[Tensor, "row pos"], standing: Sequence[int]) -> Normalised | None:
-    """What the norms of the layers behind a plateau make of the first token; None where no layer shows it."""
+def normalised(target: Target, ids: Int[Tensor, "row pos"], standing: Sequence[int], depth: int) -> Normalised | None:
+    """What the norms of the layers behind a plateau make of the first token; None where no layer shows it.
+
+    `depth` is the number of layers that may be run.
+    """
     path = target.adapter.k or target.adapter.fused_qkv
-    layers = [i + 1 for i in standing if i + 1 < target.n_layers]
+    layers = [i + 1 for i in standing if i + 1 < depth]
     seen: dict[int, Tensor] = {}
 
     def keep(layer: int) -> Any:
@@ -98,7 +101,10 @@ def normalised(target: Target, ids: Int[Tensor, "row pos"], standing: Sequence[i
         return hook
 
     some = ids[:1, : _TOKENS + 1]
-    with target.hooks(*((target.sub(i, path or ""), "pre", keep(i)) for i in layers if path is not None)):
+    if not layers or path is None:
+        return None
+    end = (target.layers[layers[-1]], "post", lambda *_: target.stop())
+    with target.hooks(*((target.sub(i, path), "pre", keep(i)) for i in layers), end):
         target.forward(some)
     if not seen:
         return None

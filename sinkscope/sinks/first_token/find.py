@@ -399,14 +399,13 @@ class FindSinks(Result):
 
     def _repeat_lines(self) -> list[str]:
         r = self.repeats
-        lines = at_once_line([t.token for t in r.at_once])
-        if r.tokens and r.median is None:
-            lines.append(f"None of {len(r.tokens)} tokens becomes a sink within {r.max_repeats} repetitions.")
-        elif r.tokens:
-            never = f"; {r.unreached} of {len(r.tokens)} never do within {r.max_repeats}" if r.unreached else ""
-            reached = len(r.tokens) - r.unreached - len(r.at_once)
-            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {reached} tokens{never}).")
-        return lines
+        tried, lines = len(r.tokens) - len(r.at_once), list[str]()
+        if tried and r.median is None:
+            lines.append(f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions.")
+        elif tried:
+            never = f"; {r.unreached} of {tried} never do within {r.max_repeats}" if r.unreached else ""
+            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {tried - r.unreached} tokens{never}).")
+        return lines + at_once_line([t.token for t in r.at_once])
 
 
 def _listed(numbers: Sequence[object]) -> str:
@@ -556,7 +555,7 @@ def _spike(setup: Setup, seen: Walk, sets: Found, later: tuple[LaterSink, ...]) 
         plateau=(standing[0], standing[-1]),
         made_by="MLP" if stages else maker(setup.target, setup.ids[:2, :32], standing[0], seen.shared),
         triggers=triggers(setup.target, setup.ids, sets.minimal),
-        normalised=normalised(setup.target, setup.ids, standing),
+        normalised=normalised(setup.target, setup.ids, standing, len(seen.first)),
     )
 
 
