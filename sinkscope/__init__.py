@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from sinkscope.sinks.first_token.find import find_sinks as find_sinks
     from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
     from sinkscope.sinks.first_token.massive import massive_activations as massive_activations
+    from sinkscope.sinks.first_token.positions import token_positions as token_positions
+    from sinkscope.sinks.first_token.screen import neuron_screen as neuron_screen
     from sinkscope.sinks.first_token.separate import separability as separability
     from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
     from sinkscope.sinks.patch.make import make_patch as make_patch

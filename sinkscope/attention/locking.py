@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.attention.generation import (
+from sinkscope.attention.texts import (
     Mark,
     check_room,
     checked_ids,

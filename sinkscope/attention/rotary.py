@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.attention.generation import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.attention.rotary_tails import Drift, RotaryHead, curves_of, heads_of, positions_of, tails
+from sinkscope.attention.texts import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
