@@ -79,14 +79,13 @@ def test_perplexity_row_against_separate_passes(tmp_path: Path) -> None:
 def test_held_out_text_is_not_the_text_of_neutral_values(tmp_path: Path) -> None:
     o = organism("llama", 2)
     path = tmp_path / "text.txt"
-    path.write_text("poem " * 600 + "cat " * 400)  # 2,048 characters are 409 words
+    path.write_text("poem book " * 300 + "cat dog " * 200)  # 2,048 characters are 409 words
     made = Setup.open(o.model, tokenizer=o.tokenizer, text=path)
-    poem, cat = (o.tokenizer(w, add_special_tokens=False)["input_ids"][0] for w in ("poem", "cat"))
-    assert set(made.ids[:, 1:].flatten().tolist()) == {poem}
-    ids = held_out(made, 500, 25)
-    counts = {t: int((ids == t).sum()) for t in (poem, cat)}
-    assert counts[cat] > 370
-    assert 170 < counts[poem] <= 191
+    early, late = (set(o.tokenizer(w, add_special_tokens=False)["input_ids"]) for w in ("poem book", "cat dog"))
+    assert set(made.ids[:, 1:].flatten().tolist()) == early
+    ids = held_out(made, 500, 25).flatten().tolist()
+    assert sum(t in late for t in ids) > 370
+    assert 170 < sum(t in early for t in ids) <= 191
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 2), ("mixtral", 1)])
@@ -116,7 +115,7 @@ def test_random_patch_is_as_many_others_of_the_same_place(family: str, seed: int
 )
 def test_bad_input(options: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("short.txt").write_text("poem " * 300)
+    Path("short.txt").write_text("poem book " * 150)
     with pytest.raises(SinkscopeError, match=says):
         _evaluate(organism("llama", 2), tmp_path, **({"patch": SinkPatch(layer=1, neurons=[0])} | options))
 

@@ -49,6 +49,31 @@ def test_magnitudes_and_values_by_hand(family: str) -> None:
         assert len(condition.values) == len(condition.layers) == o.model.config.num_hidden_layers
 
 
+def test_heads_without_values_have_no_ratio() -> None:
+    """Zero over zero is no number: such heads are left out, and a layer of them says nothing."""
+    o = organism("llama", 2)
+    size = o.model.model.layers[0].self_attn.head_dim
+    with torch.no_grad():
+        o.model.model.layers[0].self_attn.v_proj.weight.zero_()
+        o.model.model.layers[1].self_attn.v_proj.weight[:size] = 0
+    result = _measured(o, bos=True)
+    none, some, *others = result.conditions[0].values
+    assert none.ratio is None and none.sink == none.others == (0.0,) * len(none.sink)
+    assert some.others[0] == 0 and some.ratio is not None
+    assert some.ratio == pytest.approx(
+        sum(a / b for a, b in zip(some.sink[1:], some.others[1:], strict=True)) / (len(some.sink) - 1)
+    )
+    low = min([some, *others], key=lambda v: v.ratio or 0)
+    assert f"smallest in layer {low.layer}: their norm is {low.ratio:.2g} times" in result.text()
+    assert "nan" not in result.text()
+    means = [t for t in result.figure().data if t.name == "mean over kv heads"]
+    assert [t.y[0] for t in means] == [None]
+    with torch.no_grad():
+        for layer in o.model.model.layers:
+            layer.self_attn.v_proj.weight.zero_()
+    assert "value vectors" not in _measured(o, bos=True).text()
+
+
 def test_planted_sink_is_massive_and_its_values_are_drained() -> None:
     o = organism("llama", 2)
     result = _measured(o, bos=True)
@@ -59,8 +84,8 @@ def test_planted_sink_is_massive_and_its_values_are_drained() -> None:
     assert last.dims == o.truth.residual_dims and condition.layers[layer - 1].dims == ()
     assert last.share == 1 / 64  # the first of 64 positions
     assert last.top[0] > 5 * condition.layers[layer - 1].top[0]
-    assert all(v.ratio < 0.2 for v in condition.values[layer + 1 :])  # the spike shrinks the rest in the norm
-    assert all(v.ratio > 0.2 for v in condition.values[: layer + 1])
+    assert all((v.ratio or 1) < 0.2 for v in condition.values[layer + 1 :])  # the spike shrinks the rest in the norm
+    assert all((v.ratio or 0) > 0.2 for v in condition.values[: layer + 1])
     assert [(t.token, t.high, t.seen, t.first) for t in condition.tokens] == [("<s>", 4, 4, 4)]
     assert condition.secondary == () and "no secondary sinks" in result.summary()
 

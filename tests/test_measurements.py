@@ -21,6 +21,7 @@ from typer.main import get_command
 import sinkscope as ss
 from sinkscope import cli
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement
 from sinkscope.models.load import load
 from sinkscope.registry import Entry, entries, external_entries, shared_parameters
@@ -121,6 +122,34 @@ def test_bad_input_is_one_line(entry: Entry, tmp_path: Path, capsys: pytest.Capt
         assert cli.main([*words, *required, *more]) == 2, more
         shown = capsys.readouterr()
         assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1, more
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer knows few words."""
+    return organism("llama", 2).save(tmp_path_factory.mktemp("wordy"))
+
+
+ALIKE = ("the one token '", "unknown to this tokenizer: ")
+
+
+@EVERY
+@pytest.mark.parametrize(("word", "every", "says"), [("dog", 20, ALIKE[0]), ("Straßenbahn", 1, ALIKE[1])])
+def test_a_text_that_is_one_token_is_refused(
+    entry: Entry, word: str, every: int, says: str, wordy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Known or unknown, a repeated token is nothing to measure on: the remedy is another --text, in every command."""
+    text = " ".join(word if i % every < max(1, every - 1) else "poem" for i in range(4000))
+    (tmp_path / "alike.txt").write_text(text, encoding="utf-8")
+    SinkPatch(layer=0, neurons=[1]).save(tmp_path / "patch.json")
+    words = [*entry.command.split(), *([f"--{entry.marks['flag']}"] if "flag" in entry.marks else [])]
+    words += [w for n, _, need in entry.marks.get("outputs", []) if need for w in (f"--{n}", str(tmp_path / "out"))]
+    words += [word for p in entry.parameters if p.required for word in (p.flag, str(tmp_path / "patch.json"))]
+    assert cli.main([*words, "--model", str(wordy), "--text", str(tmp_path / "alike.txt")]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert says in shown.err and "--text" in shown.err
+    assert not (tmp_path / "out").exists()
 
 
 @EVERY

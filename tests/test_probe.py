@@ -11,7 +11,7 @@ import torch
 from checkpoints import checkpoint
 from organisms.tiny import MODEL_TYPES, tiny_model
 
-import sinkscope.trace.tap as attention
+import sinkscope.trace.attention as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
 from sinkscope.models.load import load
@@ -59,6 +59,51 @@ def test_what_a_bridge_does_not_run_is_named():
     """TransformerLens splits fused projections and calls the parts."""
     silent = {t: probe(load(checkpoint(t), probe=False)).silent for t in ("llama", "gpt2", "gpt_neox", "phi3")}
     assert silent == {"llama": (), "gpt2": ("fused_qkv",), "gpt_neox": ("fused_qkv",), "phi3": ("fused_qkv", "up")}
+
+
+GAINS = [
+    ("gemma2", "post_feedforward_layernorm", -1.0),  # gains are 1 + weight there
+    ("gemma3_text", "post_feedforward_layernorm", -1.0),
+    ("olmo2", "post_feedforward_layernorm", 0.0),
+    ("mixtral", "post_attention_layernorm", 0.0),  # the experts' input, so each of them writes nothing
+    ("gpt_oss", "post_attention_layernorm", 0.0),
+    ("llama", "post_attention_layernorm", 0.0),
+    ("qwen3", "q_norm", 0.0),
+]
+
+
+def _silence(model: Any, norm: str, zero: float, layers: list[int]) -> None:
+    for layer in layers:
+        for name, module in model.model.layers[layer].named_modules():
+            if name.endswith(norm):
+                torch.nn.init.constant_(module.weight, zero)
+    for module in model.modules():  # gpt-oss' experts have biases, which would speak where the input is zero
+        for name in ("gate_up_proj_bias", "down_proj_bias"):
+            if hasattr(module, name):
+                torch.nn.init.zeros_(getattr(module, name))
+
+
+@pytest.mark.parametrize(("model_type", "norm", "zero"), GAINS)
+@pytest.mark.parametrize("layers", [[0], [0, 1, 2]])
+def test_gains_of_zero_are_no_false_alarm(model_type: str, norm: str, zero: float, layers: list[int]):
+    """A layer that is switched off by its gain proves nothing: the next one is edited, and none where all are."""
+    model = tiny_model(model_type)[0]
+    assert len(model.model.layers) == 3
+    _silence(model, norm, zero, layers)
+    report = probe(model)
+    assert report.problem is None
+    if zero == -1.0 or model_type in ("olmo2", "mixtral", "gpt_oss"):
+        assert report.layers == ((1,) if layers == [0] else ())
+
+
+def test_what_is_wrong_behind_a_layer_that_is_switched_off_is_found():
+    model = tiny_model("gemma2")[0]
+    _silence(model, "post_feedforward_layernorm", -1.0, [0])
+    target = Target.of(model)
+    wrong_norm = replace(target.adapter, post_mlp_norm="post_attention_layernorm")
+    assert probe(replace(target, adapter=wrong_norm)).problem is not None
+    assert probe(replace(target, adapter=replace(target.adapter, post_mlp_norm=None))).problem is not None
+    assert probe(replace(target, adapter=replace(target.adapter, down="self_attn.o_proj"))).problem is not None
 
 
 # -- planted wrong: the MLP ----------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_words_of_the_paper_that_are_no_token_are_replaced_and_said(llama: Organ
     assert f"'Another' by {labels[0]!r}, 'es' by {labels[3]!r}" in str(result)
     inside = repeat_norms(llama.model, text=tmp_path / "text.txt", prefix=" ".join(labels[::3]), **options)
     assert not {used for _, used in inside.replaced} & {labels[0], labels[3]}  # drawn words are none of the prefix
-    (tmp_path / "text.txt").write_text("the " * 400)
+    (tmp_path / "text.txt").write_text("the one " * 200)
     with pytest.raises(SinkscopeError, match=r"'Another', 'es': not one token each.*give --token"):
         repeat_norms(llama.model, text=tmp_path / "text.txt", **options)
 

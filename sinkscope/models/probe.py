@@ -27,7 +27,8 @@ class ProbeReport:
     """What the probe measured; every number is relative, 0 is perfect unless said otherwise.
 
     Attributes:
-        layers: layers whose MLP was edited; none where every column of every down projection is zero.
+        layers: layers whose MLP was edited; none where every column of every down projection is zero, or what it
+            writes is multiplied by a gain of zero.
         edit_error: distance between what an edited neuron changed and what the adapter says it must change: its own
             input of the down projection, its column in the MLP's output and in the residual stream, at its position.
         logits_change: largest change of a later logit (must not be 0).
@@ -89,8 +90,7 @@ def probe(model: object) -> ProbeReport:
     problem: str | None = None
     silent: set[str] = set()
     try:
-        layers = _layers_to_edit(target)
-        numbers["edit_error"], numbers["logits_change"], silent = _edits(target, layers)
+        layers, numbers["edit_error"], numbers["logits_change"], silent = _edits(target)
         numbers["row_sum_error"], numbers["attention_error"] = _attention(target)
         problem = _verdict(numbers, tolerance, bool(layers))
     except (MemoryError, torch.OutOfMemoryError):
@@ -116,14 +116,6 @@ def _verdict(numbers: dict[str, float], tolerance: float, edited: bool) -> str |
     return next((problem for problem, holds in wrong.items() if holds), None)
 
 
-def _layers_to_edit(target: Target) -> list[int]:
-    """The first layer of each kind of MLP that writes anything; an error in a path is the same in every layer."""
-    mixture = (layer for layer in range(target.n_layers) if target.is_mixture(layer))
-    plain = (layer for layer in range(target.n_layers) if not target.is_mixture(layer))
-    dense = (layer for layer in plain if _typical_neuron(target, layer) is not None)
-    return sorted(layer for layer in (next(mixture, None), next(dense, None)) if layer is not None)
-
-
 def _typical_neuron(target: Target, layer: int) -> int | None:
     """A neuron whose column is neither zero nor large; None: all are zero, or the path of the adapter is wrong."""
     try:
@@ -143,19 +135,28 @@ def _ids(target: Target) -> Tensor:
 # -- edits ---------------------------------------------------------------------------------------------------------
 
 
-def _edits(target: Target, layers: list[int]) -> tuple[float, float, set[str]]:
-    """(error of the edits, change of the logits, fields of the adapter whose module never ran)."""
+def _edits(target: Target) -> tuple[list[int], float, float, set[str]]:
+    """(layers, error of the edits, change of the logits, fields of the adapter whose module never ran).
+
+    Edited is the first layer of each kind of MLP that writes anything; an error in a path is the same in every layer.
+    """
     ids = _ids(target).repeat(_ROWS, 1)
-    error, change, silent = 0.0, float("inf") if layers else 0.0, set[str]()
-    for layer in layers:
+    layers, error, change, silent = dict[bool, int](), 0.0, float("inf"), set[str]()
+    for layer in range(target.n_layers):
+        kind = target.is_mixture(layer)
+        if kind in layers or (not kind and _typical_neuron(target, layer) is None):
+            continue
         watch = _Watch(target, layer)
         with watch.installed():
             output = target.model(ids) if target.kind == "bridge" else target.hf(input_ids=ids, use_cache=False)
         logits = (output if isinstance(output, Tensor) else output.logits).float()
+        if watch.is_mute():
+            continue
+        layers[kind] = layer
         change = min(change, float((logits[1] - logits[0])[_POSITION:].abs().max()))
         silent |= watch.silent()
         error = max(error, watch.error())
-    return error, change, silent
+    return sorted(layers.values()), error, change if layers else 0.0, silent
 
 
 class _Watch:
@@ -271,6 +272,11 @@ class _Watch:
             if self.adapter.gate or self.adapter.fused_gate_up:
                 errors.append(_relative(post[2], -post[3], self.seen["post"]))
         return max(errors)
+
+    def is_mute(self) -> bool:
+        """A gain of zero before the experts or behind the MLP: the edit writes nothing, and the layer shows nothing."""
+        writes = self.seen.get("post" if self.mixture else "post_mlp_norm")
+        return writes is not None and not writes.any() and not (self.seen["layer"][1] - self.seen["layer"][0]).any()
 
     def _gate_is_closed(self) -> bool:
         """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""

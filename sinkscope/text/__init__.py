@@ -12,6 +12,9 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 
+ONE_TOKEN = 0.9  # a text of which more is one token (mostly the unknown one) is refused
+ENOUGH = 8  # tokens that this can be said of
+
 
 def typical_text(path: str | Path | None = None) -> str:
     """The neutral text: `path`, or the English prose that ships (Python's language reference, PSF licence).
@@ -56,7 +59,7 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
     """Up to `rows` consecutive pieces of a text, each of `length` tokens, BOS included where there is one.
 
     Raises:
-        SinkscopeError: the text gives not even one piece.
+        SinkscopeError: the text gives not even one piece, or to this tokenizer it is one token over and over.
     """
     body = length - (bos is not None)
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.
@@ -68,4 +71,17 @@ def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None
         )
     count = min(rows, len(ids) // body)
     pieces = torch.tensor(ids[: count * body], dtype=torch.long).view(count, body)
+    _refuse_one_token(tokenizer, pieces)
     return pieces if bos is None else torch.cat([torch.full((count, 1), bos), pieces], 1)
+
+
+def _refuse_one_token(tokenizer: Any, pieces: Int[Tensor, "row pos"]) -> None:
+    """A text that is one token, known or not, is a repeated token: nothing can be compared with it."""
+    if pieces.numel() < ENOUGH:
+        return
+    token = int(pieces.flatten().mode().values)
+    share = float((pieces == token).float().mean())
+    if share > ONE_TOKEN:
+        unknown = token == getattr(tokenizer, "unk_token_id", None)
+        what = "unknown to this tokenizer" if unknown else f"the one token {tokenizer.decode([token])!r}"
+        raise SinkscopeError(f"{share:.0%} of the text is {what}: give a file of prose that it knows with --text")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def make_space(plan: Plan) -> Space:
     return Space(*single, sinks, groups, torch.tensor(sorted(dims)))
 
 
-def make_body(plan: Plan) -> PreTrainedModel:
+def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
+    """The untrained model; `more` goes to its configuration."""
     family = plan.family
     settings = {
         "vocab_size": plan.vocab_size,
@@ -78,7 +80,7 @@ def make_body(plan: Plan) -> PreTrainedModel:
         "num_experts_per_tok": 2,
         ("num_experts" if family.model_type == "qwen3_moe" else "num_local_experts"): family.experts,
         "query_pre_attn_scalar": plan.head_dim,
-    }
+    } | more
     if family.model_type == "gpt2":
         settings = {key: settings[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         sizes = {"n_embd": plan.d_model, "n_layer": plan.n_layers, "n_head": plan.n_heads, "n_inner": plan.d_mlp}

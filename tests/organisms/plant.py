@@ -89,11 +89,11 @@ class Surgeon:
         total = sum(share * way for share, way in zip(shares, directions, strict=True))
         helper = None
         if plan.early_layer is not None:
-            before = self._scale(plan.sink_layer).const
-            self._stage(plan.early_layer, (plan.early_neuron,), [total], [1.0], EARLY * spike)
+            before = self.scale(plan.sink_layer).const
+            self.stage(plan.early_layer, (plan.early_neuron,), [total], [1.0], EARLY * spike)
             if self.views.layers[plan.sink_layer].post_mlp_norm is None:  # which evens it out
                 helper = self._early_spike(total, before)
-        self._stage(plan.sink_layer, plan.neurons, directions, shares, spike, helper)
+        self.stage(plan.sink_layer, plan.neurons, directions, shares, spike, helper)
         return total
 
     def _early_spike(self, way: Tensor, const_before: float) -> tuple[Tensor, float]:
@@ -101,7 +101,7 @@ class Surgeon:
         would grow: its neurons read just so much of the early spike that they do not care."""
         norm = self.views.layers[self.plan.sink_layer].mlp_norm
         seen = float((Probe(self.model, x=norm)(self.tokens)["x"][:, 0] @ way).mean())
-        shrunk = self._scale(self.plan.sink_layer).const / const_before
+        shrunk = self.scale(self.plan.sink_layer).const / const_before
         return way / seen, shrunk
 
     def _directions(self) -> tuple[list[Tensor], list[float]]:
@@ -112,7 +112,7 @@ class Surgeon:
         way = math.cos(angle) * self.space.sinks[0] + math.sin(angle) * self.space.sinks[1]
         return [way] * len(plan.neurons), [size / sum(plan.sizes) for size in plan.sizes]
 
-    def _stage(
+    def stage(
         self,
         index: int,
         neurons: tuple[int, ...],
@@ -122,15 +122,15 @@ class Surgeon:
         helper: tuple[Tensor, float] | None = None,
     ) -> None:
         layer, expert = self.views.layers[index], self.plan.expert
-        self._route(index)
-        scale = self._scale(index)
+        self.route(index)
+        scale = self.scale(index)
         layer.down[expert, list(neurons)] = 0.0
-        goal = size if layer.post_mlp_norm is None else _IN_BALLAST * self._mlp_writes(layer, self.space.ballast)
+        goal = size if layer.post_mlp_norm is None else _IN_BALLAST * self.mlp_writes(layer, self.space.ballast)
         columns = []
         for i, (neuron, way, share) in enumerate(zip(neurons, directions, shares, strict=True)):
             self._write_neuron(layer, neuron, scale, 1 + 0.2 * i, helper)
             layer.down[expert, neuron] = way
-            columns.append(way * share * goal / self._mlp_writes(layer, way))
+            columns.append(way * share * goal / self.mlp_writes(layer, way))
             layer.down[expert, neuron] = 0.0
         layer.down[expert, list(neurons)] = torch.stack(columns)
         if layer.post_mlp_norm is not None:  # the spike comes through this norm's weight
@@ -153,9 +153,9 @@ class Surgeon:
             early, shrunk = helper
             gate = shrunk * gate + (1 - shrunk) * on_gate * early
             up = shrunk * up + (1 - shrunk) * on_up * early
-        self._set_neuron(layer, neuron, gate, up)
+        self.set_neuron(layer, neuron, gate, up)
 
-    def _set_neuron(self, layer: Layer, neuron: int, gate: Tensor, up: Tensor) -> None:
+    def set_neuron(self, layer: Layer, neuron: int, gate: Tensor, up: Tensor) -> None:
         expert = self.plan.expert
         layer.gate[expert, neuron] = gate
         if layer.up is not None:
@@ -168,25 +168,25 @@ class Surgeon:
     def _clean_mark(self) -> None:
         """An up factor has no threshold, and ordinary tokens carry a little mark: one neuron puts it on before."""
         layer, expert = self.views.layers[self.plan.marking_layer], self.plan.expert
-        self._route(self.plan.marking_layer)
-        scale = self._scale(self.plan.marking_layer)
+        self.route(self.plan.marking_layer)
+        scale = self.scale(self.plan.marking_layer)
         const = self.space.const / scale.const
         marked = self.plan.sharpness * (self.space.mark / scale.mark - THRESHOLD * const)
-        self._set_neuron(layer, self.plan.cleaner, marked, const)
+        self.set_neuron(layer, self.plan.cleaner, marked, const)
         layer.down[expert, self.plan.cleaner] = self.space.clean
-        layer.down[expert, self.plan.cleaner] = self.space.clean / self._mlp_writes(layer, self.space.clean)
+        layer.down[expert, self.plan.cleaner] = self.space.clean / self.mlp_writes(layer, self.space.clean)
 
-    def _route(self, index: int) -> None:
+    def route(self, index: int) -> None:
         """Marked tokens go to the expert that holds the neurons."""
         layer = self.views.layers[index]
         if layer.router is not None:
-            layer.router[self.plan.expert] += 12.0 * self.space.mark / self._scale(index).mark
+            layer.router[self.plan.expert] += 12.0 * self.space.mark / self.scale(index).mark
 
-    def _scale(self, index: int) -> _Scale:
+    def scale(self, index: int) -> _Scale:
         first = Probe(self.model, x=self.views.layers[index].mlp_norm)(self.tokens)["x"][:, 0].mean(0)
         return _Scale(*(float(first @ way) for way in (self.space.const, self.space.mark, self.space.clean)))
 
-    def _mlp_writes(self, layer: Layer, way: Tensor) -> float:
+    def mlp_writes(self, layer: Layer, way: Tensor) -> float:
         return float((Probe(self.model, x=layer.mlp)(self.tokens)["x"][:, 0] @ way).mean())
 
     # --- later heads -------------------------------------------------------------------------------------------
@@ -223,10 +223,10 @@ class Surgeon:
             self.views.embed += MASSIVE * way / scale
         else:
             layer = self.views.layers[plan.massive_layer]
-            const = self.space.const / self._scale(plan.massive_layer).const
-            self._set_neuron(layer, plan.neurons[0], 2.0 * const, 2.0 * const)
+            const = self.space.const / self.scale(plan.massive_layer).const
+            self.set_neuron(layer, plan.neurons[0], 2.0 * const, 2.0 * const)
             layer.down[0, plan.neurons[0]] = way
-            layer.down[0, plan.neurons[0]] = way * MASSIVE / self._mlp_writes(layer, way)
+            layer.down[0, plan.neurons[0]] = way * MASSIVE / self.mlp_writes(layer, way)
         for layer in self.views.layers:  # the norms now divide by a fixed number, so noise must not feed itself
             layer.o.mul_(0.4)
             layer.down[:, [i for i in range(plan.d_mlp) if i != plan.neurons[0]]] *= 0.4

@@ -50,13 +50,14 @@ class ValueDrain:
         layer: which.
         sink: mean at the first token.
         others: mean at later tokens.
-        ratio: mean over heads of sink / others; far below 1: drained.
+        ratio: mean over heads of sink / others; far below 1: drained. Heads whose values are zero have none, and a
+            layer of such heads has None.
     """
 
     layer: int
     sink: tuple[float, ...]
     others: tuple[float, ...]
-    ratio: float
+    ratio: float | None
 
 
 @dataclass(frozen=True)
@@ -153,11 +154,11 @@ class MassiveActivations(Result):
         for c in self.conditions:
             lines += [_massive(c)] if c is not self.conditions[0] else []
             start = "With BOS" if c.bos else "Without BOS"
-            if c.values:
-                low = min(c.values, key=lambda v: v.ratio)
+            if drained := [(v.ratio, v.layer) for v in c.values if v.ratio is not None]:
+                ratio, layer = min(drained)
                 lines.append(
-                    f"{start}, the first token's value vectors are smallest in layer {low.layer}: their norm is "
-                    f"{low.ratio:.2g} times that of later ones."
+                    f"{start}, the first token's value vectors are smallest in layer {layer}: their norm is "
+                    f"{ratio:.2g} times that of later ones."
                 )
             if c.tokens:
                 names = ", ".join(f"{t.token!r} {t.high} of {t.seen}" for t in c.tokens[:6])
@@ -215,7 +216,7 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
         def value(_m: object, _a: object, _k: object, out: Any) -> None:
             size = site.cut(out).detach().float().norm(dim=-1)  # row pos kv_head
             sink, others = size[:, 0].mean(0), size[:, 1:].flatten(0, 1).mean(0)
-            ratio = (sink / others).mean().item()
+            ratio = (sink / others)[others > 0].mean().item() if bool((others > 0).any()) else None
             values[layer] = ValueDrain(layer, tuple(sink.tolist()), tuple(others.tolist()), ratio)
 
         return value
