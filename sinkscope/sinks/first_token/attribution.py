@@ -19,7 +19,7 @@ from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor, plain_weight
 from sinkscope.sinks.first_token.effects import Component
-from sinkscope.trace.tap import Attention, alone, listening
+from sinkscope.trace.attention import Attention, alone, listening
 
 _HEADS = 1 << 27  # numbers of all heads' outputs in memory; beyond it, heads of a layer are one component
 _ROWS = 1 << 24  # numbers of the rows of one call of an attention module

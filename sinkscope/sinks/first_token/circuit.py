@@ -7,10 +7,7 @@ from typing import Any, ClassVar
 
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps, and_, site_name
-from sinkscope.sinks.first_token.tokens import pick_tokens
-from sinkscope.sinks.first_token.walk import causal_neurons, repeat_limit
-
-WORDS = 3  # of the text that are repeated until one makes a spike
+from sinkscope.sinks.first_token.find import find_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +16,10 @@ class Circuit(Result):
 
     Attributes:
         first_token: the token that stands first in the texts.
-        sink_layer: whose MLP makes the spike; None: no MLP does.
-        neurons: that write it, such as "L1.N912"; empty: no single one is causal, and the whole MLP stands for them.
+        sink_layer: the last layer whose MLP makes the spike; None: no MLP does.
+        spike_by: what makes the spike, "MLP" or another component; None: there is none, or no single one makes it.
+        neurons: the smallest set that makes it, such as "L1.N912"; empty: none was found, and the whole MLP of the sink
+            layer stands for them.
         repeated: the token that is repeated; None: there is no spike, or repetition makes none.
         repeats: how often it is repeated.
         carried_by: what the reading heads' keys need: "spike", the names of other components, or None: no head reads.
@@ -41,6 +40,7 @@ class Circuit(Result):
 
     first_token: str
     sink_layer: int | None
+    spike_by: str | None = None
     neurons: tuple[str, ...] = ()
     repeated: str | None = None
     repeats: int | None = None
@@ -60,7 +60,7 @@ class Circuit(Result):
         a, logits = self.attention, ""
         if self.learned_logits is not None and a is None:
             logits = f" (learned sink logits take {_percent(self.learned_logits)} of all attention)"
-        if self.sink_layer is None and a is None:
+        if self.sink_layer is None and self.spike_by is None and a is None:
             return f"No circuit: no MLP raises the first token's norm, and no head attends to the first token{logits}."
         made = (
             "No MLP raises the first token's norm, but heads attend to it" if self.sink_layer is None else self._spike()
@@ -75,6 +75,8 @@ class Circuit(Result):
         )
 
     def _spike(self) -> str:
+        if self.sink_layer is None:
+            return f"The {self.spike_by} makes the first token's spike without an MLP"
         writes = "s" * (len(self.neurons) < 2)
         by = and_(self.neurons) if self.neurons else f"The MLP of layer {self.sink_layer}"
         marks = next(m for m in self.marking if m.place == "first token")
@@ -129,29 +131,34 @@ def circuit(
     with random components as the control. A model without a spike, or without a sink, is an answer.
 
     Args:
-        token: The token that is repeated. By default one of three words of the text, drawn by the seed.
+        token: The token that is repeated. By default one of five words of the text, drawn by the seed.
         heads: Reading heads that are listed, those with most attention first.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
     """
-    limit = repeat_limit(setup.target, max_repeats)
-    layer, found = causal_neurons(setup)
-    sites = tuple(n.site for n in found)
-    words = pick_tokens(setup.tokenizer, setup.ids, None if token is None else [token], setup.seed, WORDS)
-    setup.record(max_repeats=limit)
-    made, repeated, attention = Steps.of(setup, layer, sites), None, None
+    found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
+    best = next((s for s in found.causal_sets if s.kind != "backup"), None)
+    sites = () if best is None or found.sink_layer is None else best.numbers
+    layer = None if found.sink_layer is None else max(found.sink_layer, *(site[0] for site in sites), 0)
+    backups = [site for one in found.causal_sets if one.kind == "backup" for site in one.numbers]
+    made = Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
+    repeated, repeats, attention = None, None, None
     reader = made.reader()
     by_spike = reader is not None and made.carries(reader)
     if layer is not None:
         made.spike(layer, reader if by_spike else None)
-        repeated = made.repetition(words, limit)
+        reached = [t for t in found.repeats.tokens if t.repeats is not None and t.repeats > 1]
+        repeated = min(reached, key=lambda t: t.repeats or 0, default=None)
+        if repeated is not None:
+            repeats = made.repetition(repeated.id, repeated.repeats or 0)
     if reader is not None:
         attention = made.keys(reader, by_spike, heads)
     return Circuit(
         first_token=setup.tokenizer.decode(made.ids[0, :1].tolist()),
         sink_layer=layer,
-        neurons=tuple(map(site_name, sites)),
-        repeated=None if repeated is None else setup.tokenizer.decode([repeated[0]]),
-        repeats=None if repeated is None else repeated[1],
+        spike_by=None if found.norm_spike is None or 0 not in found.norm_spike.positions else found.norm_spike.made_by,
+        neurons=tuple(map(site_name, made.sites)),
+        repeated=None if repeated is None else repeated.token,
+        repeats=repeats,
         carried_by=None if attention is None else attention[0],
         attention=None if attention is None else attention[1],
         learned_logits=made.learned(),

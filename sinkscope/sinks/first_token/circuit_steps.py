@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
@@ -14,15 +14,17 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects
 from sinkscope.sinks.first_token.path_patching import HALF, MOST, Bench, Proof, random_sets, shares_of
-from sinkscope.sinks.first_token.walk import prefixes, repeat_until_half
+from sinkscope.sinks.first_token.walk import prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
+WRITES = 0.01  # neurons with less of the spike are backups, or have no part in it
 LARGE = 0.25  # so is what else a reading head's key holds
-SHOWN = 0.05  # a component without a role is a row of its own from this share on
+SHOWN = 0.1  # a component without a role is a row of its own from this share on
 READS = 0.3  # mean attention to the first token of a head that reads it (Gu et al. 2024)
 TEXTS = 2  # pieces of typical text
 TYPICAL = 6  # positions of each piece that the first token is held against
@@ -137,6 +139,7 @@ class Steps:
         places: (text, position) of first tokens, of `other`, and of more typical positions.
         layer: the sink layer; None: no MLP makes a spike.
         sites: the sink neurons; none: the whole MLP of the sink layer stands for them.
+        shared: residual dimensions that are massive on all tokens, which norms leave out.
     """
 
     setup: Setup
@@ -145,17 +148,19 @@ class Steps:
     places: Int[Tensor, "place 2"]
     layer: int | None
     sites: tuple[Site, ...]
+    shared: tuple[int, ...]
     steps: list[Step] = field(default_factory=list)
     marking: list[Marking] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(cls, setup: Setup, layer: int | None, sites: tuple[Site, ...]) -> Steps:
+    def of(cls, setup: Setup, layer: int | None, sites: tuple[Site, ...], shared: tuple[int, ...]) -> Steps:
         """Typical positions are those whose norms are nearest to the median of their text."""
         ids = setup.ids[:TEXTS].clone()
         ids[:, 0] = ids[0, 0]
+        kept = [i for i in range(setup.target.d_model) if i not in shared]
         name = f"blocks.{setup.n_layers - 1 if layer is None else layer}.hook_resid_post"
-        size = trace(setup.target, ids, [name], "norm")[name]
+        size = trace(setup.target, ids, [name], lambda resid: resid[..., kept].float().norm(dim=-1))[name]
         away = (size / size[:, 1:].median(1, keepdim=True).values).log().abs()
         length = ids.shape[1]
         low, high = length // 8, max(length // 2, length // 8 + 1)
@@ -164,7 +169,7 @@ class Steps:
         for text in range(len(ids)):
             usual = [p for p in away[text].argsort().tolist() if p not in (0, other, length - 1)][: length // 2]
             places += [(text, 0), (text, other), *((text, p) for p in sorted(usual)[:: max(1, len(usual) // TYPICAL)])]
-        return cls(setup, ids, other, torch.tensor(places), layer, sites)
+        return cls(setup, ids, other, torch.tensor(places), layer, sites, shared)
 
     @property
     def target(self) -> Target:
@@ -190,6 +195,18 @@ class Steps:
         """Of the layers up to one, without these."""
         every = [Component("head", i, h) for i in range(depth + 1) for h in range(self.target.n_heads)]
         return [head for head in every if head not in without]
+
+    def pruned(self, backups: Sequence[Site]) -> Steps:
+        """Without neurons that write nothing of the spike and are no backups."""
+        if self.layer is None or not self.sites:
+            return self
+        inputs = self.own.inputs
+        way = inputs[max(inputs)].stream[self.first].mean(0)
+        kept = []
+        for found in inputs.values():
+            along = found.written[:, self.first].mean(1) @ way / way.square().sum()
+            kept += [s for s, share in zip(found.sites, along.tolist(), strict=True) if share >= WRITES or s in backups]
+        return self if len(kept) == len(self.sites) else replace(self, sites=tuple(kept))
 
     # -- what marks ------------------------------------------------------------------------------------------------
 
@@ -249,16 +266,19 @@ class Steps:
 
     @cached_property
     def controls(self) -> tuple[list[tuple[Site, ...]], Attribution]:
-        """Random sets of as many neurons of the layer (and expert) of the last sink neuron, and what they write."""
-        before = self.sites[-1][:-1]
-        pool = [site for n in range(self.target.d_mlp) if (site := (*before, n)) not in self.sites]
-        sets = self.sets(pool, len(self.sites))
+        """Random sets of as many neurons of the same layers (and experts), and what they write."""
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        sets: list[tuple[Site, ...]] = []
+        for _ in range(DRAWS):
+            order = torch.randperm(self.target.d_mlp, generator=generator).tolist()
+            free = iter(order)
+            sets.append(tuple(next(o for n in free if (o := (*site[:-1], n)) not in self.sites) for site in self.sites))
         chosen = sorted({site for some in sets for site in some})
         return sets, attribute(self.target, self.ids, self.places, chosen)
 
     def spike(self, layer: int, judge: Bench | None) -> None:
         """From the first token to the residual stream after the sink layer; `judge` is the attention that it makes."""
-        bench = Bench(self.target, self.ids, 0, self.other, layer)
+        bench = Bench(self.target, self.ids, 0, self.other, layer, without=self.shared)
         if not self.sites:
             self.mark(bench, "first token", layer, {}, judge)
             proof = bench.proofs([(Component("mlp", layer),)])[0]
@@ -268,7 +288,8 @@ class Steps:
         self.errors += [found.error for found in seen.inputs.values()]
         self.mark(bench, "first token", layer, self.shares(seen, *self.pairs), judge)
         for at, inputs in seen.inputs.items():
-            self.factors(at, inputs)
+            if _writes(inputs, self.first):
+                self.factors(at, inputs)
         control = _largest(self.transplants(bench, sets, others))
         final = seen.inputs[layer].stream[self.first].mean(0)
         total = 0.0
@@ -297,6 +318,8 @@ class Steps:
         """What each component adds to the neurons' activation by the gate and by the up factor; sums to 1 per layer."""
         found: dict[str, dict[Component, float]] = {}
         for layer, inputs in seen.inputs.items():
+            if not _writes(inputs, first.unique()):
+                continue  # backups that are silent here
             contrast = inputs.contrast(first, typical) * self.weights(inputs, first)
             contrast /= contrast.sum()
             for name, of in zip(_factors(inputs, layer), contrast.sum(-1), strict=True):
@@ -325,29 +348,24 @@ class Steps:
         for name, share, (without, alone) in zip(_factors(inputs, layer), contrast, edited, strict=True):
             lost, given = (whole - without) / (whole - none), (alone - none) / (whole - none)
             for j, site in enumerate(inputs.sites):
+                if not abs(share[j]) >= WRITES:
+                    continue
                 about = ("gate and up", name, site_name(site), layer, float(share[j]))
                 self.steps.append(Step(*about, float(lost[j]), None, float(given[j]), None))
 
-    def repetition(self, words: Sequence[int], limit: int) -> tuple[int, int] | None:
-        """The same at the last of many repetitions of the first of these words that makes a spike in that way."""
-        setup, layer = self.setup, self.layer
+    def repetition(self, word: int, reached: int) -> int:
+        """The same at the last of half as many repetitions again as it takes; returns their number."""
+        layer, start = self.layer, prefixes(self.setup, [word])
         assert layer is not None
-        for word in words:
-            start = prefixes(setup, [word])
-            reached = repeat_until_half(setup.target, layer, [word], start, limit, setup.progress).repeats[0]
-            if reached is not None and reached > 1:
-                break
-        else:
-            return None
-        repeats = min(reached + reached // 2, limit)
+        repeats = min(reached + reached // 2, (self.target.max_positions or 1 << 30) - 1)
         ids = torch.tensor([[start[0], *[word] * repeats]])
         shares: dict[str, dict[Component, float]] = {}
         if self.sites:
             seen = attribute(self.target, ids, torch.tensor([[0, repeats], [0, 1]]), self.sites)
             self.errors += [found.error for found in seen.inputs.values()]
             shares = self.shares(seen, torch.tensor([0]), torch.tensor([1]))
-        self.mark(Bench(self.target, ids, repeats, 1, layer), "repetition", layer, shares)
-        return word, repeats
+        self.mark(Bench(self.target, ids, repeats, 1, layer, without=self.shared), "repetition", layer, shares)
+        return repeats
 
     # -- the heads that read ---------------------------------------------------------------------------------------
 
@@ -432,6 +450,12 @@ class Steps:
         with attention_rows(self.target, lambda _l, _f, probs: kept.append(1 - float(probs.sum(-1).mean()))):
             self.target.forward(self.ids)
         return sum(kept) / len(kept)
+
+
+def _writes(inputs: Inputs, first: Int[Tensor, " text"]) -> bool:
+    """Whether these neurons write anything of the spike."""
+    way = inputs.stream[first].mean(0)
+    return float(inputs.written[:, first].mean(1).sum(0) @ way) >= WRITES * float(way.square().sum())
 
 
 def _factors(inputs: Inputs, layer: int) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import DRAWS
-from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
 
 HALF = 0.5  # of an effect: from here on a component is needed, or suffices
 NEARLY = 0.75  # several are needed where each loses at least this share of what the most needed one loses
@@ -53,6 +53,7 @@ class Bench:
         other: the typical one.
         layer: the effect is the norm after this layer;
         heads: or, where they are given, the attention that these heads pay to the position.
+        without: residual dimensions that norms leave out.
     """
 
     target: Target
@@ -61,6 +62,7 @@ class Bench:
     other: int
     layer: int | None = None
     heads: Bool[Tensor, "layer head"] | None = None
+    without: tuple[int, ...] = ()
 
     def necessity(self, edits: Sequence[Edit], each: bool = False) -> list[Any]:
         """The share of the effect that each edit at the position takes away; with `each`, of every head's part."""
@@ -128,18 +130,18 @@ class Bench:
 
         A key bias without layer stands for those of all layers.
         """
-        target, keys = self.target, self.heads is not None
-        found = [Component("token embedding")]
-        found += [Component("position embedding")] if target.adapter.absolute_positions else []
-        found += [Component("attention", i) for i in range(depth + (not keys))]
-        found += [Component("mlp", i) for i in range(depth)]
-        return found + ([Component("key bias")] if keys and has_key_bias(target, depth) else [])
+        found = writers(self.target, depth)
+        if self.heads is None:
+            return [*found, Component("attention", depth)]
+        return found + ([Component("key bias")] if has_key_bias(self.target, depth) else [])
 
     def values(self, edits: Sequence[Edit], at: int, source: int) -> tuple[Tensor, Tensor]:
         """Norms, or attention of each head, `[edit text part]`, and intact `[text part]`."""
         asked = self.heads is not None
         ids = self.ids if asked else self.ids[:, : max(at, source) + 1]  # later tokens change no norm
-        seen = effects(self.target, ids, edits, at=at, source=source, upto=self.layer, attention=asked)
+        seen = effects(
+            self.target, ids, edits, at=at, source=source, upto=self.layer, attention=asked, without=self.without
+        )
         if self.heads is None or seen.attention is None or seen.intact_attention is None:
             return seen.norms[..., -1:], seen.intact_norms[..., -1:]
         return seen.attention[..., self.heads], seen.intact_attention[..., self.heads]
