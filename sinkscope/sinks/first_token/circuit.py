@@ -62,9 +62,9 @@ class Circuit(Result):
             logits = f" (learned sink logits take {_percent(self.learned_logits)} of all attention)"
         if self.sink_layer is None and self.spike_by is None and a is None:
             return f"No circuit: no MLP raises the first token's norm, and no head attends to the first token{logits}."
-        made = (
-            "No MLP raises the first token's norm, but heads attend to it" if self.sink_layer is None else self._spike()
-        )
+        made = "No MLP raises the first token's norm, but heads attend to it"
+        if self.sink_layer is not None or self.spike_by is not None:
+            made = self._spike()
         if a is None:
             return f"{made}; no head attends to the first token{logits}."
         carried = "the spike" if self.carried_by == "spike" else self.carried_by
@@ -137,7 +137,8 @@ def circuit(
     """
     found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     best = next((s for s in found.causal_sets if s.kind != "backup"), None)
-    sites = () if best is None or found.sink_layer is None else best.numbers
+    every = [*(() if best is None else best.numbers), *(n.site for n in found.causal)]
+    sites = () if found.sink_layer is None else tuple(dict.fromkeys(every))
     layer = None if found.sink_layer is None else max(found.sink_layer, *(site[0] for site in sites), 0)
     backups = [site for one in found.causal_sets if one.kind == "backup" for site in one.numbers]
     made = Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)

@@ -291,7 +291,7 @@ class Steps:
             if _writes(inputs, self.first):
                 self.factors(at, inputs)
         control = _largest(self.transplants(bench, sets, others))
-        final = seen.inputs[layer].stream[self.first].mean(0)
+        final = seen.inputs[max(seen.inputs)].stream[self.first].mean(0)
         total = 0.0
         for at, inputs in seen.inputs.items():
             for site, written in zip(inputs.sites, inputs.written[:, self.first].mean(1), strict=True):
