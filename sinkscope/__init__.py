@@ -25,6 +25,7 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "LoopServe": "sinkscope.kv.loopserve.serve",
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.generate",
+    "sinks_over_training": "sinkscope.sinks.first_token.training",
     "report": "sinkscope.report.build",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from sinkscope.sinks.first_token.positions import token_positions as token_positions
     from sinkscope.sinks.first_token.screen import neuron_screen as neuron_screen
     from sinkscope.sinks.first_token.separate import separability as separability
+    from sinkscope.sinks.first_token.training import sinks_over_training as sinks_over_training
     from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
     from sinkscope.sinks.patch.make import make_patch as make_patch
     from sinkscope.sinks.repetition.atlas import sink_atlas as sink_atlas
