@@ -321,8 +321,8 @@ class _Run:
 
             def of_experts(y: Tensor) -> list[Tensor]:
                 dtype = experts.gate_up_proj.dtype
-                each = [gate_up(experts, e, y.to(dtype), [n]) for _, e, n in sites]
-                return [torch.cat([one[i] for one in each], -1).float() for i in (0, 1)]
+                each = [gate_up(experts, e, y.flatten(0, -2).to(dtype), [n]) for _, e, n in sites]
+                return [torch.cat([one[i] for one in each], -1).float().view(*y.shape[:-1], -1) for i in (0, 1)]
 
             return of_experts, lambda gate, up: activate(experts, gate, up)
         order = torch.tensor([site[1] for site in sites])

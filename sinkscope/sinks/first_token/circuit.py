@@ -143,7 +143,8 @@ def circuit(
     backups = [site for one in found.causal_sets if one.kind == "backup" for site in one.numbers]
     made = Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
     repeated, repeats, attention = None, None, None
-    reader = made.reader()
+    sink = found.attention_sink
+    reader = made.reader() if sink is not None and any(p.position == 0 for p in sink.positions) else None
     by_spike = reader is not None and made.carries(reader)
     if layer is not None:
         made.spike(layer, reader if by_spike else None)

@@ -17,6 +17,8 @@ from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_ke
 
 HALF = 0.5  # of an effect: from here on a component is needed, or suffices
 NEARLY = 0.75  # several are needed where each loses at least this share of what the most needed one loses
+ENOUGH = 0.9  # the search for a set ends where this is lost,
+GAIN = 0.05  # or where one more component adds less than this
 MOST = 8  # components that are replaced together in the search for a set
 UNSWAPPED = ("attention bias", "sink neurons", "norm bias", "input bias")
 
@@ -103,13 +105,15 @@ class Bench:
         alone = self.necessity([self.edit((*base, c)) for c in candidates])
         bar = max(HALF, NEARLY * max(alone))
         chosen = [c for c, lost in zip(candidates, alone, strict=True) if lost >= bar]
-        rest = [] if chosen else list(candidates)
-        while rest and len(chosen) < MOST:
+        gone = self.necessity([self.edit((*base, *chosen))])[0] if chosen else 0.0
+        while gone < ENOUGH and len(chosen) < MOST and (rest := [c for c in candidates if c not in chosen]):
             lost = self.necessity([self.edit((*base, *chosen, c)) for c in rest])
             best = max(range(len(rest)), key=lost.__getitem__)
-            chosen.append(rest.pop(best))
-            rest = [] if lost[best] >= HALF else rest
-        return Group(tuple(chosen), self._relation(tuple(chosen), base, judge or self))
+            if chosen and lost[best] < gone + GAIN:
+                break
+            chosen, gone = [*chosen, rest[best]], lost[best]
+        members = tuple(c for c in candidates if c in chosen)
+        return Group(members, self._relation(members, base, judge or self))
 
     def _relation(self, members: tuple[Component, ...], base: tuple[Component, ...], judge: Bench) -> str:
         if len(members) == 1:
