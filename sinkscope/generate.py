@@ -117,8 +117,7 @@ def generate(
 @torch.no_grad()
 def _continued(target: Target, rows: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
     """The new tokens of each row, up to and with the end of sequence."""
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    ends = set(end) if isinstance(end, list | tuple) else set() if end is None else {int(end)}
+    ends = target.end_ids
     known = target.need_tokenizer().pad_token_id
     pad = min(ends, default=0) if known is None else int(known)
     width = max(map(len, rows))

@@ -161,8 +161,7 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
             f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
             page="no-tokenizer",
         )
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    ends = frozenset(end if isinstance(end, list | tuple) else [] if end is None else [int(end)])
+    ends = frozenset(target.end_ids)
     pad = target.tokenizer.pad_token_id
     pad = min(ends, default=0) if pad is None else int(pad)
     return Asked(target, fingerprint_of(target), ends, pad, new, budget)

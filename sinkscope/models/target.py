@@ -152,6 +152,12 @@ class Target:
         return int(value) if value else None
 
     @property
+    def end_ids(self) -> list[int]:
+        """Ids after which generation ends, as the model's generation configuration says."""
+        ends = getattr(getattr(self.hf, "generation_config", None), "eos_token_id", None)
+        return list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [int(ends)]
+
+    @property
     def embedding(self) -> nn.Module:
         """The token embedding."""
         return self.hf.get_submodule(self.adapter.embed)
