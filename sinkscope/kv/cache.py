@@ -36,16 +36,16 @@ class Rotary:
         module: Any = getattr(target.base, "rotary_emb", None)
         frequencies: Any = getattr(module, "inv_freq", None)
         kinds = getattr(target.config, "layer_types", None)
-        why = ""
-        if module is None:
-            why = "it has no rotary positions"
-        elif target.kind == "bridge":
-            why = "a TransformerBridge applies positions itself; load it with backend='hf'"
-        elif getattr(target.config, "sliding_window", None) and (kinds is None or "sliding_attention" in kinds):
-            why = "it has layers with a window, which counts true positions"
-        elif getattr(module, "rope_type", "default") not in _FIXED or frequencies is None:
-            why = f"its frequencies ({getattr(module, 'rope_type', 'per layer')!r}) are not one fixed set"
-        if why:
+        windows = getattr(target.config, "sliding_window", None) and (kinds is None or "sliding_attention" in kinds)
+        fixed = getattr(module, "rope_type", "default") in _FIXED and frequencies is not None
+        said = f"its frequencies ({getattr(module, 'rope_type', 'per layer')!r}) are not one fixed set"
+        reasons = (
+            (module is None, "it has no rotary positions"),
+            (target.kind == "bridge", "a TransformerBridge applies positions itself; load it with backend='hf'"),
+            (windows, "it has layers with a window, which counts true positions"),
+            (not fixed, said),
+        )
+        if why := next((why for holds, why in reasons if holds), None):
             raise UnsupportedError(
                 f'positions="rebased" does not work on {target.name}: {why}; use positions="original"',
                 page="kv-session",
