@@ -271,7 +271,7 @@ class Barcode(Result):
 
 @measurement(
     group="Loops",
-    figure="sinkscope.figures.barcode:draw",
+    figure="sinkscope.figures.attention:draw_barcode",
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "layers": [0]},
