@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sinkscope.html import ENVELOPE, Section, picture, section, table
-from sinkscope.results import SCHEMA, cell
+from sinkscope.html import ENVELOPE, Section, picture, section
+from sinkscope.results import SCHEMA, cell, html_table
 
 ROWS = 2000  # of a table; the file holds them all
 PICTURE = 4 << 20  # bytes of a PNG beside a record: a larger one is left out
@@ -35,7 +35,7 @@ class RecordTable(NamedTuple):
         """The table under its title, everything escaped."""
         cut = f" (the first {len(self.rows):,} of {self.total:,} rows)" if len(self.rows) < self.total else ""
         title = f"<h3>{escape(self.title + cut)}</h3>\n" if self.title or cut else ""
-        return title + table(self.head, self.rows)
+        return title + html_table(self.head, self.rows)
 
 
 def record_section(data: dict[str, Any], file: str, path: Path) -> Section | None:
