@@ -26,7 +26,7 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "LoopServe": "sinkscope.kv.loopserve.serve",
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.generate",
-    "report": "sinkscope.report.build",
+    "report": "sinkscope.report",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
 }
