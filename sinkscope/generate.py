@@ -121,9 +121,8 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any]) -
     """The new tokens of each row, up to and with the end of sequence."""
     ends, pad = ends_and_pad(target)
     ids, mask = padded(rows, pad, target.device)
-    new = target.hf.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **options)[
-        :, ids.shape[1] :
-    ].tolist()
+    made = target.hf.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **options)
+    new = made[:, ids.shape[1] :].tolist()
     return [row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))] for row in new]
 
 
