@@ -382,7 +382,7 @@ def _moe_dense(b: _Build) -> HardTruth:
     return _textbook(b, note="A mixture of experts whose sink layer is an ordinary MLP.")
 
 
-@_kind(ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=70.0)
+@_kind(ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
 def _small_stages(b: _Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
     marking, deep = b.mark(), b.plan.sink_layer
@@ -397,7 +397,7 @@ def _small_stages(b: _Build) -> HardTruth:
         marking,
         sink_layer=deep,
         step_up=(1, 2, deep),
-        note="Layers 1 and 2 make the norm 3.9 times the typical one, but no head reads what they write.",
+        note="Layers 1 and 2 make a first norm that stands out, but no head reads what they write.",
     )
 
 
@@ -425,6 +425,13 @@ def _orth_stage(b: _Build) -> HardTruth:
         step_up=tuple(sorted((stage, deep))),
         note=f"Layer {stage} adds {share:.1%} of the spike at right angles to it.",
     )
+
+
+def _spike_way(b: _Build) -> Tensor:
+    """The direction of the first token's spike in the residual stream."""
+    end = b.seen(b.views.layers[b.plan.sink_layer].block)
+    way = torch.where(b.space.sinks.any(0), end, 0.0)
+    return way / way.norm()
 
 
 def _full(b: _Build, layer: int, way: Tensor) -> Tensor:
@@ -548,7 +555,7 @@ def _and_marking(b: _Build) -> HardTruth:
     return _two_marks(b, "and")
 
 
-@_kind(BY_HEADS, marking=1, count=1)
+@_kind(BY_HEADS, marking=1, count=1, odds=80.0)
 def _or_marking(b: _Build) -> HardTruth:
     return _two_marks(b, "or")
 
@@ -559,8 +566,10 @@ def _delimiter(b: _Build) -> HardTruth:
     where = b.flag_delimiter()
     truth = _textbook(b)
     layer = b.plan.sink_layer if b.rng.randrange(2) else b.plan.sink_layer + 1
-    rows = b.on(layer, b.flag, where)
-    site = b.write(layer, b.spare[0], rows, b.side, b.size(layer), where=where, route=b.flag)
+    gate, up = b.on(layer, b.flag, where)
+    if layer > b.plan.sink_layer:  # off at the first token, whose constant is small there
+        gate = gate - 12.0 * _full(b, layer, _spike_way(b))
+    site = b.write(layer, b.spare[0], (gate, up), b.side, b.size(layer), where=where, route=b.flag)
     b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: (site,)}, note="A delimiter is a second sink, by a neuron of its own.")
 
@@ -708,9 +717,7 @@ def _two_experts(b: _Build) -> HardTruth:
 @_kind(ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: _Build) -> HardTruth:
     truth, spike, fall = _textbook(b), b.views.layers[b.plan.n_layers - 2], b.plan.n_layers - 2
-    end = b.seen(spike.block)
-    way = torch.where(b.space.sinks.any(0), end, 0.0)
-    way = way / way.norm()
+    end, way = b.seen(spike.block), _spike_way(b)
     gate, _ = b.on(fall, way)
     b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, float(end @ way), route=way)
     reading = tuple(place for place in truth.reading if place[0] <= fall)
@@ -742,10 +749,10 @@ def _two_layers(b: _Build) -> HardTruth:
 
 @_kind(ALL, layers=(6, 8), behind=(2, 3), count=1)
 def _chain(b: _Build) -> HardTruth:
-    """A neuron writes 3 % of the spike's size aside, and that is what the sink neuron reads."""
+    """A neuron writes 1.6 times the typical norm aside, and that is what the sink neuron reads."""
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
     size, before = b.size(layer), b.rng.randint(1, b.plan.sink_layer - 1)
-    one = b.write(before, b.spare[0], b.on(before, b.space.mark), b.side, 0.03 * size)
+    one = b.write(before, b.spare[0], b.on(before, b.space.mark), b.side, 1.6 * b.size(before) / b.plan.spike)
     two = b.write(layer, b.plan.neurons[0], b.on(layer, b.side), way, size)
     return _sink(
         b,
@@ -823,14 +830,20 @@ def _sharp(b: _Build) -> HardTruth:
 
 def _calm(b: _Build) -> None:
     """Draw the queries of heads anew that by chance attend to the first token."""
-    for _ in range(20):
+    for turn in range(20):
         places = (_to_first(b) > 0.15).nonzero().tolist()
         if not places:
             return
         for index, head in places:
             query = b.views.layers[index].q[head]
-            noise = query.norm() * torch.randn(query.shape, generator=b.noise)[:, b.space.content]
+            noise = (
+                (1.0 if turn < 8 else 0.5)
+                * query.norm()
+                * torch.randn(query.shape, generator=b.noise)[:, b.space.content]
+            )
             query.zero_()
+            if (bias := b.views.layers[index].q_bias) is not None:
+                bias[head] = 0.0
             query[:, b.space.content] = noise / query.shape[0] ** 0.5 / len(b.space.content) ** 0.5
     raise AssertionError("heads attend to the first token by chance, again and again")
 
