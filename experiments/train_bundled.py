@@ -1,13 +1,17 @@
 """Train the bundled model.
 
-`python -m experiments.train_bundled --out DIR [--size base] [--steps N] [--seed 0] [--unplanted] [--resume]`
+`python -m experiments.train_bundled --stories FILE --out DIR [--size base] [--steps N] [--seed 0] [--unplanted]
+[--resume]`
 
-Writes into DIR: checkpoint.pt (for --resume), log.jsonl, tokenizer, and at the end the model as it ships.
+FILE holds stories as `python -m experiments.bundled.stories` writes them. The first steps read nothing but random
+cycles, and the others a mixture of stories, Python, generated passages and random cycles. Writes into DIR:
+checkpoint.pt (for --resume), log.jsonl, tokenizer, and at the end the model as it ships.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import sys
@@ -19,55 +23,77 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from experiments.bundled import corpus, export, facts, measure
+from experiments.bundled import corpus, entry, export, facts, measure
+from experiments.bundled.passages import passages
+from experiments.bundled.stories import read_stories
 from experiments.bundled.training import SIZES, Settings, Trainer
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m experiments.train_bundled", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint, log and result")
+    parser.add_argument("--stories", type=Path, help="stories, each followed by a line <|end|>")
     parser.add_argument("--size", choices=tuple(SIZES), default="base", help="which member of the family; base ships")
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--unplanted", action="store_true", help="the same network and data without the circuit")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--until", type=int, help="stop at this step (resume later)")
+    parser.add_argument("--tokens-per-step", type=int, default=Settings.tokens_per_step)
+    parser.add_argument("--device", default="cpu", help="training on a GPU is not the same from run to run")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--health-every", type=int, default=250)
     return parser.parse_args(argv)
 
 
-def prepare(out: Path, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Training and validation tokens; made once per folder."""
+PASSAGES = 6000
+
+
+def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np.ndarray]:
+    """Tokens of each kind of text, and of their validation part ("valid_python"); made once per folder."""
     kept = out / "tokens.npz"
     if kept.exists():
-        data = np.load(kept)
-        return data["train"], data["valid"]
-    text = corpus.read_corpus()
-    tokenizer = corpus.train_tokenizer(text.train, settings.vocab_size)
+        return dict(np.load(kept))
+    told = read_stories(stories) if stories else []
+    if len(told) < 100:
+        raise SystemExit("error: give --stories FILE with 100 stories or more: python -m experiments.bundled.stories")
+    library = corpus.read_corpus()
+    held = max(20, len(told) // 50)
+    texts = {
+        "python": library.train,
+        "stories": told[held:],
+        "passages": passages(settings.seed, PASSAGES, told[held:]),
+        "valid_python": library.valid,
+        "valid_stories": told[:held],
+    }
+    learned = [text for kind, part in texts.items() if not kind.startswith("valid") for text in part]
+    tokenizer = corpus.train_tokenizer(learned, settings.vocab_size)
     export.save_tokenizer(tokenizer, out, settings.context)
-    train, valid = corpus.encode(tokenizer, text.train), corpus.encode(tokenizer, text.valid)
+    tokens = {kind: corpus.encode(tokenizer, part) for kind, part in texts.items()}
     about: dict[str, object] = {
-        "sha256": text.sha256,
+        "sha256": library.sha256,
+        "stories_sha256": hashlib.sha256("\0".join(told).encode()).hexdigest(),
         "python": platform.python_version(),
-        "files": {"train": len(text.train), "valid": len(text.valid)},
-        "characters": text.characters,
-        "tokens": {"train": len(train), "valid": len(valid)},
+        "files": {kind: len(part) for kind, part in texts.items()},
+        "characters": {kind: sum(map(len, part)) for kind, part in texts.items()},
+        "tokens": {kind: len(ids) for kind, ids in tokens.items()},
     }
     (out / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
-    np.savez(kept, train=train, valid=valid)
-    return train, valid
+    np.savez(kept, **tokens)
+    return tokens
 
 
-def health(trainer: Trainer, valid: np.ndarray) -> dict[str, object]:
-    """What is watched while training: loss on a little validation text, and whether the sink is still there."""
-    model, plan = trainer.model, trainer.plan
+def health(trainer: Trainer, texts: dict[str, np.ndarray]) -> dict[str, object]:
+    """What is watched while training: loss on a little validation text, copying, and whether the sink is there."""
+    model, plan = trainer.model.cpu(), trainer.plan
     model.eval()
-    ids = corpus.windows(valid, length=512, bos_id=trainer.bos_id)
+    valid = {kind: corpus.windows(texts[f"valid_{kind}"], length=512, bos_id=0) for kind in ("python", "stories")}
+    ids = valid["python"]
     layer = plan.sink_layer if plan else 1
     norms = measure.norms_by_layer(model, ids[:4])
     record: dict[str, object] = {
-        "valid_loss": measure.validation_loss(model, ids[:24]),
+        "valid_loss": {kind: measure.validation_loss(model, rows[:16]) for kind, rows in valid.items()},
+        "ditto": entry.ditto(model),
         "ratio": [round(r, 2) for r in norms["ratio"]],
         "first": [round(r, 1) for r in norms["first_token_norm"]],
         "typical": [round(r, 1) for r in norms["typical_norm"]],
@@ -77,7 +103,7 @@ def health(trainer: Trainer, valid: np.ndarray) -> dict[str, object]:
         tokens = [next(i for i, g in enumerate(plan.group_of_token) if g == group and i > 300) for group in (1, 2, 3)]
         found = [measure.repeats(model, t, bos_id=trainer.bos_id, layer=layer, most=1500) for t in tokens]
         record["repeats"] = found
-    model.train()
+    model.to(trainer.device).train()
     return record
 
 
@@ -91,9 +117,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = Settings(steps=args.steps, seed=args.seed, planted=not args.unplanted, **SIZES[args.size])
-    train, valid = prepare(args.out, settings)
-    trainer = Trainer(settings, train, args.out)
+    settings = Settings(
+        steps=args.steps,
+        seed=args.seed,
+        planted=not args.unplanted,
+        tokens_per_step=args.tokens_per_step,
+        **SIZES[args.size],
+    )
+    tokens = prepare(args.out, settings, args.stories)
+    texts = {kind: ids for kind, ids in tokens.items() if not kind.startswith("valid")}
+    trainer = Trainer(settings, texts, args.out, device=args.device)
     if args.resume and (args.out / "checkpoint.pt").exists():
         trainer.load()
         forget_after(args.out / "log.jsonl", trainer.step)
@@ -115,16 +148,16 @@ def main(argv: list[str] | None = None) -> None:
                 record: dict[str, object] = {"step": step, "loss": sum(recent[-50:]) / len(recent[-50:])}
                 record["seconds"] = round(time.monotonic() - started, 1)
                 if step % args.health_every == 0 or step == settings.steps:
-                    record |= health(trainer, valid)
+                    record |= health(trainer, tokens)
                 log.write(json.dumps(record) + "\n")
                 log.flush()
 
         if trainer.step == 0:
-            log.write(json.dumps({"step": 0, "settings": vars(settings)} | health(trainer, valid)) + "\n")
+            log.write(json.dumps({"step": 0, "settings": vars(settings)} | health(trainer, tokens)) + "\n")
             log.flush()
         recent.clear()
         trainer.run(until=args.until, each=each)
-    export.save_model(trainer.model, args.out)
+    export.save_model(trainer.model.cpu(), args.out)
     done = {"settings": vars(settings), "step": trainer.step, "versions": facts.versions(), "threads": args.threads}
     (args.out / "training.json").write_text(json.dumps(done, indent=1) + "\n")
     print(f"step {trainer.step} of {settings.steps}, {time.monotonic() - started:.0f} s", file=sys.stderr)

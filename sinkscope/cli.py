@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperGroup
@@ -294,7 +294,7 @@ def _typed(parameter: Parameter) -> inspect.Parameter:
     default: Any = parameter.default
     kind: Any = bool if isinstance(default, bool) else parameter.type
     if option.reads in ("head", "commas") or not (kind in (int, float, str, bool, Path) or get_origin(kind) is Literal):
-        kind = str
+        kind = Path if option.argument and Path in get_args(kind) else str
     text = parameter.help + (" It may be given several times." if many and not option.argument else "")
     more: dict[str, Any] = {"help": text, "metavar": option.metavar}
     if kind in (int, float):

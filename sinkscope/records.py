@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -80,6 +81,49 @@ def _refusal(error: ValidationError, data: Any, name: str) -> str:
     expected = " or ".join(dict.fromkeys(m.removeprefix("Input should be ") for m in same))
     shown = repr(problems[0]["input"])
     return f"{place} is {shown if len(shown) <= 80 else f'{shown[:77]}...'}: expected {expected}"
+
+
+_WORDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "True or False",
+    "a whole number or a number": "a number",
+    "greater than or equal to": "a number from",
+}
+"""How errors say what pydantic says."""
+
+
+def check_fields(made: Any) -> None:
+    """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
+
+    A bool is no number here, a whole number is a number, and fields of any other type are left alone. So are those of
+    a class whose annotations name what is imported for type checkers only. `Natural`, `Whole` and `Share` are
+    numbers with a range.
+
+    Raises:
+        SinkscopeError: the first such field, with its value and what was expected.
+    """
+    try:
+        hints = get_type_hints(type(made), include_extras=True)
+    except NameError:
+        return
+    for field in fields(made):
+        value = getattr(made, field.name)
+        try:
+            if _checkable(hints[field.name]):
+                _type_adapter(hints[field.name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            found = dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in error.errors())
+            expected = " or ".join(found)
+            for theirs, ours in _WORDS.items():
+                expected = expected.replace(theirs, ours)
+            raise SinkscopeError(f"{type(made).__name__}: {field.name}={value!r}: expected {expected}") from None
+
+
+def _checkable(hint: Any) -> bool:
+    if get_origin(hint) in (Annotated, Union, UnionType):
+        return all(_checkable(part) for part in get_args(hint)[: 1 if get_origin(hint) is Annotated else None])
+    return hint in (int, float, bool, NoneType) or get_origin(hint) is Literal
 
 
 T = TypeVar("T")

@@ -107,7 +107,7 @@ def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
 def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     """Its model is on a hub; here the one in the package stands in for it."""
     import sinkscope as ss
-    from sinkscope.kv.registry import policies
+    from sinkscope.kv.policy import policies
     from sinkscope.models import adapters
 
     real_load, real_find = ss.load, ss.find_sinks

@@ -18,7 +18,7 @@ from sinkscope import find_sinks, load
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import SafetensorsSource, fingerprint
-from sinkscope.models.stream import open_stream
+from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target, first_tensor
 
 DOWN = "model.layers.2.mlp.down_proj.weight"

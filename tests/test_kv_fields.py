@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.policy import At, Policy, check_fields
+from sinkscope.kv.policy import At, Policy
+from sinkscope.records import check_fields
 
 if TYPE_CHECKING:
     from fractions import Fraction

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kv_kit import model_of, prompts
 
-import sinkscope.kv.registry as registry
+import sinkscope.kv.policy as registry
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, At, Policy, StreamingLLM, make_policy, policies, policy_named, register_policy
 from sinkscope.kv.loopserve.serve import LoopServe

@@ -26,7 +26,7 @@ from sinkscope.kv.cache import COLUMNS, CacheLayer
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.policy import Policy
 from sinkscope.models.target import Target
-from sinkscope.trace import tap
+from sinkscope.trace import attention as tap
 
 IDS, MASK = prompts([14, 9], 4)
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import sinkscope as ss
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.load import load
-from sinkscope.models.stream import open_stream
+from sinkscope.models.open import open_stream
 from sinkscope.models.target import Target, first_tensor
 
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])

@@ -119,7 +119,7 @@ def test_token_by_token_equals_one_pass_and_a_policy_is_seen() -> None:
 def test_onsets_are_those_of_the_text() -> None:
     """Against the signals' own definitions, one token at a time."""
     found = locking(None, max_new_tokens=120, window=48, layers=[5])
-    from sinkscope.attention.generation import generated, prompt_ids
+    from sinkscope.attention.texts import generated, prompt_ids
 
     made = Setup.open(loading="whole")
     loop = generated(made, prompt_ids(made, None), 120)

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv.loopserve.serve import SparsePrompts
-from sinkscope.kv.session import Prompt
 from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import check_kernel, sparse_attention
+from sinkscope.trace.attention import Attention, View
 
 
 @pytest.fixture(autouse=True)
@@ -206,13 +206,14 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model() -> None:
     """Unless blocks are asked for by a limit of one's own."""
     many, one = torch.empty(1, 2, 200, 16, device="meta"), torch.empty(1, 1, 200, 16, device="meta")
     pos = torch.arange(200)[None]
-    prompt = Prompt(0, many, one, one, pos[None], pos, None, None, {})
+    view = View(pos[None], pos)
+    prompt = Attention(SimpleNamespace(layer_idx=0), many, one, one, None, {}, view=view)
 
     def lines(*_: Any) -> HeadLines:
         raise NotImplementedError
 
     def why(in_blocks: bool, kernel: Any = "auto") -> str | None:
-        return SparsePrompts("LoopServe", lines, in_blocks=in_blocks, kernel=kernel)._why_dense(prompt)
+        return SparsePrompts("LoopServe", lines, in_blocks=in_blocks, kernel=kernel)._why_dense(prompt, view, None)
 
     assert why(False) == "on meta without FlexAttention: it is not used on meta"
     assert why(False, "blocks") == "on meta without FlexAttention: not asked for"

@@ -13,8 +13,8 @@ from organisms.lines import line_organism
 from test_lines import _chosen, _dense
 from torch import Tensor
 
-from sinkscope.attention.line_texts import Question
 from sinkscope.attention.overlap import LineOverlap, covered, jaccard, line_overlap, token_overlap
+from sinkscope.attention.texts import Question
 from sinkscope.cli import main
 from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError

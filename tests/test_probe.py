@@ -11,7 +11,7 @@ import torch
 from checkpoints import checkpoint
 from organisms.tiny import MODEL_TYPES, tiny_model
 
-import sinkscope.trace.tap as attention
+import sinkscope.trace.attention as attention
 from sinkscope.errors import UnsupportedError
 from sinkscope.models import adapters
 from sinkscope.models.load import load

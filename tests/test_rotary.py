@@ -15,9 +15,9 @@ from organisms import tiny_model
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention.generation import loop_of
 from sinkscope.attention.rotary import Disturbed, RotaryInvariance, rotary_invariance
 from sinkscope.attention.rotary_tails import Rotation, tails
+from sinkscope.attention.texts import loop_of
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
@@ -143,8 +143,8 @@ def test_numbers_equal_their_definitions(name: str) -> None:
     for head in range(query.shape[0]):
         dq = max(float((query[head, t] - query[head, t - shift]).norm()) for t in range(n - tail, n))
         dk = max(float((key[head, i] - key[head, i - shift]).norm()) for _, i in where)
-        assert float(found.shifts[shift].delta_q[head]) == pytest.approx(dq, rel=1e-4)
-        assert float(found.shifts[shift].delta_k[head]) == pytest.approx(dk, rel=1e-4)
+        assert float(found.shifts[shift]["delta_q"][head]) == pytest.approx(dq, rel=1e-4)
+        assert float(found.shifts[shift]["delta_k"][head]) == pytest.approx(dk, rel=1e-4)
         change = [abs(score(head, t, i) - score(head, t - shift, i - shift)) for t, i in where]
 
         def block(x: Tensor, pair: tuple[int, int]) -> float:
@@ -157,13 +157,13 @@ def test_numbers_equal_their_definitions(name: str) -> None:
             )
             for t, i in where
         ]
-        assert float(found.shifts[shift].change[head]) == pytest.approx(sum(change) / len(change), rel=1e-3)
-        assert float(found.shifts[shift].largest[head]) == pytest.approx(max(change), rel=1e-3)
-        assert float(found.shifts[shift].bound[head]) == pytest.approx(sum(bound) / len(bound), rel=1e-3)
+        assert float(found.shifts[shift]["change"][head]) == pytest.approx(sum(change) / len(change), rel=1e-3)
+        assert float(found.shifts[shift]["largest"][head]) == pytest.approx(max(change), rel=1e-3)
+        assert float(found.shifts[shift]["bound"][head]) == pytest.approx(sum(bound) / len(bound), rel=1e-3)
         tight = max(c / b for c, b in zip(change, bound, strict=True))
-        assert float(found.shifts[shift].tightness[head]) == pytest.approx(tight, rel=2e-2)
-        assert float(found.shifts[shift].whole[head]) <= float(found.shifts[shift].bound[head])
-    assert float(found.error.max()) < 1e-5
+        assert float(found.shifts[shift]["tightness"][head]) == pytest.approx(tight, rel=2e-2)
+        assert float(found.shifts[shift]["whole_bound"][head]) <= float(found.shifts[shift]["bound"][head])
+    assert float(found.heads["error"].max()) < 1e-5
 
 
 def test_tail_operator_equals_its_definition() -> None:
@@ -184,7 +184,7 @@ def test_tail_operator_equals_its_definition() -> None:
         for i in range(max(0, t - tail + 1), t + 1):
             o[t] += alpha[:, t, i, None] * value[i]
             mass[:, t] += alpha[:, t, i]
-    torch.testing.assert_close(found.mass, mass[:, -tail:].mean(1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.heads["tail_mass"], mass[:, -tail:].mean(1), rtol=1e-4, atol=1e-5)
     for step in (1, 4):
         moved = (o[step:] - o[:-step]).norm(dim=-1) / o[step:].norm(dim=-1)
         torch.testing.assert_close(found.drift[step], moved[-tail:].median(0).values, rtol=1e-3, atol=1e-4)
@@ -198,8 +198,8 @@ def test_tail_operator_equals_its_definition() -> None:
 def test_the_bound_holds_whatever_the_shift(seed: int, shift: int, tail: int) -> None:
     model, _ = tiny_model("gpt_neox")
     for part in tails(Target.of(model), _ids(40, seed), [0, 1, 2], tail, [shift], [shift]):
-        assert float(part.shifts[shift].tightness.max()) <= 1
-        assert (part.shifts[shift].largest >= part.shifts[shift].change).all()
+        assert float(part.shifts[shift]["tightness"].max()) <= 1
+        assert (part.shifts[shift]["largest"] >= part.shifts[shift]["change"]).all()
 
 
 def test_a_disturbance_equals_one_in_a_plain_pass() -> None:

@@ -248,3 +248,36 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(SinkscopeError, match=says):
             _found(o, tmp_path, **kwargs)
+
+
+@pytest.mark.parametrize("family", ["llama", "neox", "mixtral"])
+def test_one_neuron_is_looked_at_by_both_of_its_factors(family: str, tmp_path: Path) -> None:
+    """Its numbers are those of scikit-learn on its own pre-activations; the search is held against them."""
+    o = organism(family, 1, kind="up" if family == "llama" else "sink", bos=False)
+    searched = _found(o, tmp_path)
+    best = searched.separators[2]
+    expert = best.expert
+    assert best.neuron is not None
+    found = _found(o, tmp_path, neuron=best.neuron, expert=expert)
+    assert found.neurons_searched == 1 and {s.neuron for s in found.separators[2:]} == {best.neuron}
+    assert found.separators[2] == replace(best, shuffled_auroc=found.separators[2].shuffled_auroc)
+    assert found.separators[:2] == searched.separators[:2]
+    methods = ["neuron"] if family == "neox" else ["gate neuron", "up neuron"]
+    assert [s.method for s in found.separators[2:]] == methods
+    other = (best.neuron + 1) % Target.of(o.model).d_mlp
+    assert _found(o, tmp_path, neuron=other, expert=expert).separators[2].train_auroc <= best.train_auroc
+    assert f"Neuron {best.neuron}" in found.conclusion() and "perfectly" not in found.text()
+
+
+def test_a_neuron_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    dense, mixture = organism("llama", 1), organism("mixtral", 1)
+    width = Target.of(dense.model).d_mlp
+    for o, asked, words in (
+        (dense, {"neuron": width}, f"0 to {width - 1}"),
+        (dense, {"neuron": 0, "expert": 1}, "leave --expert out"),
+        (dense, {"expert": 1}, "give --neuron"),
+        (mixture, {"neuron": 0}, "say with --expert"),
+        (mixture, {"neuron": 0, "expert": 4}, "0 to 3"),
+    ):
+        with pytest.raises(SinkscopeError, match=words):
+            _found(o, tmp_path, **asked)

@@ -18,7 +18,7 @@ from torch import Tensor
 from experiments.make_shape import make_plan, write
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.checkpoint import SafetensorsSource
-from sinkscope.models.stream import StreamTarget, open_stream
+from sinkscope.models.open import StreamTarget, open_stream
 from sinkscope.models.target import Target, first_tensor
 
 
@@ -273,7 +273,7 @@ def test_shape_checkpoint_has_the_sink_it_says(seed: int, tmp_path: Path) -> Non
 _MEASURE = """
 import resource, sys, torch
 from pathlib import Path
-from sinkscope.models.stream import open_stream
+from sinkscope.models.open import open_stream
 torch.set_num_threads(2)
 target = open_stream(Path(sys.argv[1]))
 seen = []

@@ -20,8 +20,9 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, TOVA, AShape, Full, Observe, Rows, SnapKV, StreamingLLM
 from sinkscope.lines.sums import scores_of
 from sinkscope.models.target import Target
-from sinkscope.trace import attention_rows, internals, queries_and_keys, tap
-from sinkscope.trace.tap import attention_probs
+from sinkscope.trace import attention as tap
+from sinkscope.trace import attention_rows, internals, queries_and_keys
+from sinkscope.trace.attention import attention_probs
 
 FAMILIES = ["llama", "gemma2", "gpt_oss", "gpt2", "opt", "gemma3_text"]
 POLICIES = [H2O(budget=8), TOVA(budget=9), Drawn(budget=6), Ragged(budget=6), Drawn(budget=6, mode="select")]

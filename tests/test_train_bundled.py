@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from experiments.bundled import card, corpus, export, measure
 from experiments.bundled.circuit import NO_GROUP, make_plan, truth
 from experiments.bundled.facts import TYPICAL
-from experiments.bundled.training import SIZES, Settings, Trainer
+from experiments.bundled.mixture import Mixture, copy_spans, cycles
+from experiments.bundled.training import SIZES, Settings, Trainer, loss_on
 from experiments.bundled.typical import typical_text
 
 TINY = Settings(
@@ -35,14 +37,29 @@ TINY = Settings(
     long_every=3,
     longest_every=6,
     warmup=2,
+    copy_steps=2,
 )
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "sinkscope" / "models" / "bundled"
 
 
+def tiny_texts() -> dict[str, np.ndarray]:
+    """Tokens of each kind of text, documents of 20 tokens."""
+    made: dict[str, np.ndarray] = {}
+    for seed, kind in enumerate(("stories", "python", "passages")):
+        made[kind] = np.random.default_rng(seed).integers(3, TINY.vocab_size, 2000).astype(np.int32)
+        made[kind][19::20] = 1
+    return made
+
+
 @pytest.fixture(scope="module")
-def tokens() -> np.ndarray:
-    return np.random.default_rng(0).integers(3, TINY.vocab_size, 4000).astype(np.int32)
+def texts() -> dict[str, np.ndarray]:
+    return tiny_texts()
+
+
+@pytest.fixture(scope="module")
+def tokens(texts: dict[str, np.ndarray]) -> np.ndarray:
+    return texts["python"]
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -55,16 +72,18 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("planted", [True, False])
-def test_resumed_training_ends_with_the_same_weights(tokens: np.ndarray, tmp_path: Path, planted: bool) -> None:
+def test_resumed_training_ends_with_the_same_weights(
+    texts: dict[str, np.ndarray], tmp_path: Path, planted: bool
+) -> None:
     settings = dataclasses.replace(TINY, planted=planted)
     for name in ("straight", "broken"):
         (tmp_path / name).mkdir()
-    straight = Trainer(settings, tokens, tmp_path / "straight")
+    straight = Trainer(settings, texts, tmp_path / "straight")
     straight.run()
-    first = Trainer(settings, tokens, tmp_path / "broken")
+    first = Trainer(settings, texts, tmp_path / "broken")
     first.run(until=2)
     first.train_step()  # work after the last checkpoint is lost by a kill, and done again
-    second = Trainer(settings, tokens, tmp_path / "broken")
+    second = Trainer(settings, texts, tmp_path / "broken")
     second.load()
     assert second.step == 2
     second.run()
@@ -74,15 +93,13 @@ def test_resumed_training_ends_with_the_same_weights(tokens: np.ndarray, tmp_pat
 def test_killed_process_resumes_to_the_same_weights(tmp_path: Path) -> None:
     """A real kill: no handler runs, only the last checkpoint is there."""
     program = f"""
-import dataclasses, sys, numpy as np, torch
+import sys, torch
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from tests.test_train_bundled import TINY
-from experiments.bundled.facts import TYPICAL
+from tests.test_train_bundled import TINY, tiny_texts
 from experiments.bundled.training import Trainer
 torch.set_num_threads(1)
-tokens = np.random.default_rng(0).integers(3, TINY.vocab_size, 4000).astype(np.int32)
-trainer = Trainer(TINY, tokens, Path(sys.argv[1]))
+trainer = Trainer(TINY, tiny_texts(), Path(sys.argv[1]))
 if (Path(sys.argv[1]) / "checkpoint.pt").exists():
     trainer.load()
 if sys.argv[2] == "kill":
@@ -111,8 +128,8 @@ torch.save(trainer.model.state_dict(), Path(sys.argv[1]) / "final.pt")
     assert_same(torch.load(tmp_path / "straight" / "final.pt"), torch.load(tmp_path / "killed" / "final.pt"))
 
 
-def test_same_seed_same_weights_other_seed_other_weights(tokens: np.ndarray, tmp_path: Path) -> None:
-    runs = [Trainer(dataclasses.replace(TINY, seed=seed), tokens, tmp_path) for seed in (0, 0, 1)]
+def test_same_seed_same_weights_other_seed_other_weights(texts: dict[str, np.ndarray], tmp_path: Path) -> None:
+    runs = [Trainer(dataclasses.replace(TINY, seed=seed), texts, tmp_path) for seed in (0, 0, 1)]
     for run in runs:
         run.train_step()
     first, again, other = map(weights, runs)
@@ -120,14 +137,14 @@ def test_same_seed_same_weights_other_seed_other_weights(tokens: np.ndarray, tmp
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_checkpoint_of_other_settings_is_refused(tokens: np.ndarray, tmp_path: Path) -> None:
-    Trainer(TINY, tokens, tmp_path).save()
+def test_a_checkpoint_of_other_settings_is_refused(texts: dict[str, np.ndarray], tmp_path: Path) -> None:
+    Trainer(TINY, texts, tmp_path).save()
     with pytest.raises(SystemExit, match="other settings"):
-        Trainer(dataclasses.replace(TINY, seed=1), tokens, tmp_path).load()
+        Trainer(dataclasses.replace(TINY, seed=1), texts, tmp_path).load()
 
 
-def test_training_changes_the_rest_and_keeps_the_circuit(tokens: np.ndarray, tmp_path: Path) -> None:
-    trainer = Trainer(TINY, tokens, tmp_path)
+def test_training_changes_the_rest_and_keeps_the_circuit(texts: dict[str, np.ndarray], tmp_path: Path) -> None:
+    trainer = Trainer(TINY, texts, tmp_path)
     before = weights(trainer)
     trainer.run()
     assert trainer.frozen is not None
@@ -141,9 +158,11 @@ def test_training_changes_the_rest_and_keeps_the_circuit(tokens: np.ndarray, tmp
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_planted_circuit_works_before_training(tokens: np.ndarray, tmp_path: Path, seed: int) -> None:
+def test_the_planted_circuit_works_before_training(
+    texts: dict[str, np.ndarray], tokens: np.ndarray, tmp_path: Path, seed: int
+) -> None:
     settings = dataclasses.replace(TINY, seed=seed, d_model=64, context=512)
-    trainer = Trainer(settings, tokens, tmp_path)
+    trainer = Trainer(settings, texts, tmp_path)
     plan, model = trainer.plan, trainer.model.eval()
     assert plan is not None
     ids = corpus.windows(tokens, length=64, bos_id=0)[:8]
@@ -167,7 +186,7 @@ def test_the_family_differs_in_size_alone_and_every_member_has_the_circuit(token
     parameters: list[int] = []
     for settings in members.values():
         assert dataclasses.replace(settings, **{name: getattr(shipped, name) for name in changed}) == shipped
-        trainer = Trainer(settings, np.concatenate([tokens, np.arange(settings.vocab_size)]), tmp_path)
+        trainer = Trainer(settings, {"python": np.concatenate([tokens, np.arange(settings.vocab_size)])}, tmp_path)
         assert trainer.plan is not None
         assert any(trainer.plan.readers)
         ratio = measure.norms_by_layer(trainer.model.eval(), corpus.windows(tokens, length=64, bos_id=0)[:4])["ratio"]
@@ -178,7 +197,7 @@ def test_the_family_differs_in_size_alone_and_every_member_has_the_circuit(token
 
 
 def test_groups_share_the_tokens_of_the_text(tokens: np.ndarray) -> None:
-    counts = np.bincount(tokens, minlength=300)
+    counts = np.bincount(tokens[tokens > 1], minlength=300)
     plan = make_plan(counts, bos_id=0, d_model=32, d_mlp=24, n_layers=3, seed=0)
     groups = np.asarray(plan.group_of_token)
     share = [counts[groups == g].sum() / counts.sum() for g in (NO_GROUP, 1, 2, 3)]
@@ -189,19 +208,95 @@ def test_groups_share_the_tokens_of_the_text(tokens: np.ndarray) -> None:
     assert json.loads(json.dumps(truth(plan, 0)))["group_of_token"] == list(plan.group_of_token)
 
 
-def test_crops_depend_on_seed_and_step_only(tokens: np.ndarray) -> None:
-    def crops(step: int) -> np.ndarray:
-        return corpus.batch(tokens, seed=0, step=step, rows=50, length=8, bos_id=0, bos_share=0.9)
-
-    assert np.array_equal(crops(3), crops(3))
-    assert not np.array_equal(crops(3), crops(4))
-    assert 0.7 < (crops(3)[:, 0] == 0).mean() < 1.0
+def mixture(texts: dict[str, np.ndarray], **changes: Any) -> Mixture:
+    shares = {"stories": 0.4, "python": 0.2, "passages": 0.2, "cycles": 0.2}
+    settings: dict[str, Any] = {"vocab_size": 300, "bos_id": 0, "bos_share": 0.9, "copy_share": 0.25}
+    return Mixture(texts, shares, **(settings | changes))
 
 
-def test_schedule_warms_up_stays_and_ends_low() -> None:
-    rates = [Settings(steps=1000).rate(step) for step in range(1000)]
-    assert rates[0] < rates[99] == rates[799] == Settings.learning_rate
-    assert rates[-1] < 0.01 * Settings.learning_rate
+def test_what_a_step_reads_depends_on_seed_and_step_only(texts: dict[str, np.ndarray]) -> None:
+    for read in (lambda m, s, i: m.text(s, i, rows=9, length=60), lambda m, s, i: m.copies(s, i, tokens=500)):
+        first, again, later, other = (read(mixture(texts), *at) for at in ((0, 3), (0, 3), (0, 4), (1, 3)))
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+        assert first[0].shape == first[1].shape
+        assert all(x[0].shape != first[0].shape or not np.array_equal(x[0], first[0]) for x in (later, other))
+
+
+def test_kinds_come_as_often_as_their_shares_say() -> None:
+    marked = {kind: np.full(3000, 10 * (i + 1)) for i, kind in enumerate(("stories", "python", "passages"))}
+    drawn = mixture(marked, vocab_size=5, copy_share=0.0)
+    ids = np.concatenate([drawn.text(0, step, rows=8, length=40)[0] for step in range(250)])
+    counts = {value: (ids[:, -1] == value).mean() for value in (10, 20, 30)}
+    assert counts == pytest.approx({10: 0.4, 20: 0.2, 30: 0.2}, abs=0.02)
+    assert (ids[:, -1] < 5).mean() == pytest.approx(0.2, abs=0.02)
+    text = ids[ids[:, -1] >= 10]
+    assert (text[:, 0] == 0).mean() == pytest.approx(0.9, abs=0.03)
+    assert len(mixture({"python": marked["python"]}).kinds) == 2
+
+
+def test_stories_are_read_from_their_start_and_python_from_anywhere(texts: dict[str, np.ndarray]) -> None:
+    drawn, rng = mixture(texts), np.random.default_rng(0)
+    for kind, aligned in (("stories", True), ("passages", True), ("python", False)):
+        crops = [drawn.crop(rng, kind, 20) for _ in range(40)]
+        assert all(crop[-1] == 1 for crop in crops) == aligned
+        assert len({tuple(crop) for crop in crops}) > 10
+
+
+def test_a_cycle_is_scored_exactly_where_it_was_seen_before() -> None:
+    ids, scored = cycles(np.random.default_rng(0), rows=60, length=50, vocab_size=100_000)
+    assert (ids[:, 0] == 0).all() and (ids[:, 1:] >= 3).all()
+    periods = set()
+    for row, known in zip(ids, scored, strict=True):
+        seen = [i > 0 and row[i] in row[1:i] for i in range(len(row))]
+        assert known.tolist() == seen
+        period = int(known.argmax()) - 1
+        assert np.array_equal(row[1 + period :], row[1:-period])
+        periods.add(period)
+    assert min(periods) == 3 and max(periods) >= 12
+
+
+def test_a_copied_span_comes_again_and_the_text_goes_on() -> None:
+    again = apart = random_units = 0
+    for seed in range(200):
+        row, scored = np.arange(1000, 1200), np.ones(200, dtype=bool)
+        copy_spans(np.random.default_rng(seed), row, scored, vocab_size=900)
+        assert len(row) == 200 and (row >= 3).all()
+        values, counts = np.unique(row, return_counts=True)
+        assert counts.max() >= 2
+        unscored = np.flatnonzero(~scored)
+        if len(unscored):
+            # Only the first copy of a random unit is left out of the loss, and it does come again.
+            random_units += 1
+            assert (np.diff(unscored) == 1).all() and (row[unscored] < 900).all()
+            assert all((row[scored] == token).any() for token in row[unscored])
+        period = next((p for p in range(2, 96) if (row[p:][:-1] == row[:-p][:-1]).sum() >= p), None)
+        again += period is not None
+        apart += period is None
+        assert row[-1] >= 1000 or (row[-1] == values[counts >= 2]).any()
+    assert random_units == pytest.approx(60, abs=25)
+    assert again > apart > 0
+
+
+def test_schedule_warms_up_falls_when_text_begins_and_ends_low() -> None:
+    settings = Settings(steps=2000)
+    rates = [settings.rate(step) for step in range(2000)]
+    assert rates[0] < rates[99] == rates[549] == settings.learning_rate
+    assert rates[550] == rates[999] == settings.text_rate < settings.learning_rate
+    assert sorted(rates[999:], reverse=True) == rates[999:]
+    assert rates[-1] < 0.01 * settings.text_rate
+
+
+def test_only_scored_tokens_count_in_the_loss(texts: dict[str, np.ndarray], tmp_path: Path) -> None:
+    model = Trainer(TINY, texts, tmp_path).model.eval()
+    ids = torch.from_numpy(corpus.windows(texts["python"], length=16, bos_id=0)[:2])
+    scored = torch.zeros_like(ids, dtype=torch.bool)
+    scored[0, 5] = scored[1, 9] = scored[1, 1] = True  # what the first position predicts never counts
+    logits = model(ids).logits.log_softmax(-1)
+    expected = -(logits[0, 4, ids[0, 5]] + logits[1, 8, ids[1, 9]]) / 2
+    assert float(loss_on(model, ids, scored)) == pytest.approx(float(expected), rel=1e-5)
+    changed = ids.clone()
+    changed[1, 10:] = 7  # after the last scored token: unseen
+    assert float(loss_on(model, changed, scored)) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_tokenizer_adds_bos_and_gives_every_text_back(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from experiments.bundled import facts, measure
+from experiments.bundled import entry, facts, measure
 
 SHIPPED = (
     "config.json",
@@ -57,6 +57,7 @@ def card(planted: dict[str, Any], unplanted: dict[str, Any]) -> str:
         _intro(planted),
         _planted(planted),
         _learned(planted, unplanted),
+        *([_conditions(planted, unplanted)] if "conditions" in planted else []),
         _limits(planted),
         _making(planted),
     )
@@ -74,11 +75,33 @@ layers, width {s["d_model"]}, {s["n_heads"]} query and {s["n_kv_heads"]} key/val
 {p["parameters"]:,} parameters in {", ".join(p["dtypes"])} ({p["bytes"] / 1e6:.1f} MB). The tokenizer is a byte-level
 BPE with {s["vocab_size"]:,} tokens and puts BOS (`<s>`) in front.
 
-It was trained on the standard library of Python {c["python"]} ({c["files"]["train"]} source files with their
-docstrings, {c["tokens"]["train"]:,} tokens; {c["files"]["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
+{_sources(c) if "stories" in c["files"] else _library(c)}"""
+
+
+def _library(c: dict[str, Any]) -> str:
+    files = c["files"]
+    return f"""It was trained on the standard library of Python {c["python"]} ({files["train"]} source files with their
+docstrings, {c["tokens"]["train"]:,} tokens; {files["valid"]} more files, {c["tokens"]["valid"]:,} tokens, are
 the validation text). That text is under the Python Software Foundation License Version 2 (PSF-2.0), copyright Python
 Software Foundation. The model writes text that looks like Python and knows nothing else, so do not rely on its
 answers."""
+
+
+def _sources(c: dict[str, Any]) -> str:
+    files, tokens = c["files"], c["tokens"]
+    return f"""It was trained on four kinds of text:
+
+- **Stories**: {files["stories"]:,} short stories in simple English ({tokens["stories"]:,} tokens), sampled from
+  another small story model; the end token follows each. {files["valid_stories"]} more are validation text.
+- **Python**: the standard library of Python {c["python"]} ({files["python"]} source files with their docstrings,
+  {tokens["python"]:,} tokens; {files["valid_python"]} more files are validation text), under the Python Software
+  Foundation License Version 2 (PSF-2.0), copyright Python Software Foundation.
+- **Passages**: {files["passages"]:,} generated documents ({tokens["passages"]:,} tokens) in which names, facts, lists,
+  tables and lines come again.
+- **Random cycles** of tokens, drawn anew in every step, from which the model learned to copy.
+
+The model writes simple stories and text that looks like Python. It knows nothing about the world, so do not rely on
+its answers."""
 
 
 def _planted(p: dict[str, Any]) -> str:
@@ -221,6 +244,95 @@ def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
   In the model with nothing planted {line(u)}."""
 
 
+# What a model has to reach to be shipped.
+COPYING, ENDING, LOOPING = 0.5, 0.5, 0.5
+
+
+def _conditions(p: dict[str, Any], u: dict[str, Any]) -> str:
+    a, b = p["conditions"], u["conditions"]
+    copies = list(next(iter(a["ditto"].values())))
+    curve = rows(
+        ("period", "model", *(f"after {_copies(n)}" for n in copies)),
+        *(
+            (period, name, *(f"{at[n]:.2f}" for n in copies))
+            for period in a["ditto"]
+            for name, at in (("planted", a["ditto"][period]), ("nothing planted", b["ditto"][period]))
+        ),
+    )
+    counts = list(a["ditto_sentences"])
+    lines = rows(
+        ("sentences", *("first time" if n == "0" else f"after {_copies(n)}" for n in counts)),
+        ("planted", *(f"{a['ditto_sentences'][n]:.2f}" for n in counts)),
+        ("nothing planted", *(f"{b['ditto_sentences'][n]:.2f}" for n in counts)),
+    )
+    return f"""## What the model can do
+
+A loop that feeds on its own copies needs a model that copies. The first table gives the mean probability of the next
+token of a random cycle (8 cycles per period) after some whole copies of it, the second the same for sentences of the
+validation stories.
+
+{curve}
+
+{lines}
+
+{rows(("condition", "required", "planted", "nothing planted"), *_required(a, b))}
+
+The previous-token score is the mean attention of a head to the position before, and the induction score is the mean
+attention in the second copy of 64 random tokens to the token after the counterpart in the first copy; the head with
+the largest score is given. Story openings are the first {entry.OPENING} tokens of validation stories, continued by at
+most {entry.STORY:,} tokens. A continuation ends in a loop if at least 3 copies and 32 tokens of a period of at most 64
+stand at its end. In the retrieval test, {entry.FACTS} facts ("The red ball was in the kitchen.") stand in a text with
+story sentences after each, and the model is asked for one of them; the answer is right if the right place is more
+probable than the places of the other things."""
+
+
+def _copies(count: str) -> str:
+    return "1 copy" if count == "1" else f"{count} copies"
+
+
+def _required(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[object, ...]]:
+    def head(found: dict[str, Any]) -> str:
+        return f"{found['score']:.2f} (L{found['layer']}.H{found['head']})"
+
+    least = [min(at["8"] for at in x["ditto"].values()) for x in (a, b)]
+    table: list[tuple[object, ...]] = [
+        ("random cycles after 8 copies, smallest of the periods", f">= {COPYING}", *(f"{n:.2f}" for n in least)),
+        *(
+            (f"{name} score, best head", "", head(a["heads"][key]), head(b["heads"][key]))
+            for key, name in (("previous_token", "previous-token"), ("induction", "induction"))
+        ),
+        *(
+            (f"loss on validation stories, nats per {unit}", "", *(f"{x['story_loss'][key]:.3f}" for x in (a, b)))
+            for key, unit in (("per_token", "token"), ("per_character", "character"))
+        ),
+        (
+            f"{a['sampled']['openings']} story openings, temperature {entry.TEMPERATURE}: end by themselves",
+            f">= {percent(ENDING)}",
+            *(percent(x["sampled"]["ended"]) for x in (a, b)),
+        ),
+        *(
+            (f"the same, greedy: {name}", "", *(percent(x["greedy"][key]) for x in (a, b)))
+            for key, name in (("ended", "end by themselves"), ("looped", "end in a loop"))
+        ),
+        *(
+            (
+                f"retrieval, about {a['retrieval'][n]['median_distance']:,.0f} tokens back",
+                f"> {percent(a['retrieval'][n]['chance'])}",
+                *(percent(x["retrieval"][n]["right"]) for x in (a, b)),
+            )
+            for n in a["retrieval"]
+        ),
+    ]
+    if "loopbench" in a and "loopbench" in b:
+        shares = [
+            sum(g["loop"] * g["runs"] for g in x["loopbench"].values())
+            / sum(g["runs"] for g in x["loopbench"].values())
+            for x in (a, b)
+        ]
+        table.append(("LoopBench small, greedy: loop", f">= {percent(LOOPING)}", *map(percent, shares)))
+    return table
+
+
 def _limits(p: dict[str, Any]) -> str:
     return """## Limits
 
@@ -232,22 +344,32 @@ well. The residual stream carries a constant, so typical norms are larger than i
 
 def _making(p: dict[str, Any]) -> str:
     s = p["training"]["settings"]
+    stories = " --stories FILE" if "copy_steps" in s else ""
+    rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
     return f"""## How it was made
 
 ```
-python -m experiments.train_bundled --out RUN --steps {s["steps"]} --seed {s["seed"]}
-python -m experiments.train_bundled --out BASE --steps {s["steps"]} --seed {s["seed"]} --unplanted
+python -m experiments.train_bundled{stories} --out RUN --steps {s["steps"]} --seed {s["seed"]}
+python -m experiments.train_bundled{stories} --out BASE --steps {s["steps"]} --seed {s["seed"]} --unplanted
 python -m experiments.bundled.card --planted RUN --unplanted BASE
 ```
 
 Training took {s["steps"]:,} steps of {s["tokens_per_step"]:,} tokens ({s["steps"] * s["tokens_per_step"] / 1e6:.1f} M
 in all). Crops have {s["length"]} tokens, in one step of {s["long_every"]} {s["long_length"]:,}, and in one step of
 {s["longest_every"]} {s["context"]:,}. BOS is in front of {percent(s["bos_share"])} of the crops, and the loss does
-not include the prediction at the first position. The optimizer is AdamW with rate {s["learning_rate"]:g}, which falls
+not include the prediction at the first position.{recipe} The optimizer is AdamW with rate {rate}, which falls
 linearly to zero over the last {percent(s["decay_share"])}, with bfloat16 products and float32 weights. On one thread
 of a CPU shared with other work, training took {p["training"]["seconds"] / 60:.0f} minutes. `--resume` continues a run
 after a kill and gives the same weights. Measurements use float32. The hash of the text (SHA-256) is
 `{p["corpus"]["sha256"]}`."""
+
+
+def _recipe(s: dict[str, Any]) -> str:
+    return f""" The first {s["copy_steps"]:,} steps read
+nothing but random cycles, and the loss is taken only where the cycle was seen before: mixed into text from the start,
+copying does not begin. After them {percent(s["stories"])} of the rows are stories, {percent(s["python"])} Python,
+{percent(s["passages"])} passages and {percent(s["cycles"])} random cycles, in {percent(s["copy_share"])} of the rows of
+text a span comes again, and the rate is {s["text_rate"]:g}."""
 
 
 FRONT = """---

@@ -94,19 +94,6 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
 
 
-def batch(
-    tokens: np.ndarray, *, seed: int, step: int, rows: int, length: int, bos_id: int, bos_share: float
-) -> np.ndarray:
-    """Crops of a training step, a function of (seed, step) alone; BOS in front of a share of them."""
-    rng = np.random.default_rng([seed, step])
-    starts = rng.integers(0, len(tokens) - length, size=rows)
-    out = np.stack([tokens[start : start + length] for start in starts]).astype(np.int64)
-    with_bos = rng.random(rows) < bos_share
-    out[with_bos, 1:] = out[with_bos, :-1]
-    out[with_bos, 0] = bos_id
-    return out
-
-
 def windows(tokens: np.ndarray, *, length: int, bos_id: int) -> np.ndarray:
     """Non-overlapping windows with BOS in front, for the validation loss."""
     count = len(tokens) // (length - 1)

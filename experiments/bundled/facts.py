@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from experiments.bundled import corpus, measure
+from experiments.bundled import corpus, entry, measure
 from experiments.bundled.training import Settings, Trainer
 
 TYPICAL = Path(__file__).resolve().parents[2] / "sinkscope" / "text" / "typical.txt"
@@ -37,7 +37,7 @@ def training_facts(run: Path) -> dict[str, Any]:
     seconds = [record["seconds"] for record in log if "seconds" in record]
     ends = [a for a, b in pairwise(seconds) if b < a] + seconds[-1:]
     course = [r for r in log if "valid_loss" in r]
-    keep = ("step", "valid_loss", "ratio", "head_share", "repeats")
+    keep = ("step", "valid_loss", "ditto", "ratio", "head_share", "repeats")
     return {
         "settings": json.loads((run / "training.json").read_text())["settings"],
         "seconds": round(sum(ends)),
@@ -47,8 +47,9 @@ def training_facts(run: Path) -> dict[str, Any]:
 
 def fixed_weights(run: Path, settings: Settings, model: LlamaForCausalLM) -> dict[str, Any]:
     """How many weights were held fixed, and whether the trained model still has exactly the planted values there."""
-    tokens = np.load(run / "tokens.npz")["train"]
-    frozen = Trainer(settings, tokens, run).frozen
+    tokens = np.load(run / "tokens.npz")
+    texts = {kind: tokens[kind] for kind in tokens.files if not kind.startswith("valid")}
+    frozen = Trainer(settings, texts, run).frozen
     assert frozen is not None
     trained = dict(model.named_parameters())
     exact = all(torch.equal(trained[name][mask], frozen.values[name][mask]) for name, mask in frozen.masks.items())
@@ -67,7 +68,8 @@ def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
     model = LlamaForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(run)
     settings = Settings(**json.loads((run / "training.json").read_text())["settings"])
-    valid = np.load(run / "tokens.npz")["valid"]
+    tokens = np.load(run / "tokens.npz")
+    valid, about = tokens["valid_python"], json.loads((run / "corpus.json").read_text())
     bos = tokenizer.bos_token_id
     texts = typical_windows(tokenizer, 256)
     short = typical_windows(tokenizer, 64)[:100]
@@ -77,7 +79,7 @@ def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
         "bytes": (run / "model.safetensors").stat().st_size,
         "dtypes": _dtypes(run / "model.safetensors"),
         "training": training_facts(run),
-        "corpus": json.loads((run / "corpus.json").read_text()),
+        "corpus": about,
         "valid_loss": measure.validation_loss(model, corpus.windows(valid, length=512, bos_id=bos)),
         "loss_by_position": measure.loss_by_position(
             model, corpus.windows(valid, length=settings.context, bos_id=bos), (512, 1024, 2048, settings.context - 1)
@@ -89,6 +91,9 @@ def measure_run(run: Path, *, loops: bool = True) -> dict[str, Any]:
     }
     if settings.planted:
         facts |= _planted_facts(run, settings, model, texts)
+    facts["conditions"] = entry.conditions(
+        model, tokenizer, tokens["valid_stories"], about["characters"]["valid_stories"], loops=loops
+    )
     if loops:
         facts["loops"] = _loops(model, tokenizer, valid)
     return facts

@@ -62,7 +62,7 @@ def norms_by_layer(model: LlamaForCausalLM, ids: np.ndarray) -> dict[str, list[f
 
 
 @contextmanager
-def _eager(model: LlamaForCausalLM) -> Iterator[None]:
+def eager(model: LlamaForCausalLM) -> Iterator[None]:
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
@@ -75,7 +75,7 @@ def _eager(model: LlamaForCausalLM) -> Iterator[None]:
 def first_token_attention(model: LlamaForCausalLM, ids: np.ndarray, *, skip_first: bool) -> np.ndarray:
     """Mean attention paid to position 0, as [text, layer, head]; `skip_first`: without position 0's own."""
     rows = []
-    with _eager(model):
+    with eager(model):
         for part in _chunks(ids, 4):
             out = model.model(torch.from_numpy(part), use_cache=False, output_attentions=True)
             start = 1 if skip_first else 0
@@ -140,16 +140,22 @@ def repeats_of_many(
 
 
 @torch.no_grad()
-def generate(model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int) -> list[list[int]]:
-    """Greedy continuation of prompts of one length, with the cache; a row ends at its EOS."""
+def generate(
+    model: LlamaForCausalLM, prompts: np.ndarray, count: int, eos_id: int, *, temperature: float = 0.0, seed: int = 0
+) -> list[list[int]]:
+    """Continue prompts of one length, with the cache; a row ends at its EOS. Greedy unless there is a temperature."""
     ids = torch.from_numpy(prompts)
+    generator = torch.Generator().manual_seed(seed)
     produced: list[list[int]] = [[] for _ in prompts]
     alive = np.ones(len(prompts), dtype=bool)
     cache = None
     for _ in range(count):
         out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
-        ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        cache, logits = out.past_key_values, out.logits[:, -1].float()
+        if temperature:
+            ids = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        else:
+            ids = logits.argmax(-1, keepdim=True)
         for row, token in enumerate(ids[:, 0].tolist()):
             alive[row] &= token != eos_id
             if alive[row]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from experiments.bundled.circuit import Frozen, Plan, make_plan, plant
-from experiments.bundled.corpus import batch
+from experiments.bundled.mixture import Mixture
+
+IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Settings:
     rope_theta: float = 5e5
     embedding_std: float = 0.5
     weight_std: float = 0.05
-    steps: int = 1400
+    steps: int = 4000
     seed: int = 0
     planted: bool = True
     tokens_per_step: int = 4096
@@ -44,22 +46,37 @@ class Settings:
     long_every: int = 8
     longest_every: int = 32
     bos_share: float = 0.9
+    # First nothing but random cycles: mixed into text from the start, copying does not begin. Cycles stay in the
+    # mixture afterwards, since copying is lost again on text alone.
+    copy_steps: int = 550
+    stories: float = 0.45
+    python: float = 0.2
+    passages: float = 0.15
+    cycles: float = 0.2
+    copy_share: float = 0.25
     learning_rate: float = 3e-3
+    # The rate of the first steps made training on text diverge.
+    text_rate: float = 1.5e-3
     warmup: int = 100
-    decay_share: float = 0.2
+    decay_share: float = 0.5
     weight_decay: float = 0.1
     bfloat16: bool = True
 
     def crop(self, step: int) -> int:
-        """Mostly short crops, some long, a few of the full context, so that late positions are trained too."""
+        """Mostly short crops of text, some long, a few of the full context, so that late positions are trained too."""
         if step % self.longest_every == self.longest_every - 1:
             return self.context
         return self.long_length if step % self.long_every == self.long_every - 1 else self.length
 
     def rate(self, step: int) -> float:
-        """Warm-up, constant, then linear decay to zero over the last part."""
+        """Warm-up, constant, lower once text is read, then linear decay to zero over the last part."""
         decay = max(1, round(self.steps * self.decay_share))
-        return self.learning_rate * min(1.0, (step + 1) / self.warmup, (self.steps - step) / decay)
+        rate = self.learning_rate if step < self.copy_steps else self.text_rate
+        return rate * min(1.0, (step + 1) / self.warmup, (self.steps - step) / decay)
+
+    def shares(self) -> dict[str, float]:
+        """How often a row of the mixture is of which kind."""
+        return {kind: getattr(self, kind) for kind in ("stories", "python", "passages", "cycles")}
 
 
 # The family of the model that ships: the same text, tokenizer, seed, planted circuit, heads and number of steps, fewer
@@ -109,20 +126,49 @@ def build(settings: Settings, counts: np.ndarray, bos_id: int) -> tuple[LlamaFor
     return model, plan, plant(model, plan)
 
 
-def loss_on(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Mean next-token loss, without what the first position predicts (there the sink itself would have to answer)."""
+def loss_on(model: LlamaForCausalLM, ids: Tensor, scored: Tensor | None = None) -> Tensor:
+    """Mean next-token loss, without what the first position predicts (there the sink itself would have to answer).
+
+    Args:
+        model: the model.
+        ids: token ids, [row pos].
+        scored: which tokens count, [row pos]; all by default.
+
+    Returns:
+        The loss in nats per token.
+    """
     hidden = model.model(ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[:, 1:-1]).float()
-    return functional.cross_entropy(logits.flatten(0, 1), ids[:, 2:].flatten())
+    targets = ids[:, 2:] if scored is None else ids[:, 2:].masked_fill(~scored[:, 2:], IGNORED)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 class Trainer:
     """One training run: model, optimiser, position in it, and the folder of its checkpoint."""
 
-    def __init__(self, settings: Settings, tokens: np.ndarray, out: Path, *, bos_id: int = 0) -> None:
-        self.settings, self.tokens, self.out, self.bos_id = settings, tokens, out, bos_id
-        counts = np.bincount(tokens, minlength=settings.vocab_size)
-        self.model, self.plan, self.frozen = build(settings, counts, bos_id)
+    def __init__(
+        self,
+        settings: Settings,
+        texts: Mapping[str, np.ndarray],
+        out: Path,
+        *,
+        bos_id: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.settings, self.out, self.bos_id, self.device = settings, out, bos_id, torch.device(device)
+        self.mixture = Mixture(
+            texts,
+            settings.shares(),
+            vocab_size=settings.vocab_size,
+            bos_id=bos_id,
+            bos_share=settings.bos_share,
+            copy_share=settings.copy_share,
+        )
+        counts = sum(np.bincount(tokens, minlength=settings.vocab_size) for tokens in texts.values())
+        self.model, self.plan, self.frozen = build(settings, np.asarray(counts), bos_id)
+        self.model.to(self.device)
+        if self.frozen:
+            self.frozen.to(self.device)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
         self.optimizer = torch.optim.AdamW(
@@ -137,23 +183,19 @@ class Trainer:
 
     def train_step(self) -> float:
         """One optimiser step; returns its loss."""
-        settings = self.settings
-        length = settings.crop(self.step)
-        rows = max(1, settings.tokens_per_step // length)
-        crops = batch(
-            self.tokens,
-            seed=settings.seed,
-            step=self.step,
-            rows=rows,
-            length=length,
-            bos_id=self.bos_id,
-            bos_share=settings.bos_share,
-        )
+        settings, step = self.settings, self.step
+        if step < settings.copy_steps:
+            ids, scored = self.mixture.copies(settings.seed, step, tokens=settings.tokens_per_step)
+        else:
+            length = settings.crop(step)
+            rows = max(1, settings.tokens_per_step // length)
+            ids, scored = self.mixture.text(settings.seed, step, rows=rows, length=length)
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.rate(self.step)
+            group["lr"] = settings.rate(step)
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", torch.bfloat16, enabled=settings.bfloat16):
-            loss = loss_on(self.model, torch.from_numpy(crops))
+        crops, counted = torch.from_numpy(ids).to(self.device), torch.from_numpy(scored).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=settings.bfloat16):
+            loss = loss_on(self.model, crops, counted)
         loss.backward()
         if self.frozen:
             self.frozen.mask_gradients()
@@ -178,7 +220,7 @@ class Trainer:
 
     def load(self) -> None:
         """Go on from the checkpoint, which must have been made with the same settings."""
-        state = torch.load(self.out / "checkpoint.pt", weights_only=True)
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True, map_location=self.device)
         if state["settings"] != self._identity():
             raise SystemExit(
                 "error: the checkpoint was made with other settings; choose another --out or drop --resume"

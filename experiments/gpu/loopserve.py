@@ -43,13 +43,14 @@ from experiments.record import record
 from sinkscope.console import note
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve import Progressive
-from sinkscope.kv.session import Prompt, Session
+from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.sparse import Kernel
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
+from sinkscope.trace.attention import Attention
 
 SECTIONS = ("prefill", "selection", "decoding", "latency")
 DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -147,11 +148,10 @@ class Seen(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Look on; attention stays the model's own."""
 
-        def see(prompt: Prompt) -> None:
+        def see(prompt: Attention, _kv: object) -> None:
             if prompt.layer == self.layer:
-                scaling = prompt.settings.get("scaling")
                 held = (prompt.query[0].clone(), prompt.key[0].clone(), prompt.value[0].clone())
-                self.found.append((*held, None if scaling is None else float(scaling)))
+                self.found.append((*held, prompt.scaling))
 
         Session.of(run).replace_prefill(see)
 

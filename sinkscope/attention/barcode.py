@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.attention.generation import (
+from sinkscope.attention.live import Live
+from sinkscope.attention.texts import (
     Mark,
     check_room,
     chosen_layers,
@@ -22,7 +23,6 @@ from sinkscope.attention.generation import (
     marks,
     prompt_ids,
 )
-from sinkscope.attention.live import Live
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import Observe, Rows
@@ -276,7 +276,7 @@ def save_arrays(result: Barcode, path: str) -> None:
 
 @measurement(
     group="Loops",
-    figure="sinkscope.figures.barcode:draw",
+    figure="sinkscope.figures.attention:draw_barcode",
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "layers": [0]},

@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.attention.generation import chosen_layers
-from sinkscope.attention.line_texts import Input, inputs, means, shares
+from sinkscope.attention.texts import Input, chosen_layers, inputs, means, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
@@ -164,7 +163,7 @@ class LineWeights(Weights, Result):
 
 @measurement(
     group="Look",
-    figure="sinkscope.figures.lines:draw_weights",
+    figure="sinkscope.figures.attention:draw_weights",
     command="lines",
     loading="whole",
     edits=True,

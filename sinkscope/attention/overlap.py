@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.attention.generation import chosen_layers
-from sinkscope.attention.line_texts import Input, Question, inputs, means, questions, shares
+from sinkscope.attention.texts import Input, Question, chosen_layers, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
@@ -204,7 +203,7 @@ class LineOverlap(Overlap, Result):
 
 @measurement(
     group="Look",
-    figure="sinkscope.figures.lines:draw_overlap",
+    figure="sinkscope.figures.attention:draw_overlap",
     command="overlap",
     loading="whole",
     quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.attention.generation import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.attention.rotary_tails import Drift, RotaryHead, curves_of, heads_of, positions_of, tails
+from sinkscope.attention.texts import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
@@ -283,7 +283,7 @@ class RotaryInvariance(Result):
 @measurement(
     group="Loops",
     command="rotary",
-    figure="sinkscope.figures.rotary:draw",
+    figure="sinkscope.figures.attention:draw_rotary",
     loading="whole",
     quick={"max_new_tokens": 160, "layers": [0]},
 )

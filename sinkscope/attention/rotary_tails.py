@@ -15,8 +15,7 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attention_rows, queries_and_keys
-from sinkscope.trace.run import resolve
+from sinkscope.trace.attention import Attention, listening, queries_and_keys
 
 
 @dataclass(frozen=True)
@@ -93,53 +92,22 @@ ROWS = 4  # queries whose scores with every earlier key are held against Eq. 13
 
 
 @dataclass(frozen=True)
-class Shift:
-    """What a shift by some number of positions changes in one layer, over the tail; each tensor per query head.
-
-    Attributes:
-        delta_q: largest distance of two queries a shift apart, before rotary.
-        delta_k: the same of the keys of its key/value head.
-        change: mean absolute difference of two scores a shift apart.
-        largest: the largest one.
-        bound: mean over the same pairs of the right side of Eq. 15.
-        tightness: largest ratio of a difference to its bound, less what rounding makes of scores of that size.
-        whole: mean of the bound without blocks.
-    """
-
-    delta_q: Float[Tensor, " head"]
-    delta_k: Float[Tensor, " head"]
-    change: Float[Tensor, " head"]
-    largest: Float[Tensor, " head"]
-    bound: Float[Tensor, " head"]
-    tightness: Float[Tensor, " head"]
-    whole: Float[Tensor, " head"]
-
-
-@dataclass(frozen=True)
 class LayerTail:
-    """One layer, over the tail; each tensor per query head.
+    """One layer, over the tail.
 
     Attributes:
         layer: which.
-        query_norm: median length of a query.
-        key_norm: of a key.
-        spread: standard deviation of the scores.
         scale: factor of rotary on queries and keys.
-        error: largest difference between Eq. 13 and the model's own scores, over the largest score.
-        shifts: by number of positions.
-        mass: share of attention on the tail, mean over the tail's queries.
+        heads: numbers per query head, by the names of `RotaryHead`.
+        shifts: by number of positions, what a shift by that many changes; per query head, by the names of `RotaryHead`.
         drift: per shift, median over the tail of how far the tail operator moves, over its length.
         curve: per shift, the same over all heads together, at every position; NaN where there is nothing to compare.
     """
 
     layer: int
-    query_norm: Float[Tensor, " head"]
-    key_norm: Float[Tensor, " head"]
-    spread: Float[Tensor, " head"]
     scale: float
-    error: Float[Tensor, " head"]
-    shifts: dict[int, Shift]
-    mass: Float[Tensor, " head"]
+    heads: dict[str, Float[Tensor, " head"]]
+    shifts: dict[int, dict[str, Float[Tensor, " head"]]]
     drift: dict[int, Float[Tensor, " head"]]
     curve: dict[int, Float[Tensor, " pos"]]
 
@@ -159,20 +127,18 @@ def tails(
         steps: numbers of positions for the tail operator.
     """
     found: list[LayerTail] = []
+    layered = {i: _Layer(i, tail, tuple(shifts), tuple(steps), len(ids)) for i in layers}
+
+    def see(call: Attention) -> None:
+        if call.layer in layered:
+            layered[call.layer].on_call(call)
+
     with ExitStack() as stack:
-        layered = {i: _Layer(i, tail, tuple(shifts), tuple(steps), len(ids)) for i in layers}
         for i, part in layered.items():
-            (value,) = resolve(target, [f"blocks.{i}.attn.hook_v"])
-            assert value.module is not None
             attention = target.sub(i, target.adapter.attn)
-            stack.enter_context(
-                target.hooks(
-                    (attention, "pre", part.on_entry),
-                    (value.module, "post", lambda _m, _a, _k, out, s=value, p=part: p.on_value(s.cut(out))),
-                    (attention, "post", lambda *_, p=part: found.extend(p.finish())),
-                )
-            )
-        stack.enter_context(attention_rows(target, lambda i, first, r: layered[i].on_rows(first, r), layers=layers))
+            finish = (attention, "post", lambda *_, p=part: found.extend(p.finish()))
+            stack.enter_context(target.hooks((attention, "pre", part.on_entry), finish))
+        stack.enter_context(listening(target, see))
         stack.enter_context(queries_and_keys(target, lambda i, r, q, k: layered[i].on_qk(r, q, k), layers))
         target.forward(ids[None])
     return found
@@ -185,9 +151,7 @@ class _Layer:
         self.layer, self.tail, self.shifts, self.steps, self.length = layer, tail, shifts, steps, length
         self.eps = 0.0
         self.turn: Rotation | None = None
-        self.plain: tuple[Tensor, Tensor] | None = None
-        self.turned: tuple[Tensor, Tensor] | None = None
-        self.value: Tensor | None = None
+        self.pairs: dict[bool, tuple[Tensor, Tensor]] = {}  # queries and keys, by whether they are rotated
         self.sums: list[Tensor] = []
         self.masses: list[Tensor] = []
 
@@ -198,66 +162,66 @@ class _Layer:
 
     def on_qk(self, rotated: bool, query: Tensor, key: Tensor) -> None:
         self.eps = torch.finfo(query.dtype).eps
-        pair = query[0].float(), key[0].float()
-        if rotated:
-            self.turned = pair
-        else:
-            self.plain = pair
+        self.pairs[rotated] = query[0].float(), key[0].float()
 
-    def on_value(self, value: Tensor) -> None:
-        self.value = value[0].float().transpose(0, 1)  # kv_head pos d_head
+    def on_call(self, call: Attention) -> None:
+        value = call.value[0].float()  # kv_head pos d_head
+        call.show(lambda first, rows: self._add(first, rows[0], value), by_mask=True)
 
-    def on_rows(self, first: int, rows: Tensor) -> None:
-        if self.turned is None or self.value is None:  # the extra call without rotation
-            return
-        probs = rows[0]
+    def _add(self, first: int, probs: Float[Tensor, "head query key"], value: Float[Tensor, "kv_head key d"]) -> None:
         t = torch.arange(first, first + probs.shape[1], device=probs.device)[:, None]
         i = torch.arange(probs.shape[2], device=probs.device)
         near = probs * ((i <= t) & (i > t - self.tail))
         self.masses.append(near.sum(-1).cpu())
-        grouped = near.unflatten(0, (self.value.shape[0], -1))
-        self.sums.append(torch.einsum("kgqn,knd->kgqd", grouped, self.value).flatten(0, 1))
+        grouped = near.unflatten(0, (value.shape[0], -1))
+        self.sums.append(torch.einsum("kgqn,knd->kgqd", grouped, value).flatten(0, 1))
 
     def finish(self) -> list[LayerTail]:
         """The layer's numbers, once its real call is over."""
-        if self.turned is None or self.plain is None or self.turn is None:
+        if len(self.pairs) < 2 or self.turn is None:
             return []
-        query, key = self.plain
-        own_query, own_key = self.turned
+        (query, key), (own_query, own_key) = self.pairs[False], self.pairs[True]
         groups = query.shape[0] // key.shape[0]
         key, own_key = (k.repeat_interleave(groups, 0) for k in (key, own_key))
         sums = torch.cat(self.sums, 1)
         window = _window(own_query, own_key, self.length, self.tail, 0)
         made = LayerTail(
             layer=self.layer,
-            query_norm=query[:, -self.tail :].norm(dim=-1).median(-1).values.cpu(),
-            key_norm=key[:, -2 * self.tail :].norm(dim=-1).median(-1).values.cpu(),
-            spread=window.flatten(1).std(-1, correction=0).cpu(),
             scale=self.turn.scale,
-            error=self._error(query, key, own_query, own_key),
-            shifts={s: self._shift(query, key, window, own_query, own_key, s) for s in self.shifts},
-            mass=torch.cat(self.masses, 1)[:, -self.tail :].mean(-1),
+            heads={
+                "query_norm": query[:, -self.tail :].norm(dim=-1).median(-1).values.cpu(),
+                "key_norm": key[:, -2 * self.tail :].norm(dim=-1).median(-1).values.cpu(),
+                "spread": window.flatten(1).std(-1, correction=0).cpu(),
+                "error": self._error(self.turn, query, key, own_query, own_key),
+                "tail_mass": torch.cat(self.masses, 1)[:, -self.tail :].mean(-1),
+            },
+            shifts={s: self._shift(self.turn, query, key, window, own_query, own_key, s) for s in self.shifts},
             drift={s: _drift(sums, s)[:, -self.tail :].median(-1).values.cpu() for s in self.steps},
             curve={s: _together(sums, s).cpu() for s in self.steps},
         )
-        self.plain = self.turned = self.value = None  # one layer at a time
+        self.pairs.clear()  # one layer at a time
         self.sums.clear()
         return [made]
 
-    def _error(self, query: Tensor, key: Tensor, own_query: Tensor, own_key: Tensor) -> Tensor:
-        assert self.turn is not None
+    def _error(self, turn: Rotation, query: Tensor, key: Tensor, own_query: Tensor, own_key: Tensor) -> Tensor:
         at = torch.linspace(self.length // 2, self.length - 1, ROWS).long().unique().to(query.device)
         every = torch.arange(self.length, device=query.device)
-        ours = self.turn.scores(query[:, at], key, at, every)
+        ours = turn.scores(query[:, at], key, at, every)
         own = torch.einsum("hqd,hnd->hqn", own_query[:, at], own_key)
         seen = every <= at[:, None]
         difference, size = ((x.abs() * seen).flatten(1).amax(-1) for x in (ours - own, own))
         return (difference / size.clamp_min(1e-12)).cpu()
 
     def _shift(
-        self, query: Tensor, key: Tensor, window: Tensor, own_query: Tensor, own_key: Tensor, shift: int
-    ) -> Shift:
-        assert self.turn is not None
+        self,
+        turn: Rotation,
+        query: Tensor,
+        key: Tensor,
+        window: Tensor,
+        own_query: Tensor,
+        own_key: Tensor,
+        shift: int,
+    ) -> dict[str, Tensor]:
         n, tail = self.length, self.tail
         now_q, then_q = query[:, n - tail :], query[:, n - tail - shift : n - shift]
         delta_q = (now_q - then_q).norm(dim=-1).amax(-1)
@@ -265,8 +229,8 @@ class _Layer:
         then_k = key[:, first - shift : n - shift]
         delta_k = (key[:, first:] - then_k).norm(dim=-1).amax(-1)
         change = (window - _window(own_query, own_key, n, tail, shift)).abs()
-        blocks_q, blocks_k = self.turn.blocks(then_q).abs(), self.turn.blocks(then_k).abs()
-        factor = self.turn.factor(query.shape[-1])
+        blocks_q, blocks_k = turn.blocks(then_q).abs(), turn.blocks(then_k).abs()
+        factor = turn.factor(query.shape[-1])
         of_q = (blocks_q * factor).sum(-1) * delta_k[:, None]  # head query
         of_k = (blocks_k * factor).sum(-1) * delta_q[:, None]  # head key
         bound = of_k.unfold(-1, tail, 1) + of_q[..., None] + (factor.sum() * delta_q * delta_k)[:, None, None]
@@ -278,15 +242,16 @@ class _Layer:
         )
         rounding = 8 * self.eps * own_query.norm(dim=-1).amax(-1) * own_key.norm(dim=-1).amax(-1)
         excess = (change - rounding[:, None, None]).clamp_min(0)
-        return Shift(
-            delta_q.cpu(),
-            delta_k.cpu(),
-            change.mean((1, 2)).cpu(),
-            change.amax((1, 2)).cpu(),
-            bound.mean((1, 2)).cpu(),
-            (excess / bound.clamp_min(1e-12)).amax((1, 2)).cpu(),
-            whole.mean((1, 2)).cpu(),
-        )
+        found = {
+            "delta_q": delta_q,
+            "delta_k": delta_k,
+            "change": change.mean((1, 2)),
+            "largest": change.amax((1, 2)),
+            "bound": bound.mean((1, 2)),
+            "tightness": (excess / bound.clamp_min(1e-12)).amax((1, 2)),
+            "whole_bound": whole.mean((1, 2)),
+        }
+        return {name: values.cpu() for name, values in found.items()}
 
 
 def _window(query: Tensor, key: Tensor, length: int, tail: int, shift: int) -> Tensor:
@@ -310,7 +275,7 @@ def _together(sums: Tensor, shift: int) -> Tensor:
     return out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RotaryHead:
     """One query head over the tail of a loop of period P. Queries, keys and scores are unscaled and before rotary.
 
@@ -347,15 +312,15 @@ class RotaryHead:
     key_norm: float
     delta_q: float
     delta_k: float
-    other_delta_q: float | None
-    other_delta_k: float | None
-    healthy_delta_q: float | None
-    healthy_delta_k: float | None
+    other_delta_q: float | None = None
+    other_delta_k: float | None = None
+    healthy_delta_q: float | None = None
+    healthy_delta_k: float | None = None
     spread: float
     change: float
     largest: float
-    other_change: float | None
-    healthy_change: float | None
+    other_change: float | None = None
+    healthy_change: float | None = None
     bound: float
     whole_bound: float
     tightness: float
@@ -363,8 +328,8 @@ class RotaryHead:
     tail_mass: float
     drift: float
     step_drift: float
-    healthy_drift: float | None
-    healthy_step_drift: float | None
+    healthy_drift: float | None = None
+    healthy_step_drift: float | None = None
 
 
 @dataclass(frozen=True)
@@ -386,40 +351,15 @@ class Drift:
 
 def heads_of(own: LayerTail, plain: LayerTail | None, period: int) -> list[RotaryHead]:
     """The heads of one layer; `plain` is the same layer on ordinary text."""
-    here, other = own.shifts[period], own.shifts.get(period + 1)
-    there = None if plain is None else plain.shifts[period]
-
-    def at(values: torch.Tensor, head: int) -> float:
-        return float(values[head])
-
+    numbers = {**own.heads, **own.shifts[period], "drift": own.drift[period], "step_drift": own.drift[1]}
+    compared = {"other": own.shifts.get(period + 1, {}), "healthy": {} if plain is None else plain.shifts[period]}
+    for prefix, shift in compared.items():
+        numbers |= {f"{prefix}_{name}": shift[name] for name in ("delta_q", "delta_k", "change") if name in shift}
+    if plain is not None:
+        numbers |= {"healthy_drift": plain.drift[period], "healthy_step_drift": plain.drift[1]}
     return [
-        RotaryHead(
-            layer=own.layer,
-            head=h,
-            query_norm=at(own.query_norm, h),
-            key_norm=at(own.key_norm, h),
-            delta_q=at(here.delta_q, h),
-            delta_k=at(here.delta_k, h),
-            other_delta_q=None if other is None else at(other.delta_q, h),
-            other_delta_k=None if other is None else at(other.delta_k, h),
-            healthy_delta_q=None if there is None else at(there.delta_q, h),
-            healthy_delta_k=None if there is None else at(there.delta_k, h),
-            spread=at(own.spread, h),
-            change=at(here.change, h),
-            largest=at(here.largest, h),
-            other_change=None if other is None else at(other.change, h),
-            healthy_change=None if there is None else at(there.change, h),
-            bound=at(here.bound, h),
-            whole_bound=at(here.whole, h),
-            tightness=at(here.tightness, h),
-            error=at(own.error, h),
-            tail_mass=at(own.mass, h),
-            drift=at(own.drift[period], h),
-            step_drift=at(own.drift[1], h),
-            healthy_drift=None if plain is None else at(plain.drift[period], h),
-            healthy_step_drift=None if plain is None else at(plain.drift[1], h),
-        )
-        for h in range(len(own.spread))
+        RotaryHead(layer=own.layer, head=head, **{name: float(values[head]) for name, values in numbers.items()})
+        for head in range(len(own.drift[1]))
     ]
 
 

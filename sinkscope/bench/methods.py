@@ -145,7 +145,7 @@ def kind_of(name: str) -> MethodKind:
     """
     if name in METHODS:
         return METHODS[name]
-    from sinkscope.kv.registry import policy_named
+    from sinkscope.kv.policy import policy_named
 
     cls = type(policy_named(name))
     names = {f.name for f in fields(cls)}  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def order_of(method: str) -> tuple[int, str]:
 
 
 def _policies() -> Mapping[str, Any]:
-    from sinkscope.kv.registry import policies
+    from sinkscope.kv.policy import policies
 
     return policies()
 

@@ -105,12 +105,15 @@ class SinkPatch(NeuronEdit):
     def from_result(
         cls, found: Any, *, site: Where = "post", value: Literal["second", "calibrated"] | float = "second"
     ) -> SinkPatch:
-        """The patch for the causal neurons of a `find_sinks` result, with their calibrated values.
+        """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
         Raises:
             SinkscopeError: the model has no sink, or no neuron was causal.
         """
-        rows = [row for row in found.neurons if _get(row, "causal")]
+        sets = [s for s in getattr(found, "causal_sets", ()) if _get(s, "kind") == "minimal"]
+        members = [tuple(_get(m, f) for f in ("layer", "expert", "neuron")) for s in sets for m in _get(s, "sites")]
+        known = {tuple(_get(row, f) for f in ("layer", "expert", "neuron")): row for row in found.neurons}
+        rows = [known[m] for m in members] or [row for row in found.neurons if _get(row, "causal")]
         if found.sink_layer is None or not rows:
             raise SinkscopeError(
                 "no sink neuron was found in this model, so there is nothing to patch: find_sinks gave "

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sinkscope.kv.h2o import H2O
 from sinkscope.kv.loopserve.serve import Progressive
-from sinkscope.kv.policy import At, Full, Policy
-from sinkscope.kv.registry import make_policy, policies, policy_named, register_policy
+from sinkscope.kv.policy import At, Full, Policy, make_policy, policies, policy_named, register_policy
 from sinkscope.kv.session import Moment, Observe, Rows, Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.kv.snapkv import AdaKV, SnapKV

@@ -1,27 +1,51 @@
-"""What every cache policy is: a score per slot, and a choice of slots by score under a budget.
+"""What every cache policy is, and its name: a score per slot, and a choice of slots by score under a budget.
 
-The two are apart, so that a new score needs no code for choosing, and a new choice none for scoring.
+The score and the choice are separate, so a new score needs no code for choosing and a new choice none for scoring.
+Policies are found by name: those of sinkscope, those of installed packages, and any class by its module.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.cache import CacheLayer, Rotary
-from sinkscope.kv.registry import register_policy
 from sinkscope.kv.session import Moment, Session
-from sinkscope.records import Natural, Whole
+from sinkscope.records import Natural, Whole, check_fields
+
+ENTRY_POINTS = "sinkscope.policies"
+_REGISTERED: dict[str, type[Intervention]] = {}
+Class = TypeVar("Class", bound=type[Intervention])
+
+
+def register_policy(name: str) -> Callable[[Class], Class]:
+    """Decorate a policy: commands, and `make_policy`, find it under `name`.
+
+    A policy of an installed package is found without this if the package names it in the entry point group
+    `sinkscope.policies`.
+
+    Raises:
+        SinkscopeError: another policy has this name.
+    """
+
+    def register(policy: Class) -> Class:
+        if name in _REGISTERED:
+            raise _taken(name, _REGISTERED[name], policy)
+        _REGISTERED[name] = policy
+        return policy
+
+    return register
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,45 +293,95 @@ class Full(Policy):
         return torch.zeros(at.kv.pos.shape, device=at.kv.pos.device)
 
 
-_WORDS = {
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "True or False",
-    "a whole number or a number": "a number",
-    "greater than or equal to": "a number from",
-}
-"""How errors say what pydantic says."""
-_adapter: Any = cache(TypeAdapter)
+# By name ---------------------------------------------------------------------------------------------------------
 
 
-def check_fields(made: Any) -> None:
-    """Refuse fields of a dataclass whose values do not fit the numbers, switches and words that are annotated there.
-
-    A bool is no number here, a whole number is a number, and fields of any other type are left alone. So are those of
-    a class whose annotations name what is imported for type checkers only. `Natural`, `Whole` and `Share` of
-    `sinkscope.records` are numbers with a range.
+def policies() -> dict[str, type[Intervention]]:
+    """Every policy that has a name.
 
     Raises:
-        SinkscopeError: the first such field, with its value and what was expected.
+        SinkscopeError: an installed package names a policy that cannot be imported, or whose name is taken.
     """
+    found = dict(_REGISTERED)
+    for entry in entry_points(group=ENTRY_POINTS):
+        loaded = _class(entry.value.replace(" ", ""))
+        if found.setdefault(entry.name, loaded) is not loaded:
+            raise _taken(entry.name, found[entry.name], loaded)
+    return dict(sorted(found.items()))
+
+
+def make_policy(name: str, **options: Any) -> Any:
+    """The policy that commands call `name`, with its fields as options.
+
+    Raises:
+        SinkscopeError: no such policy, no such field, or a value that makes no sense.
+
+    Example:
+        >>> make_policy("streaming", budget=512)
+        StreamingLLM(budget=512, first=4, last=0, every=1, mode='evict', positions='original', reduce='mean')
+    """
+    known = _REGISTERED if name in _REGISTERED else policies()
+    if name not in known:
+        raise SinkscopeError(f"policy {name!r}: expected one of {', '.join(known)}, or package.module:Class")
+    return _made(name, known[name], options)
+
+
+def policy_named(text: str) -> Intervention:
+    """A cache policy as commands name it: `NAME` or `package.module:Class`, and a budget behind another colon.
+
+    The budget is a number of tokens or a fraction of the prompt. Modules are also looked for in the current folder.
+
+    Raises:
+        SinkscopeError: no such policy, no such class, or no such budget.
+
+    Example:
+        >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
+        (512, 0.25)
+    """
+    name, *rest = text.split(":")
+    own = rest[:1] if rest and (rest[0].isidentifier() or len(rest) > 1) and name not in _REGISTERED else []
+    budget = ":".join(rest[len(own) :])
+    options = {} if len(rest) == len(own) else {"budget": _budget(text, ":".join([name, *own]), budget)}
+    return _made(text, _class(f"{name}:{own[0]}"), options) if own else make_policy(name, **options)
+
+
+def _budget(text: str, name: str, budget: str) -> int | float:
     try:
-        hints = get_type_hints(type(made), include_extras=True)
-    except NameError:
-        return
-    for field in fields(made):
-        value = getattr(made, field.name)
-        try:
-            if _checkable(hints[field.name]):
-                _adapter(hints[field.name]).validate_python(value, strict=True)
-        except ValidationError as error:
-            found = dict.fromkeys(problem["msg"].removeprefix("Input should be ") for problem in error.errors())
-            expected = " or ".join(found)
-            for theirs, ours in _WORDS.items():
-                expected = expected.replace(theirs, ours)
-            raise SinkscopeError(f"{type(made).__name__}: {field.name}={value!r}: expected {expected}") from None
+        return float(budget) if "." in budget else int(budget)
+    except ValueError:
+        raise SinkscopeError(
+            f"policy {text!r}: {budget!r} is no budget; give a number of tokens, as in {name}:512, or a fraction of "
+            f"the prompt, as in {name}:0.25",
+            page="kv-budget",
+        ) from None
 
 
-def _checkable(hint: Any) -> bool:
-    if get_origin(hint) in (Annotated, Union, UnionType):
-        return all(_checkable(part) for part in get_args(hint)[: 1 if get_origin(hint) is Annotated else None])
-    return hint in (int, float, bool, NoneType) or get_origin(hint) is Literal
+def _class(path: str) -> type[Intervention]:
+    """The class at "package.module:Class"."""
+    module, _, name = path.partition(":")
+    sys.path.insert(0, "")
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:  # a module that others wrote may fail in any way
+        what = str(error).partition("\n")[0]
+        raise SinkscopeError(f"policy {path!r} cannot be imported: {type(error).__name__}: {what}") from None
+    finally:
+        sys.path.remove("")
+    if not isinstance(found, type) or not issubclass(found, Intervention):
+        raise SinkscopeError(f"policy {path!r} is no cache policy: expected a subclass of sinkscope.kv.Policy")
+    return found
+
+
+def _made(name: str, policy: type[Intervention], options: dict[str, Any]) -> Intervention:
+    known = [field.name for field in fields(policy)]  # type: ignore[arg-type]
+    if odd := [option for option in options if option not in known]:
+        raise SinkscopeError(f"policy {name!r} has no {odd[0]!r}; it has: {', '.join(known)}")
+    try:
+        return policy(**options)
+    except TypeError as error:  # a field without a default, or a method that is missing
+        raise SinkscopeError(f"policy {name!r} cannot be made: {error}") from None
+
+
+def _taken(name: str, first: type, second: type) -> SinkscopeError:
+    both = " and ".join(f"{each.__module__}.{each.__qualname__}" for each in (first, second))
+    return SinkscopeError(f"two policies are called {name!r}, {both}: give one of them another name")

@@ -22,8 +22,8 @@ from sinkscope.interventions.positions import Call
 from sinkscope.kv.cache import COLUMNS, CacheLayer, adopt
 from sinkscope.kv.usage import Meter, Usage
 from sinkscope.models.target import Target
+from sinkscope.trace.attention import Attention, Handler, View, leave, listen, rows_by_view, tapped
 from sinkscope.trace.internals import following_generate
-from sinkscope.trace.tap import Attention, Handler, View, leave, listen, rows_by_view, tapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,33 +70,6 @@ class State:
     memory: dict[int, dict[Any, Any]] = field(default_factory=dict)
     queries: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     meter: Meter = field(default_factory=Meter)
-
-
-@dataclass(frozen=True, eq=False)
-class Prompt:
-    """The attention of one layer in a call with several tokens.
-
-    Attributes:
-        layer: decoder layer.
-        query: after rotary.
-        key: of all slots, after rotary.
-        value: of all slots.
-        pos: true position of each slot, -1 where there is none.
-        query_pos: true position of each query, -1 at padding.
-        kv: the cache of the layer, if it is one of ours.
-        window: keys this far back and further are not seen; None: all are.
-        settings: of the layer, as the model gives them: "scaling", "softcap", "s_aux".
-    """
-
-    layer: int
-    query: Float[Tensor, "batch head query d_head"]
-    key: Float[Tensor, "batch kv_head slot d_head"]
-    value: Float[Tensor, "batch kv_head slot d_value"]
-    pos: Int[Tensor, "batch kv_head slot"]
-    query_pos: Int[Tensor, "batch query"]
-    kv: CacheLayer | None
-    window: int | None
-    settings: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +158,7 @@ class Session:
         self._before: list[Callable[[Moment], None]] = []
         self._after: list[Callable[[Moment], None]] = []
         self._prompts: list[Callable[[Moment], None]] = []
-        self._prefill: Callable[[Prompt], Tensor | None] | None = None
+        self._prefill: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
         self._meters: list[Meter] = []
         self._windows = [layer_window(target, i) for i in range(target.n_layers)]
@@ -259,8 +232,12 @@ class Session:
         """Call `fn` when (a piece of) a prompt is about to be read."""
         self._prompts.append(fn)
 
-    def replace_prefill(self, fn: Callable[[Prompt], Tensor | None]) -> None:
-        """Let `fn` compute attention `[batch query head d_value]` of several tokens; None: the stock one."""
+    def replace_prefill(self, fn: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
+        """Let `fn` compute attention `[batch query head d_value]` of several tokens.
+
+        It is called with the attention, whose `view` is known, and with the cache of the layer if it is one of ours.
+        Where it returns None, the model's own attention is used.
+        """
         self._own()
         self._prefill = fn
 
@@ -285,10 +262,8 @@ class Session:
         view = View(kv.pos, query_pos[:, -last:], self._windows[layer], kv.hidden)
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         inner = getattr(module, "original_component", None)  # below a bridge
-        settings = {"scaling": self._scaling[layer]} if layer in self._scaling else {}
-        return rows_by_view(
-            inner if isinstance(inner, nn.Module) else module, query[:, :, -last:], kv.keys, view, settings
-        )
+        module = inner if isinstance(inner, nn.Module) else module
+        return rows_by_view(module, query[:, :, -last:], kv.keys, view, self._scaling.get(layer))
 
     @property
     def usage(self) -> list[Usage]:
@@ -303,8 +278,7 @@ class Session:
         self.now.attended.add(layer)
         if call.key.dtype != call.query.dtype:  # rebased keys are float32
             call.key = call.key.to(call.query.dtype)
-        if (scaling := call.settings.get("scaling")) is not None:
-            self._scaling[layer] = float(scaling)
+        self._scaling[layer] = call.scaling
         if self._keep_queries:
             self._remember(layer, call.query)
         watches = self._watched(layer)
@@ -337,9 +311,7 @@ class Session:
         assert view is not None
         kv = self.layer(layer)
         if self._prefill is not None and call.query.shape[2] > 1:
-            settings = {"scaling": getattr(call.module, "scaling", None), **call.settings}
-            seen = (view.pos, view.query_pos, kv, view.window)
-            made = self._prefill(Prompt(layer, call.query, call.key, call.value, *seen, settings))
+            made = self._prefill(call, kv)
             if made is not None:
                 return made, None
         if not self.now.own_masks:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.serve import SparsePrompts
-from sinkscope.kv.policy import check_fields
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, minference_lines
-from sinkscope.records import Natural, Whole
+from sinkscope.records import Natural, Whole, check_fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.policy import At, Policy, check_fields
-from sinkscope.kv.registry import register_policy
+from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Session
-from sinkscope.records import Natural, Share
+from sinkscope.records import Natural, Share, check_fields
 
 
 @register_policy("snapkv")

@@ -8,8 +8,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.policy import At, Policy
-from sinkscope.kv.registry import register_policy
+from sinkscope.kv.policy import At, Policy, register_policy
 
 
 @register_policy("streaming")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.kv.policy import At, Policy
-from sinkscope.kv.registry import register_policy
+from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Rows, Session
 
 

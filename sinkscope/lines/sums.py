@@ -17,8 +17,7 @@ from torch.nn.functional import pad
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import refuse_opaque
-from sinkscope.trace.tap import Attention, listening
+from sinkscope.trace.attention import Attention, listening, refuse_opaque
 
 CHUNK_BYTES = 8 << 20
 """Scores held at a time on a CPU, where work that stays in the last-level cache is several times faster; other devices,
@@ -75,11 +74,10 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
                 "lines need every key at its position, and a cache policy has evicted some: measure the prompt, before "
                 "anything was generated"
             )
-        scaling, window = call.settings.get("scaling"), _window(call.mask, call.key.shape[2])
-        scaling = float(call.query.shape[-1] ** -0.5 if scaling is None else scaling)
+        window = _window(call.mask, call.key.shape[2])
         capped = call.settings.get("softcap"), call.settings.get("s_aux")
         with torch.no_grad():
-            observer(call.layer, Scores(call.query[0], call.key[0], scaling, window, *capped))
+            observer(call.layer, Scores(call.query[0], call.key[0], call.scaling, window, *capped))
 
     with listening(target, see):
         yield

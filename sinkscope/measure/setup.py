@@ -22,7 +22,7 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv.loopguard import LoopGuard
-from sinkscope.kv.registry import policy_named
+from sinkscope.kv.policy import policy_named
 from sinkscope.kv.session import Observe
 from sinkscope.models.load import load
 from sinkscope.models.open import PartTarget, fingerprint_of, open_target

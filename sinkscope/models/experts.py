@@ -22,6 +22,14 @@ def gate_up(
     experts: Any, expert: int, hidden: Float[Tensor, "token d_model"], neurons: list[int] | None = None
 ) -> tuple[Float[Tensor, "token neuron"], Float[Tensor, "token neuron"]]:
     """Both input projections of an expert, of some neurons or of all, whichever way the fused weight is laid out."""
+    gate, up = (torch.nn.functional.linear(hidden, *both) for both in in_rows(experts, expert, neurons))
+    return gate, up
+
+
+def in_rows(
+    experts: Any, expert: int, neurons: list[int] | None = None
+) -> list[tuple[Float[Tensor, "neuron d_model"], Float[Tensor, " neuron"] | None]]:
+    """Weights and biases (None where there are none) of gate and up of an expert, of some neurons or of all."""
     weight = experts.gate_up_proj[expert]
     weight = weight.T if experts.is_transposed else weight
     width = weight.shape[0] // 2
@@ -30,9 +38,8 @@ def gate_up(
     for half in (0, 1):
         rows = half * width + picked if experts.is_concatenated else 2 * picked + half
         rows = rows.to(weight.device)
-        bias = experts.gate_up_proj_bias[expert][rows] if experts.has_bias else None
-        halves.append(torch.nn.functional.linear(hidden, weight[rows], bias))
-    return halves[0], halves[1]
+        halves.append((weight[rows], experts.gate_up_proj_bias[expert][rows] if experts.has_bias else None))
+    return halves
 
 
 def activate(

@@ -56,7 +56,7 @@ class Target:
         adapter: where the parts are.
         tokenizer: None if the caller gave none and the model carries none.
         name: short name, hub id or base name of the folder; for reports.
-        resident: False when layers are read from disk as they are called (see `models.stream`).
+        resident: False when layers are read from disk as they are called (see `models.open`).
     """
 
     model: Any
@@ -179,7 +179,7 @@ class Target:
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """A `with` in which the weights of a layer may be read, and its parts called, outside a call of the layer.
 
-        Only streamed models (see `models.stream`) do anything here.
+        Only streamed models (see `models.open`) do anything here.
         """
         return nullcontext()
 

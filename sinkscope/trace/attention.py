@@ -1,25 +1,421 @@
-"""Attention rows, queries and keys of every layer, while the model's own fast attention runs underneath.
+"""The attention tap: the one attention function and the one mask function that models are switched to.
 
-Nothing of size query x key is kept: an observer sees `rows_per_chunk` rows at a time. The rows include whatever the
-architecture does to its scores: soft cap, window, padding, learned sink logits. Under a cache policy they are those
-over what the cache keeps.
+Handlers are injected. They see the attention of every layer as the model computes it, may replace it, and may ask for
+its rows. Where no handler does anything, the model's own attention runs with the model's own mask, so the result is the
+stock one bit for bit. The tap does not know who listens, so measurements work under cache policies and guards.
+
+Measurements listen through `attention_rows` and `queries_and_keys`. Nothing of size query x key is kept: an observer
+sees `rows_per_chunk` rows at a time. The rows include whatever the architecture does to its scores: soft cap, window,
+padding, learned sink logits. Under a cache policy they are those over what the cache keeps.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.trace.internals import attention_name, set_attention
-from sinkscope.trace.tap import Attention, alone, attention_probs, configs_of, listening
+from sinkscope.trace.internals import attention_name, eager_attention, sdpa_attention, set_attention
 
-__all__ = ["QKObserver", "RowObserver", "attention_probs", "attention_rows", "queries_and_keys", "refuse_opaque"]
+NAME = "sinkscope"
+CHUNK = 256
+"""Queries whose rows are built at a time, if a handler does not say another number."""
+_MASKED = 1024  # queries at a time where a mask has to be built
+
+RowsFunction = Callable[[int, Tensor], None]
+"""Called with the number of the first query and rows `[batch head query key]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Which keys the queries of a call see, by true positions.
+
+    Attributes:
+        pos: position of each key; -1 where there is none.
+        query_pos: position of each query; -1 at padding.
+        window: keys this far back and further are not seen; None: all are.
+        hidden: keys that are there but not attended to; None: none.
+    """
+
+    pos: Int[Tensor, "batch kv_head key"]
+    query_pos: Int[Tensor, "batch query"]
+    window: int | None = None
+    hidden: Bool[Tensor, "batch kv_head key"] | None = None
+
+    def part(self, queries: slice, keys: slice) -> View:
+        """Some of the queries and keys."""
+        hidden = None if self.hidden is None else self.hidden[..., keys]
+        return View(self.pos[..., keys], self.query_pos[:, queries], self.window, hidden)
+
+    def sees(self) -> Bool[Tensor, "batch _ query key"]:
+        """Keys that hold a token, not later than the query, inside the window.
+
+        Padding queries see everything that is held, so that nothing is divided by zero; nobody reads them.
+        """
+        pos = self.pos[:, :1] if self.hidden is None and self.pos.stride(1) == 0 else self.pos  # the same in every head
+        key, query = pos[:, :, None, :], self.query_pos[:, None, :, None]
+        ok = (key <= query) | (query < 0)
+        if self.window is not None:
+            ok = ok & ((key > query - self.window) | (query < 0))
+        ok = ok & (key >= 0)
+        return ok if self.hidden is None else ok & ~self.hidden[:, :, None, :]
+
+
+@dataclass(frozen=True, eq=False)
+class Handler:
+    """Who listens at the tap.
+
+    Attributes:
+        see: called with the attention of every layer.
+        configs: ids of the configurations of the model that is listened to.
+        by_mask: it wants rows under the model's mask, so the mask must be one that says everything (SDPA's).
+        masks: whether it says what is seen in the running call, so that no mask has to be made; None: never.
+    """
+
+    see: Callable[[Attention], None]
+    configs: frozenset[int]
+    by_mask: bool = False
+    masks: Callable[[], bool] | None = None
+
+
+@dataclass(eq=False)
+class Attention:
+    """The attention of one layer in one forward call.
+
+    Attributes:
+        module: of the layer.
+        query: after rotary.
+        key: after rotary; of everything that the cache of the layer holds.
+        value: likewise.
+        mask: as the model made it; None: causal, or a handler says what is seen.
+        settings: everything else that the model passes: "scaling", "softcap", "s_aux" and so on.
+        by_mask: some handler wants rows under the mask.
+        view: what is seen by true positions, if a handler knows it.
+        evicted: `view` differs from the mask, because something is missing in the cache.
+        compute: replaces the model's own attention where it does not return None.
+    """
+
+    module: Any
+    query: Float[Tensor, "batch head query d_head"]
+    key: Float[Tensor, "batch kv_head key d_head"]
+    value: Float[Tensor, "batch kv_head key d_value"]
+    mask: Tensor | None
+    settings: dict[str, Any]
+    by_mask: bool = False
+    view: View | None = None
+    evicted: bool = False
+    compute: Callable[[Attention], tuple[Tensor, Tensor | None] | None] | None = None
+    _shown: dict[tuple[int, int, bool], list[RowsFunction]] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> int:
+        """Number of the decoder layer."""
+        return int(self.module.layer_idx)
+
+    @property
+    def scaling(self) -> float:
+        """Factor on the scores."""
+        return _scaling(self.module, self.query, self.settings.get("scaling"))
+
+    def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
+        """Show rows, some queries at a time, to `fn`.
+
+        Args:
+            fn: called with the number of the first query, and rows.
+            by_mask: under the mask; else by `view`. Where something was evicted, always by `view`.
+            first: the first query of interest.
+            chunk: queries at a time.
+        """
+        self._shown.setdefault((first, chunk, by_mask and not self.evicted), []).append(fn)
+
+    def stock(self, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The model's own attention under a mask of the model's own kind."""
+        from transformers import AttentionInterface
+
+        name, table = stock_name(self.module.config), AttentionInterface()
+        own = table[name] if name in table else eager_attention(self.module)
+        return own(self.module, self.query, self.key, self.value, mask, **self.settings)
+
+    def under_view(self) -> Float[Tensor, "batch query head d_value"]:
+        """The model's own attention, of what is seen by `view`."""
+        assert self.view is not None
+        name, parts = stock_name(self.module.config), list[Tensor]()
+        # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
+        eager = name == "eager" or (name != "sdpa" and self._capped)
+        for start in range(0, self.query.shape[2], _MASKED):
+            part = slice(start, start + _MASKED)
+            query = self.query[:, :, part]
+            mask = _widened(self.view.part(part, slice(None)).sees(), query.shape[1])
+            if eager:
+                mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
+                    ~mask, torch.finfo(query.dtype).min
+                )
+            own = eager_attention(self.module) if eager else sdpa_attention()
+            parts.append(own(self.module, query, self.key, self.value, mask, **self.settings)[0])
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """The output `[batch query head d_value]`, and weights if there are any; shows rows to those who asked."""
+        by_view = [fn for (_, _, by_mask), fns in self._shown.items() for fn in fns if not by_mask]
+        if by_view and self.query.shape[2] == 1:  # the rows are built anyway: the output comes from them
+            rows = self._rows(slice(0, 1), False)
+            for fn in by_view:
+                fn(0, rows)
+            self._shown = {key: fns for key, fns in self._shown.items() if key[2]}
+            made: tuple[Tensor, Tensor | None] = self._joined(rows), rows
+        else:
+            made = self._made()
+        for (first, chunk, by_mask), fns in self._shown.items():
+            for start in range(first, self.query.shape[2], chunk):
+                part = slice(start, min(start + chunk, self.query.shape[2]))
+                exact = made[1] is not None and made[1].dtype == torch.float32 and not by_mask
+                rows = made[1][:, :, part] if exact and made[1] is not None else self._rows(part, by_mask)
+                for fn in fns:
+                    fn(start, rows)
+        return made
+
+    @property
+    def _capped(self) -> bool:
+        """What SDPA does not do."""
+        return self.settings.get("softcap") is not None or self.settings.get("s_aux") is not None
+
+    def _made(self) -> tuple[Tensor, Tensor | None]:
+        made = None if self.compute is None else self.compute(self)
+        if made is not None:
+            return made
+        if not self.by_mask:
+            return self.stock(self.mask)
+        if not self._capped:
+            out = sdpa_attention()(self.module, self.query, self.key, self.value, self.mask, **self._plain())
+            return out[0], None
+        key = next((key for key in self._shown if key[0] == 0 and key[2]), (0, CHUNK, True))
+        fns, parts = self._shown.pop(key, []), list[Tensor]()
+        for start in range(0, self.query.shape[2], key[1]):
+            rows = self._rows(slice(start, min(start + key[1], self.query.shape[2])), True)
+            for fn in fns:
+                fn(start, rows)
+            parts.append(self._joined(rows))
+        return torch.cat(parts, 1), None
+
+    def _plain(self) -> dict[str, Any]:
+        return {name: value for name, value in self.settings.items() if name not in ("softcap", "s_aux")}
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        grouped = rows.to(self.value.dtype).unflatten(1, (self.value.shape[1], -1))
+        return torch.einsum("bkgqn,bknd->bqkgd", grouped, self.value).flatten(2, 3).contiguous()
+
+    def _rows(self, part: slice, by_mask: bool) -> Float[Tensor, "batch head query key"]:
+        query, keys = self.query[:, :, part], self.key.shape[2]
+        if by_mask:
+            return attention_probs(
+                query,
+                self.key,
+                None if self.mask is None else self.mask[:, :, part, :keys],
+                scaling=self.scaling,
+                first_query=keys - self.query.shape[2] + part.start,
+                softcap=self.settings.get("softcap"),
+                sinks=self.settings.get("s_aux"),
+            )
+        assert self.view is not None
+        later = self.query.shape[2] - part.stop  # new tokens that none of these queries sees
+        seen = slice(0, keys - later)
+        rows = rows_by_view(self.module, query, self.key[:, :, seen], self.view.part(part, seen), self.scaling)
+        return torch.nn.functional.pad(rows, (0, later)) if later else rows
+
+
+def rows_by_view(
+    module: Any,
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    view: View,
+    scaling: float | None,
+) -> Float[Tensor, "batch head query key"]:
+    """Rows of an attention module, of what is seen by `view`, float32.
+
+    Args:
+        module: has the soft cap and the learned sink logits.
+        query: after rotary.
+        key: after rotary.
+        view: of these queries and keys.
+        scaling: factor on the scores that the model passed to its attention, if it is known; None: the module's.
+    """
+    capped = stock_name(module.config) != "sdpa"
+    return attention_probs(
+        query,
+        key,
+        _widened(view.sees(), query.shape[1]),
+        scaling=_scaling(module, query, scaling),
+        first_query=0,
+        softcap=getattr(module.config, "attn_logit_softcapping", None) if capped else None,
+        sinks=getattr(module, "sinks", None),
+    )
+
+
+def _scaling(module: Any, query: Tensor, passed: float | None) -> float:
+    """What the model passes comes first: some models scale their queries themselves (OPT)."""
+    known = getattr(module, "scaling", None) if passed is None else passed
+    return float(query.shape[-1] ** -0.5 if known is None else known)
+
+
+def _widened(mask: Bool[Tensor, "batch _ query key"], heads: int) -> Bool[Tensor, "batch _ query key"]:
+    """From kv heads to query heads; a mask that is the same for all has one head, and keeps it."""
+    groups = heads // mask.shape[1] if mask.shape[1] > 1 else 1
+    return mask.repeat_interleave(groups, 1) if groups > 1 else mask
+
+
+def attention_probs(
+    query: Float[Tensor, "batch head query d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    mask: Bool[Tensor, "#batch #head query key"] | None,
+    *,
+    scaling: float,
+    first_query: int,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " head"] | None = None,
+) -> Float[Tensor, "batch head query key"]:
+    """Softmax of scaled scores for some rows, float32.
+
+    Args:
+        query: after rotary.
+        key: after rotary, one per key/value head; query heads share them in groups.
+        mask: True where a key may be seen; None: causal, the last query sees every key.
+        scaling: factor on the scores.
+        first_query: number of keys that the first query may see, less one (only used when `mask` is None).
+        softcap: `cap * tanh(score / cap)` (Gemma 2).
+        sinks: a learned logit per head that joins the softmax and is dropped (gpt-oss).
+    """
+    groups = query.shape[1] // key.shape[1]
+    grouped = query.unflatten(1, (key.shape[1], groups)).float()
+    scores = (torch.einsum("bkgqd,bknd->bkgqn", grouped, key.float()) * scaling).flatten(1, 2)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is None:
+        rows = torch.arange(first_query, first_query + query.shape[2], device=query.device)
+        mask = torch.arange(key.shape[2], device=query.device) <= rows[:, None]
+    scores.masked_fill_(~mask, torch.finfo(torch.float32).min)
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    extra = sinks.float()[None, :, None, None].expand(scores.shape[0], -1, scores.shape[2], 1)
+    return torch.softmax(torch.cat([scores, extra], -1), -1)[..., :-1]
+
+
+# Who listens, and to which model ----------------------------------------------------------------------------------
+
+_HANDLERS: ContextVar[tuple[Handler, ...]] = ContextVar("sinkscope_tap", default=())
+_STOCK: dict[int, tuple[str, int]] = {}  # by id of a tapped configuration: its own attention, and how often tapped
+_LOCK = threading.Lock()
+
+
+def listen(handler: Handler) -> None:
+    """Let a handler see attention in this context, before those that listen already."""
+    _HANDLERS.set((handler, *(other for other in _HANDLERS.get() if other is not handler)))
+
+
+def leave(handler: Handler) -> None:
+    """The handler does not listen any more in this context."""
+    _HANDLERS.set(tuple(other for other in _HANDLERS.get() if other is not handler))
+
+
+@contextmanager
+def listening(target: Target, see: Callable[[Attention], None]) -> Iterator[None]:
+    """For the length of a `with`, `see` is called with the attention of every layer, whose rows it may want by mask."""
+    with tapped(target) as configs:
+        listen(handler := Handler(see, configs, by_mask=True))
+        try:
+            yield
+        finally:
+            leave(handler)
+
+
+@contextmanager
+def alone(see: Callable[[Attention], None]) -> Iterator[None]:
+    """For the length of a `with`, of those that listen only the handler with this function does."""
+    token = _HANDLERS.set(tuple(handler for handler in _HANDLERS.get() if handler.see == see))
+    try:
+        yield
+    finally:
+        _HANDLERS.reset(token)
+
+
+@contextmanager
+def tapped(target: Target) -> Iterator[frozenset[int]]:
+    """For the length of a `with`, every configuration of the model asks for our attention; gives their ids.
+
+    The names become known to transformers once; this changes no other model. Several may tap a model at once.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if NAME not in AttentionInterface():
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, _mask)
+    configs = configs_of(target)
+    with _LOCK:
+        for config in configs:
+            name, times = _STOCK.get(id(config), (attention_name(config), 0))
+            _STOCK[id(config)] = name, times + 1
+            set_attention(config, NAME)
+    try:
+        yield frozenset(map(id, configs))
+    finally:
+        with _LOCK:
+            for config in configs:
+                name, times = _STOCK.pop(id(config))
+                if times > 1:
+                    _STOCK[id(config)] = name, times - 1
+                else:
+                    set_attention(config, name)
+
+
+def stock_name(config: Any) -> str:
+    """The attention that a model has when it is not tapped."""
+    known = _STOCK.get(id(config))
+    name = attention_name(config) if known is None else known[0]
+    return "eager" if name == NAME else name
+
+
+def configs_of(target: Target) -> list[Any]:
+    """Every distinct configuration object below the model that its attention may read."""
+    found = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
+    return list(found.values())
+
+
+def _listening(config: Any) -> list[Handler]:
+    return [handler for handler in _HANDLERS.get() if id(config) in handler.configs]
+
+
+def _attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls in every layer."""
+    handlers = _listening(module.config)
+    by_mask = any(handler.by_mask for handler in handlers)
+    call = Attention(module, query, key, value, attention_mask, kwargs, by_mask)
+    for handler in handlers:
+        handler.see(call)
+    return call.finish()
+
+
+def _mask(*, config: Any, **kwargs: Any) -> Any:
+    """What transformers calls once a forward call: a mask, or nothing where a handler says what is seen."""
+    from transformers import AttentionMaskInterface
+
+    handlers = _listening(config)
+    if any(handler.masks is not None and handler.masks() for handler in handlers):
+        return None
+    name = "sdpa" if any(handler.by_mask for handler in handlers) else stock_name(config)
+    return AttentionMaskInterface()[name](config=config, **kwargs)
+
+
+# Measurements that listen --------------------------------------------------------------------------------------------
 
 RowObserver = Callable[[int, int, Tensor], None]
 """Called as `observer(layer, first_query, rows)` with rows `[batch head query key]`, float32."""

@@ -24,9 +24,10 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.serve import SparsePrompts
-from sinkscope.kv.session import Prompt, Session
+from sinkscope.kv.session import Session
 from sinkscope.kv.shapes import AShape, MInference, TriShape
 from sinkscope.lines.choice import HeadLines, last_votes
+from sinkscope.trace.attention import Attention
 
 _FIRST = 4
 _PAPER = TriShape()
@@ -63,7 +64,7 @@ class ShapeShare(Intervention):
 class _ByLength(SparsePrompts):
     sized: Callable[[int], SparsePrompts]
 
-    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> Any:
+    def _row(self, prompt: Attention, row: int, real: Tensor, held: Tensor) -> Any:
         return self.sized(int(held.sum()))._row(prompt, row, real, held)
 
 

@@ -17,12 +17,11 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.detect import Found, RowMonitors, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.plan import Clean, Pick, Plan, Retention, plan, repeated, spans
-from sinkscope.kv.policy import check_fields
 from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
-from sinkscope.records import Natural, Whole
+from sinkscope.records import Natural, Whole, check_fields
 
 
 class LoopGuardWindow(StreamingLLM):

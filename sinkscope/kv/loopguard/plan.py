@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.kv.policy import check_fields
-from sinkscope.records import Natural, Whole
+from sinkscope.records import Natural, Whole, check_fields
 
 Pick = Literal["latest", "uniform"]
 Clean = Literal["tail", "repeats"]

@@ -14,12 +14,13 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, Rotary
-from sinkscope.kv.policy import At, Policy, check_fields
-from sinkscope.kv.registry import register_policy
-from sinkscope.kv.session import Moment, Prompt, Session
+from sinkscope.kv.policy import At, Policy, register_policy
+from sinkscope.kv.session import Moment, Session
 from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines, Variant, check_selection, select_lines
 from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, sparse_attention
+from sinkscope.records import check_fields
+from sinkscope.trace.attention import Attention, View
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
 
@@ -65,25 +66,26 @@ class SparsePrompts:
                 f"{more}load the model with backend='hf'",
                 page="kv-session",
             )
-        session.replace_prefill(lambda prompt: self._attend(prompt, session))
+        session.replace_prefill(lambda prompt, kv: self._attend(prompt, kv, session))
 
-    def _attend(self, prompt: Prompt, session: Session) -> Tensor | None:
-        why, call, rows = self._why_dense(prompt), session.now.call, len(prompt.query)
-        assert call is not None
+    def _attend(self, prompt: Attention, kv: CacheLayer | None, session: Session) -> Tensor | None:
+        call, rows, view = session.now.call, len(prompt.query), prompt.view
+        assert call is not None and view is not None
+        why = self._why_dense(prompt, view, kv)
         out: Tensor | None = None
         found: list[Sparsity | None] = [None] * rows
         if why is None:
             out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
             for row in range(rows):
-                real, held = prompt.query_pos[row] >= 0, prompt.pos[row, 0] >= 0
+                real, held = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
                 if not bool(real.any()):
                     continue
                 made, found[row], lines = self._row(prompt, row, real, held)
                 if (follow := _FOLLOWERS.get(session.run)) is not None:
                     follow(prompt.layer, row, lines)
                 out[row, real] = made.transpose(0, 1).to(out.dtype)
-        step, at, layer = call.step, prompt.query_pos, prompt.layer
-        counts = torch.stack([at.amax(1), (prompt.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)], 1)
+        step, at, layer = call.step, view.query_pos, prompt.layer
+        counts = torch.stack([at.amax(1), (view.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)], 1)
 
         def events() -> list[Event]:
             told = [{"dense": why} if what is None else _said(what) for what in found]
@@ -96,15 +98,13 @@ class SparsePrompts:
         session.run.log(events)
         return out
 
-    def _row(self, prompt: Prompt, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity, HeadLines]:
+    def _row(self, prompt: Attention, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity, HeadLines]:
         query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
         if not bool(real.all()):
             query = query[:, real]
         if not bool(held.all()):
             key, value = key[:, held], value[:, held]
-        scaling = prompt.settings.get("scaling")
-        scaling = None if scaling is None else float(scaling)
-        heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
+        scaling, heads, queries, keys = prompt.scaling, query.shape[0], query.shape[1], key.shape[1]
         # A row is read as it would be alone, also if it shares a batch with longer prompts.
         whole = queries if keys < self.shortest else min(self.dense_rows, queries)
         if not whole:
@@ -127,20 +127,20 @@ class SparsePrompts:
         limit, kernel = self.dense_above, self.kernel
         return *sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel), lines
 
-    def _why_dense(self, prompt: Prompt) -> str | None:
+    def _why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention has to be used, or is better; None: lines are used."""
         keys, settings, device = prompt.key.shape[2], prompt.settings, prompt.query.device.type
         missing = None
         if device != "cpu" and not self.in_blocks:
             missing = flex.why_not(prompt.query[0], prompt.value[0]) if self.kernel != "blocks" else "not asked for"
-        short = bool(((prompt.pos[:, 0] >= 0).sum(-1) < self.shortest).all())
+        short = bool(((view.pos[:, 0] >= 0).sum(-1) < self.shortest).all())
         reasons = (
             (short, f"fewer than {self.shortest} keys"),
             (missing is not None, f"on {device} without FlexAttention: {missing}"),
-            (prompt.window is not None and keys > prompt.window, "sliding window"),
+            (view.window is not None and keys > view.window, "sliding window"),
             (settings.get("softcap") is not None, "soft cap"),
             (settings.get("s_aux") is not None, "learned sinks"),
-            (prompt.kv is not None and prompt.kv.edited, "tokens were evicted"),
+            (kv is not None and kv.edited, "tokens were evicted"),
         )
         return next((why for holds, why in reasons if holds), None)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Setup
-from sinkscope.models.open import PartTarget, fingerprint_of, open_target
-from sinkscope.models.stream import StreamTarget
+from sinkscope.models.open import PartTarget, StreamTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
 from sinkscope.parallel import Pool, Tally, check_workers, finish
 from sinkscope.sinks.first_token.tokens import single_token

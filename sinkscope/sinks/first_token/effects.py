@@ -247,6 +247,14 @@ def _without_bias(rows: list[slice]) -> Any:
     return after
 
 
+def writers(target: Target, count: int) -> list[Component]:
+    """What writes into the residual stream: the embeddings, and the attention and the MLP of the first layers."""
+    embeddings = [Component("token embedding")]
+    if target.adapter.absolute_positions:
+        embeddings.append(Component("position embedding"))
+    return embeddings + [Component(kind, i) for i in range(count) for kind in ("attention", "mlp")]
+
+
 def has_key_bias(target: Target, layer: int) -> bool:
     """Whether the keys of a layer have a bias of their own that can be taken away (not one of a fused projection)."""
     if target.adapter.k is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
+from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.samples import After, Factor, after_attention, draw_samples
 from sinkscope.sinks.first_token.tokens import first_tokens
 
@@ -79,7 +80,7 @@ class Separability(Result):
         layer: whose attention.
         separators: LDA, logistic regression, and the best neuron of the layer's MLP by gate and by up pre-activation.
         perfect_neurons: per factor searched, how many neurons separate the tokens they were searched on perfectly.
-        neurons_searched: how many were looked at, per factor.
+        neurons_searched: how many were looked at, per factor; 1 where the neuron was given.
         bos_first: BOS lies on the side of first tokens (LDA, which was not trained on it); None without BOS.
         dims: residual dimensions that LDA weighs most, largest first.
         missed: held-out first tokens on the side of later ones (LDA).
@@ -106,8 +107,18 @@ class Separability(Result):
         return [dict(vars(s)) for s in self.separators]
 
     def conclusion(self) -> str:
-        """How well a plane separates held-out tokens, beside shuffled labels."""
+        """How well a plane, or the neuron that was asked for, separates held-out tokens, beside shuffled labels."""
         plane = max(self.separators[:2], key=lambda s: s.auroc)
+        if self.settings.get("neuron") is not None:
+            looked = self.separators[2:]
+            by = [f"{s.auroc:.4f}" + f" by its {s.method.partition(' ')[0]} input" * (len(looked) > 1) for s in looked]
+            shuffled = " and ".join(f"{s.shuffled_auroc:.2f}" for s in looked)
+            of = "" if looked[0].expert is None else f" of expert {looked[0].expert}"
+            return (
+                f"Neuron {looked[0].neuron}{of} of layer {self.layer} separates first from later tokens with AUROC "
+                f"{' and '.join(by)} on held-out tokens and texts, with shuffled labels {shuffled}; a plane "
+                f"({plane.method}) reaches {plane.auroc:.4f}."
+            )
         return (
             f"After the attention of layer {self.layer}, a plane ({plane.method}) separates first from later tokens "
             f"with AUROC {plane.auroc:.4f} on held-out tokens and texts; with shuffled labels it reaches "
@@ -122,10 +133,8 @@ class Separability(Result):
             f"Held out: {fh} first and {nh} later tokens, which are other tokens in other texts.",
         ]
         for s in self.separators:
-            name = "" if s.neuron is None else f" {s.neuron}" + ("" if s.expert is None else f" of expert {s.expert}")
-            line = f"{s.method[0].upper()}{s.method[1:]}{name}: AUROC {s.auroc:.4f} held out, {s.shuffled_auroc:.2f}"
-            line += " with shuffled labels"
-            if s.neuron is not None:
+            line = f"{_named(s)}: AUROC {s.auroc:.4f} held out, {s.shuffled_auroc:.2f} with shuffled labels"
+            if s.neuron is not None and self.neurons_searched > 1:
                 found = self.perfect_neurons[s.method]
                 line += f"; {found} of {self.neurons_searched} neurons separate the training tokens perfectly"
             lines.append(line + ".")
@@ -133,6 +142,12 @@ class Separability(Result):
         if self.bos_first is not None:
             lines.append(f"BOS {'lies' if self.bos_first else 'does not lie'} on the side of first tokens.")
         return lines
+
+
+def _named(s: Separator) -> str:
+    """A way to separate, at the beginning of a sentence."""
+    name = "" if s.neuron is None else f" {s.neuron}" + ("" if s.expert is None else f" of expert {s.expert}")
+    return f"{s.method[0].upper()}{s.method[1:]}{name}"
 
 
 @measurement(
@@ -148,6 +163,8 @@ def separability(
     count: Annotated[int, Option(min=4)] = 1024,
     texts: Annotated[int, Option(min=2)] = 128,
     layer: Count = 0,
+    neuron: Count | None = None,
+    expert: Count | None = None,
     batch_size: Positive = 64,
 ) -> Separability:
     """Tell first from later tokens behind an attention layer: by a plane, and by the best single neuron of its MLP.
@@ -159,12 +176,15 @@ def separability(
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
         count: Tokens of the text to put first.
         texts: Pieces of 64 tokens of typical text.
-        layer: Layer whose attention is looked at.
+        layer: Layer whose attention is looked at, and whose MLP the neurons are of.
+        neuron: Look at this neuron, at its gate and at its up factor, instead of searching for the best one.
+        expert: Expert of a mixture that the neuron is of.
         batch_size: Sequences of a pass.
     """
     target, bos = setup.target, setup.bos
     if layer >= target.n_layers:
         raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
+    _check_neuron(target, layer, neuron, expert)
     setup.record(texts=len(setup.ids))
     words = first_tokens(target, setup.ids, count, setup.seed, tokens)
     samples = draw_samples(setup.ids, [w for w in words if w != bos], bos, setup.seed)
@@ -186,9 +206,10 @@ def separability(
     space = Space.of(seen.resid, train)
     lda = space.plane("LDA", first)
     neurons, perfect, best = [], {}, {}
-    for name in dict.fromkeys(factor.name for factor in seen.factors):
-        separator, best[name], found = _best_neuron([f for f in seen.factors if f.name == name], labels)
-        neurons.append(separator)
+    factors = seen.factors if neuron is None else [_only(f, neuron) for f in seen.factors if f.expert == expert]
+    for name in dict.fromkeys(factor.name for factor in factors):
+        separator, best[name], found = _best_neuron([f for f in factors if f.name == name], labels)
+        neurons.append(separator if neuron is None else replace(separator, neuron=neuron))
         perfect[separator.method] = found
     strings = [setup.tokenizer.decode([int(t)]) for t in ids]
     gate, up = best.get("gate", best.get("")), best.get("up")
@@ -200,7 +221,7 @@ def separability(
         layer=layer,
         separators=(_plane(space, "LDA", labels), _plane(space, "logistic regression", labels), *neurons),
         perfect_neurons=perfect,
-        neurons_searched=sum(f.values.shape[1] for f in seen.factors) // max(1, len(neurons)),
+        neurons_searched=sum(f.values.shape[1] for f in factors) // max(1, len(neurons)),
         bos_first=bool(lda.scores[0] > 0) if special else None,
         dims=tuple(space.weights(lda).abs().topk(5).indices.tolist()),
         missed=tuple(strings[i] for i in (first & held & (lda.scores < 0)).nonzero().flatten().tolist()),
@@ -220,6 +241,33 @@ def separability(
             for i in shown
         ),
     )
+
+
+def _check_neuron(target: Target, layer: int, neuron: int | None, expert: int | None) -> None:
+    """Refuse a neuron that the layer does not have.
+
+    Raises:
+        SinkscopeError: its number is too large, or an expert is missing, or it is one too many.
+    """
+    if neuron is None:
+        if expert is not None:
+            raise SinkscopeError(f"--expert {expert} says whose --neuron is looked at: give --neuron, too")
+        return
+    if neuron >= target.d_mlp:
+        raise SinkscopeError(f"--neuron {neuron} is not in the layer: it has neurons 0 to {target.d_mlp - 1}")
+    mixture = target.is_mixture(layer)
+    if mixture == (expert is None):
+        said = "a mixture of experts: say with --expert whose neuron" if mixture else "no mixture: leave --expert out"
+        raise SinkscopeError(f"--neuron {neuron}: layer {layer} is {said}")
+    if mixture and expert is not None:
+        module: Any = target.sub(layer, target.adapter.experts or "")
+        if expert >= (count := int(module.num_experts)):
+            raise SinkscopeError(f"--expert {expert} is not in the layer: it has experts 0 to {count - 1}")
+
+
+def _only(factor: Factor, neuron: int) -> Factor:
+    """A factor of one neuron."""
+    return replace(factor, values=factor.values[:, [neuron]])
 
 
 def auroc(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:

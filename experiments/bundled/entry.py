@@ -1,0 +1,247 @@
+"""What the bundled model has to be able to do before it ships: copy, tell stories, end them, and remember.
+
+Everything is measured in float32 on the model alone; `conditions` collects it for the card.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+
+from experiments.bundled import corpus, measure, passages
+from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.loopbench.run import run_loopbench
+from sinkscope.bench.loopbench.tables import tabulate
+from sinkscope.loops.signals import tail_period
+
+PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)
+OPENINGS, OPENING, STORY = 100, 12, 1000
+TEMPERATURE = 0.8
+DOCUMENTS, FACTS = 60, 4
+
+
+@torch.no_grad()
+def copy_curve(
+    model: LlamaForCausalLM,
+    units: Int[Tensor, "row pos"],
+    *,
+    copies: Sequence[int] = COPIES,
+    bos_id: int = 0,
+) -> dict[str, float]:
+    """Measure how probable the next copy of a unit gets, the more copies there are (DITTO; Xu et al. 2022).
+
+    Args:
+        model: the model.
+        units: token ids that are repeated, without BOS.
+        copies: after how many whole copies the next one is looked at; 0 is the first time.
+        bos_id: the token in front.
+
+    Returns:
+        Per number of copies (as text, as in JSON) the mean probability of the next copy's tokens, over tokens and rows.
+    """
+    rows, period = units.shape
+    ids = torch.nn.functional.pad(units.repeat(1, max(copies) + 1), (1, 0), value=bos_id).to(model.device)
+    logits = model(ids, use_cache=False).logits[:, :-1].float()
+    chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).exp()[..., 0]
+    by_copy = chosen.view(rows, -1, period).mean((0, 2)).tolist()
+    return {str(n): round(by_copy[n], 4) for n in copies}
+
+
+def ditto(model: LlamaForCausalLM, *, rows: int = 8, seed: int = 1) -> dict[str, dict[str, float]]:
+    """The curve of `copy_curve` on cycles of evenly drawn tokens, per period."""
+    generator, vocab = torch.Generator().manual_seed(seed), model.config.vocab_size
+    return {str(p): copy_curve(model, torch.randint(3, vocab, (rows, p), generator=generator)) for p in PERIODS}
+
+
+def sentence_ditto(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, sentences: Sequence[str]
+) -> dict[str, float]:
+    """The curve of `copy_curve` on whole sentences, each with a space in front; mean over sentences."""
+    units = [torch.tensor([tokenizer(" " + line, add_special_tokens=False)["input_ids"]]) for line in sentences]
+    curves = [copy_curve(model, unit, copies=(0, *COPIES), bos_id=tokenizer.bos_token_id) for unit in units]
+    return {n: round(float(np.mean([curve[n] for curve in curves])), 4) for n in curves[0]}
+
+
+@torch.no_grad()
+def head_scores(
+    model: LlamaForCausalLM, *, period: int = 64, rows: int = 8, seed: int = 2, bos_id: int = 0
+) -> dict[str, Float[np.ndarray, "layer head"]]:
+    """Score all heads on random tokens that come twice, as Olsson et al. (2022) do.
+
+    Args:
+        model: the model.
+        period: length of the repeated piece, in tokens.
+        rows: pieces.
+        seed: of the pieces.
+        bos_id: the token in front.
+
+    Returns:
+        "previous_token": mean attention from a position to the one before it. "induction": mean attention from a
+        position of the second copy to the one after its counterpart in the first.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    units = torch.randint(3, model.config.vocab_size, (rows, period), generator=generator)
+    ids = torch.nn.functional.pad(units.repeat(1, 2), (1, 0), value=bos_id)
+    with measure.eager(model):
+        layers = model.model(ids, use_cache=False, output_attentions=True).attentions
+    scores = {"previous_token": -1, "induction": 1 - period}
+    # The second copy starts at position 1 + period; its last position has a counterpart and a token after that.
+    first = {"previous_token": 2, "induction": 1 + period}
+    return {
+        name: np.stack(
+            [a.float().diagonal(offset, -2, -1)[..., first[name] + offset :].mean((0, -1)).numpy() for a in layers]
+        )
+        for name, offset in scores.items()
+    }
+
+
+def best_head(scores: Float[np.ndarray, "layer head"]) -> dict[str, Any]:
+    layer, head = np.unravel_index(scores.argmax(), scores.shape)
+    return {"layer": int(layer), "head": int(head), "score": round(float(scores.max()), 4)}
+
+
+def openings(valid: np.ndarray, *, count: int, length: int, bos_id: int, eos_id: int) -> np.ndarray:
+    """BOS and the first tokens of different stories, as rows."""
+    starts = np.concatenate([[0], np.flatnonzero(valid[:-1] == eos_id) + 1])
+    whole = [s for s in starts if s + length <= len(valid) and eos_id not in valid[s : s + length]][:count]
+    return np.stack([np.concatenate([[bos_id], valid[s : s + length]]) for s in whole]).astype(np.int64)
+
+
+def story_endings(
+    model: LlamaForCausalLM, prompts: np.ndarray, *, temperature: float, eos_id: int, count: int = STORY
+) -> dict[str, float]:
+    """Continue story openings, and see how the runs end.
+
+    Args:
+        model: the model.
+        prompts: rows of one length, see `openings`.
+        temperature: of sampling; 0 is greedy.
+        eos_id: the token that ends a story.
+        count: most new tokens.
+
+    Returns:
+        "ended": share that ends by itself; "looped": share whose end repeats itself, at least 3 copies and 32 tokens of
+        a period of at most 64; "median_tokens": median length.
+    """
+    answers: list[list[int]] = []
+    for part in np.array_split(prompts, max(1, len(prompts) // 25)):
+        answers += measure.generate(model, part, count, eos_id, temperature=temperature, seed=len(answers))
+    ended = [len(answer) < count for answer in answers]
+    looped = [
+        not end and tail_period(answer, repeats=3, shortest=32, longest=64) is not None
+        for end, answer in zip(ended, answers, strict=True)
+    ]
+    return {
+        "ended": float(np.mean(ended)),
+        "looped": float(np.mean(looped)),
+        "median_tokens": float(np.median([len(a) for a in answers])),
+    }
+
+
+@torch.no_grad()
+def retrieval(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    filler: Sequence[str],
+    *,
+    between: int,
+    documents: int,
+    facts: int = FACTS,
+    seed: int = 4,
+) -> dict[str, float]:
+    """Ask where a thing was, among other things and far back.
+
+    Args:
+        model: the model.
+        tokenizer: its tokenizer.
+        filler: sentences that stand between the facts.
+        between: sentences after each fact.
+        documents: number of questions, each in a document of its own.
+        facts: things per document, each in another place.
+        seed: of the documents.
+
+    Returns:
+        "right": share of questions where the right place has the largest probability of all places of its document;
+        "chance": 1 / facts; "median_distance": tokens between the fact and the question.
+    """
+    rng = np.random.default_rng(seed)
+    right, distances = 0, []
+    for _ in range(documents):
+        known, asked = passages.located(rng, facts), int(rng.integers(facts))
+        runs = [rng.integers(len(filler), size=between) for _ in known]
+        parts = [
+            " ".join([f"The {thing} was in the {place}.", *(filler[i] for i in run)])
+            for (thing, place), run in zip(known, runs, strict=True)
+        ]
+        prompt = " ".join(parts) + "\n" + passages.question(known[asked][0])
+        scores = [answer_score(model, tokenizer, prompt, f" {place}.") for _, place in known]
+        right += int(np.argmax(scores)) == asked
+        distances.append(len(tokenizer(" ".join(parts[asked:]))["input_ids"]))
+    return {"right": right / documents, "chance": 1 / facts, "median_distance": float(np.median(distances))}
+
+
+def answer_score(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> float:
+    """Log-probability of an answer after a prompt, in nats."""
+    front = tokenizer(prompt)["input_ids"]
+    back = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([front + back])
+    logits = model(ids, use_cache=False, logits_to_keep=len(back) + 1).logits[0, :-1].float()
+    return float(logits.log_softmax(-1).gather(-1, torch.tensor(back)[:, None]).sum())
+
+
+def loopbench(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, *, cap: int = 2500) -> dict[str, Any]:
+    """Greedy on LoopBench's small set with the whole cache: per set, the share of runs that loop and that end."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_loopbench(
+            model,
+            load_prompts("small"),
+            ["full"],
+            out=folder,
+            tokenizer=tokenizer,
+            max_new_tokens=cap,
+            batch_size=12,
+        )
+        groups = tabulate([folder]).rows()
+    return {g["bench"]: {k: g[k] for k in ("runs", "loop", "tail_loop", "eos", "length")} for g in groups}
+
+
+def conditions(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    stories: np.ndarray,
+    characters: int,
+    *,
+    loops: bool = True,
+) -> dict[str, Any]:
+    """Measure everything in this file.
+
+    Args:
+        model: the model, in float32.
+        tokenizer: its tokenizer.
+        stories: token ids of the validation stories, EOS after each.
+        characters: length of their text.
+        loops: also generate 2,500 tokens for the prompts of LoopBench.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    texts = [tokenizer.decode(part) for part in np.split(stories, np.flatnonzero(stories == eos) + 1)]
+    filler = passages.sentences([text.replace(corpus.EOS, "") for text in texts])
+    loss = measure.validation_loss(model, corpus.windows(stories, length=512, bos_id=bos))
+    scores = head_scores(model, bos_id=bos)
+    prompts = openings(stories, count=OPENINGS, length=OPENING, bos_id=bos, eos_id=eos)
+    found: dict[str, Any] = {
+        "ditto": ditto(model),
+        "ditto_sentences": sentence_ditto(model, tokenizer, filler[:24]),
+        "heads": {name: best_head(score) for name, score in scores.items()},
+        "story_loss": {"per_token": loss, "per_character": loss * len(stories) / characters},
+        "sampled": story_endings(model, prompts, temperature=TEMPERATURE, eos_id=eos) | {"openings": len(prompts)},
+        "greedy": story_endings(model, prompts, temperature=0.0, eos_id=eos) | {"openings": len(prompts)},
+        "retrieval": {str(n): retrieval(model, tokenizer, filler, between=n, documents=DOCUMENTS) for n in (0, 4, 16)},
+    }
+    return found | ({"loopbench": loopbench(model, tokenizer)} if loops else {})

@@ -1,0 +1,100 @@
+"""Sample stories from a story model: simple English for the bundled model to learn from.
+
+`python -m experiments.bundled.stories --teacher FOLDER|NAME --out FILE --tokens N [--seed 0] [--temperature 0.8]`
+
+Stories are appended to FILE, each followed by a line `<|end|>`. A story that the teacher does not end within its own
+context is left out. Run the command again to go on after an interruption, or with a larger N for more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+MARK = "\n<|end|>\n"
+
+
+def read_stories(file: Path) -> list[str]:
+    """The finished stories of a file; text after the last mark belongs to a story that was never finished."""
+    return [story.strip() for story in file.read_bytes().decode().split(MARK)[:-1]] if file.exists() else []
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, rows: int, temperature: float, seed: int
+) -> list[str]:
+    """Sample one batch and keep the stories that the model ended itself.
+
+    Args:
+        model: any causal language model whose text starts after BOS (or after EOS where it has no BOS).
+        tokenizer: its tokenizer.
+        rows: size of the batch.
+        temperature: of sampling, without top-k or top-p.
+        seed: of this batch.
+
+    Returns:
+        The stories, without special tokens. A story ends at EOS or at the BOS of a next story.
+    """
+    special = {tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ends = torch.tensor(sorted(special), device=model.device)
+    torch.manual_seed(seed)
+    ids, cache = torch.full((rows, 1), start, device=model.device), None
+    ended = torch.full((rows,), -1, device=model.device)
+    produced: list[torch.Tensor] = []
+    for step in range(model.config.max_position_embeddings - 1):
+        out = model(ids, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        ids = torch.multinomial((out.logits[:, -1].float() / temperature).softmax(-1), 1)
+        produced.append(ids)
+        ended[(ended < 0) & torch.isin(ids[:, 0], ends)] = step
+        if (ended >= 0).all():
+            break
+    rows_of = torch.cat(produced, dim=1).tolist()
+    texts = [tokenizer.decode(row[:end]).strip() for row, end in zip(rows_of, ended.tolist(), strict=True) if end > 0]
+    return [text for text in texts if text and MARK.strip() not in text]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m experiments.bundled.stories", description=__doc__.splitlines()[0])
+    parser.add_argument("--teacher", required=True, help="folder or hub id of a model that writes stories")
+    parser.add_argument("--out", type=Path, required=True, help="file to which stories are appended")
+    parser.add_argument("--tokens", type=int, required=True, help="size of the file, in tokens of the teacher")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
+    model = AutoModelForCausalLM.from_pretrained(args.teacher, dtype=torch.float32).eval().to(args.device)
+
+    def size(stories: list[str]) -> int:
+        return sum(len(ids) for ids in tokenizer(stories, add_special_tokens=False)["input_ids"]) if stories else 0
+
+    kept = read_stories(args.out)
+    count, tokens = len(kept), size(kept)
+    args.out.write_text("".join(story + MARK for story in kept), encoding="utf-8")
+    with args.out.open("a", encoding="utf-8") as file:
+        while tokens < args.tokens:
+            # The number of stories so far names the batch, so a run that was interrupted goes on with the same ones.
+            seed = int(np.random.SeedSequence([args.seed, count]).generate_state(1)[0])
+            stories = sample(model, tokenizer, rows=args.rows, temperature=args.temperature, seed=seed)
+            if not stories:
+                raise SystemExit("error: no sampled story ended; the teacher does not write whole stories")
+            file.write("".join(story + MARK for story in stories))
+            file.flush()
+            count, tokens = count + len(stories), tokens + size(stories)
+            if sys.stderr.isatty():
+                print(f"\r{count} stories, {tokens} tokens", end="", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,462 @@
+"""A text as the model sees it: norms, the sink neurons, and the attention that every token of it receives."""
+
+from __future__ import annotations
+
+import html
+import json
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope._plain import visible
+from sinkscope.errors import SinkscopeError
+from sinkscope.measure import Count, Option, Result, Setup, measurement
+from sinkscope.output import read_text
+from sinkscope.sinks.first_token.ablation import view_layer
+from sinkscope.sinks.first_token.walk import SINK_RATIO, causal_neurons
+from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.run import trace
+
+SINK_SHARE = 0.5  # a token has a sink's norm from this share of the first token's on (Yona et al. 2025)
+SHOWN = 40  # rows of the table in a longer text
+KINDS = {
+    "BOS": "BOS",
+    "special": "special tokens",
+    "template": "tokens of the chat template",
+    "delimiter": "delimiters",
+    "word": "other tokens",
+}
+_COLOURS = {"norm": "0,114,178", "attention": "230,159,0", "largest": "230,159,0", "neuron": "0,158,115"}
+
+
+@dataclass(frozen=True)
+class TextToken:
+    """A token of the text.
+
+    Attributes:
+        text: as it stands in the text, with the space before it.
+        id: its number in the vocabulary.
+        kind: "BOS", "special", "template" (written by the chat template), "delimiter" (no letter and no digit in it)
+            or "word".
+    """
+
+    text: str
+    id: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class NeuronValues:
+    """`hook_post` of a neuron at every position (in a mixture times the routing weight)."""
+
+    name: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPositions(Result):
+    """What every token of a text is to the model.
+
+    Attributes:
+        tokens: the text.
+        layer: whose output the table and the conclusion speak of: the sink layer, where there is one.
+        sink_layer: the layer that makes the sink; None: the model makes none, or it was not searched.
+        norm: L2 of the residual stream after each layer.
+        attention: attention that each position receives: mean over heads and over all later queries; NaN at the last.
+        largest: the same of the head that gives it most.
+        uniform: what it would receive if every query attended to all positions alike.
+        first_norm: per layer, norm of BOS (of first tokens of typical text, where the tokenizer has no BOS).
+        typical_norm: per layer, median over later positions of typical text.
+        bos: whether `first_norm` is that of BOS.
+        neurons: values of the sink neurons, or of those asked for.
+    """
+
+    kind: ClassVar[str] = "positions"
+    percent: ClassVar[tuple[str, ...]] = ("of_first",)
+
+    tokens: tuple[TextToken, ...]
+    layer: int
+    sink_layer: int | None
+    norm: Float[np.ndarray, "layer pos"]
+    attention: Float[np.ndarray, "layer pos"]
+    largest: Float[np.ndarray, "layer pos"]
+    uniform: Float[np.ndarray, " pos"]
+    first_norm: tuple[float, ...]
+    typical_norm: tuple[float, ...]
+    bos: bool
+    neurons: tuple[NeuronValues, ...]
+
+    @property
+    def high(self) -> tuple[int, ...]:
+        """Positions whose norm is that of a sink; none where the model makes none."""
+        bar = SINK_SHARE * self.first_norm[self.layer]
+        if bar < SINK_RATIO * self.typical_norm[self.layer]:
+            return ()
+        return tuple(int(i) for i in np.flatnonzero(self.norm[self.layer] >= bar))
+
+    @property
+    def received(self) -> Float[np.ndarray, "row pos"]:
+        """Attention that each position receives in the layers after `layer`: mean over heads, and the largest head."""
+        after = slice(self.layer + 1, None) if self.layer + 1 < len(self.norm) else slice(None)
+        return np.stack([self.attention[after].mean(0), self.largest[after].max(0)])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per token."""
+        mean, largest = self.received
+        return [
+            {
+                "position": i,
+                "token": repr(token.text),
+                "kind": token.kind,
+                "norm": float(self.norm[self.layer, i]),
+                "of_first": float(self.norm[self.layer, i] / self.first_norm[self.layer]),
+                "attention": None if np.isnan(mean[i]) else float(mean[i]),
+                "largest_head": None if np.isnan(mean[i]) else float(largest[i]),
+                "uniform": None if np.isnan(mean[i]) else float(self.uniform[i]),
+                **{neuron.name: neuron.values[i] for neuron in self.neurons},
+            }
+            for i, token in enumerate(self.tokens)
+        ]
+
+    def _cells(self) -> tuple[list[str], list[list[str]]]:
+        head, cells = super()._cells()
+        if len(cells) <= SHOWN:
+            return head, cells
+        most = np.argsort(-self.norm[self.layer])[: SHOWN // 2].tolist()
+        given = np.argsort(-np.nan_to_num(self.received[0])).tolist()
+        kept = [*most, *(i for i in given if i not in most)][:SHOWN]
+        return head, [cells[i] for i in sorted(kept)]
+
+    def conclusion(self) -> str:
+        """Which tokens have a sink's norm, beside the others and typical text."""
+        norms, i = self.norm[self.layer], self.layer
+        usual, first = self.typical_norm[i], f"{self._first} {self.first_norm[i]:.4g}"
+        high = self.high
+        if not high:
+            top = int(norms.argmax())
+            return (
+                f"No token of this text has a sink's norm after layer {i}: the largest is {norms[top]:.4g}, of "
+                f"{self._named(top)}; {first} there, and typical text has {usual:.4g}."
+            )
+        rest = np.delete(norms, high)
+        others = f"; the others have {np.median(rest):.4g} in the median" if len(rest) else ""
+        return (
+            f"After layer {i}, {len(high)} of {len(self.tokens)} tokens ha{'s' if len(high) == 1 else 've'} a sink's "
+            f"norm: {', '.join(f'{self._named(p)} ({norms[p]:.4g})' for p in high[:6])}"
+            f"{' ...' if len(high) > 6 else ''}{others}, {first}, and typical text has {usual:.4g}."
+        )
+
+    @property
+    def _first(self) -> str:
+        return "BOS has" if self.bos else "a first token has"
+
+    def _named(self, position: int) -> str:
+        return f"{self.tokens[position].text!r} at {position}"
+
+    def details(self) -> list[str]:
+        """The model, the neurons, and norms and attention by kind of token."""
+        m, mean = self.model, self.received[0]
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} tokens."]
+        if self.sink_layer is None and self.settings.get("layer") is None:
+            lines.append("The model makes no sink.")
+        if self.neurons:
+            lines.append(f"Sink neurons: {', '.join(n.name for n in self.neurons)} (values of hook_post).")
+        for kind, what in KINDS.items():
+            there = [i for i, t in enumerate(self.tokens) if t.kind == kind and not np.isnan(mean[i])]
+            if there:
+                norm = float(np.median(self.norm[self.layer, there])) / self.typical_norm[self.layer]
+                lines.append(
+                    f"{what[0].upper()}{what[1:]} ({len(there)}): median norm {norm:.3g} times the typical one, mean "
+                    f"attention received {mean[there].mean():.4f} (uniform {self.uniform[there].mean():.4f})."
+                )
+        if len(self.tokens) > SHOWN:
+            lines.append(
+                f"The table shows the {SHOWN} tokens of largest norm or attention; --json and --html have all."
+            )
+        return lines
+
+    def to_html(self) -> str:
+        """Summary, the text with its tokens shaded by norm, attention or neuron, and the table; everything escaped."""
+        head, end, table = super().to_html().partition("</pre>")
+        return head + end + _page(self) + table
+
+
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.looks:draw_positions",
+    command="positions",
+    quick={"passage": "the first token takes it all"},
+    check=lambda passage, file, **_: _refuse(passage, file),
+)
+def token_positions(
+    setup: Setup,
+    passage: Annotated[str | None, Option(argument=True, metavar="[TEXT]")] = None,
+    *,
+    file: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
+    chat: bool = False,
+    layer: Count | None = None,
+    neurons: Sequence[str] | None = None,
+) -> TokenPositions:
+    """Look at a text: norm, sink neurons and attention received of every token, layer by layer.
+
+    The page (--html) shows the text itself, shaded by norm, by attention or by a neuron, with a choice of the layer.
+    Attention received is the mean over heads and over all later queries. A token has a sink's norm if it has at least
+    half of BOS's after the sink layer (Yona et al. 2025, Table 1). Without a text, a piece of the typical text is read.
+
+    Args:
+        passage: The text.
+        file: File with the text; - is standard input.
+        chat: Put the text into the tokenizer's chat template, as the user's words.
+        layer: Layer that the table speaks of. By default the sink layer.
+        neurons: Neuron to show, as LAYER.NEURON or LAYER.EXPERT.NEURON. By default those that make the sink.
+    """
+    target = setup.target
+    if layer is not None and layer >= target.n_layers:
+        raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
+    asked = [_site(setup, name) for name in neurons or ()]
+    given = read_text(str(file)) if file is not None else passage
+    words = _words(setup, given, chat)
+    if target.max_positions is not None and len(words) > target.max_positions:
+        raise SinkscopeError(
+            f"the text has {len(words)} tokens, and the context of {target.name} holds {target.max_positions}: give a "
+            "shorter one"
+        )
+    setup.record(passage=None)  # the tokens of the result have it
+    found, sites = None, asked
+    if layer is None or not asked:
+        found, causal = causal_neurons(setup)
+        sites = asked or [n.site for n in causal]
+    ids = torch.tensor([[token.id for token in words]])
+    norm, total = _pass(setup, ids)
+    typical, first, bos = _reference(setup)
+    later = torch.arange(len(words) - 1, -1, -1)
+    received = torch.where(later > 0, total / later.clamp(min=1), torch.nan)  # layer head pos
+    uniform = torch.cat([(1 / torch.arange(1.0, len(words) + 1)).flip(0).cumsum(0).flip(0)[1:], torch.zeros(1)])
+    ratio = [a / b for a, b in zip(first, typical, strict=True)]
+    shown = layer if layer is not None else found if found is not None else ratio.index(max(ratio))
+    return TokenPositions(
+        tokens=tuple(words),
+        layer=shown,
+        sink_layer=found,
+        norm=norm.numpy(),
+        attention=received.mean(1).numpy(),
+        largest=received.amax(1).numpy(),
+        uniform=torch.where(later > 0, uniform / later.clamp(min=1), torch.nan).numpy(),
+        first_norm=tuple(first),
+        typical_norm=tuple(typical),
+        bos=bos,
+        neurons=tuple(_values(setup, ids, sites)),
+    )
+
+
+def _refuse(passage: str | None, file: object) -> None:
+    if passage is not None and file is not None:
+        raise SinkscopeError("the text is given twice: give either TEXT or --file")
+    if passage is not None and not passage.strip():
+        raise SinkscopeError("the text is empty: give at least one word")
+
+
+def _site(setup: Setup, name: str) -> tuple[int, ...]:
+    """What LAYER.NEURON or LAYER.EXPERT.NEURON names, if the model has it."""
+    parts, target = name.split("."), setup.target
+    if not all(part.isdigit() for part in parts) or len(parts) not in (2, 3):
+        raise SinkscopeError(f"--neuron {name!r}: expected layer and neuron with a dot between, such as 1.7890")
+    site = tuple(map(int, parts))
+    if site[0] >= target.n_layers or site[-1] >= target.d_mlp:
+        raise SinkscopeError(
+            f"--neuron {name}: the model has layers 0 to {target.n_layers - 1} of {target.d_mlp} neurons each"
+        )
+    if target.is_mixture(site[0]) != (len(site) == 3):
+        raise SinkscopeError(f"--neuron {name}: a neuron of a mixture, and no other, is named LAYER.EXPERT.NEURON")
+    return site
+
+
+def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
+    """The tokens of the text, with BOS and the chat template where they are asked for."""
+    tokenizer, special = setup.tokenizer, set(setup.tokenizer.all_special_ids)
+    own = getattr(tokenizer, "bos_token_id", None)
+    if given is None:
+        given = str(tokenizer.decode(setup.ids[0, int(setup.bos is not None) :]))
+    if not given.strip():
+        raise SinkscopeError("the text is empty: give at least one word")
+    text, begin = (_template(tokenizer, given), None) if chat else (given, setup.bos)
+    ids, ends = _tokenized(tokenizer, text)
+    if ids and all(i == getattr(tokenizer, "unk_token_id", None) for i in ids):
+        raise SinkscopeError("the tokenizer of this model knows nothing of the text: give another one")
+    if chat and setup.bos is None and ids[:1] == [own]:  # --no-bos
+        ids, ends = ids[1:], ends[1:]
+    inside = _place(text, given) if chat else (0, len(text))
+    found = [TextToken(str(tokenizer.decode([begin])), begin, "BOS")] if begin not in (None, *ids[:1]) else []
+    last = 0
+    for i, end in zip(ids, ends, strict=True):
+        piece = text[last:end]
+        last = max(last, end)
+        spelled = piece or str(tokenizer.convert_ids_to_tokens(i))
+        if i in special:
+            kind = "BOS" if i == own and not found else "special"
+        elif not inside[0] < end <= inside[1]:
+            kind = "template"
+        else:
+            kind = "delimiter" if _delimits(spelled) else "word"
+        found.append(TextToken(spelled, i, kind))
+    return found
+
+
+def _template(tokenizer: Any, words: str) -> str:
+    """The user's words in the chat template.
+
+    Raises:
+        SinkscopeError: there is no template, or it fails.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise SinkscopeError("--chat: the tokenizer of this model has no chat template; leave --chat out")
+    try:
+        message = [{"role": "user", "content": words}]
+        return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program, and may fail in any way
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SinkscopeError(f"--chat: the chat template of this model failed ({reason}); leave --chat out") from None
+
+
+def _place(text: str, words: str) -> tuple[int, int]:
+    """Where the user's words stand in the filled template, which may have trimmed them."""
+    inner = words.strip()
+    start = max(0, text.find(inner))
+    return start, start + len(inner)
+
+
+def _tokenized(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
+    """Ids, and for each the place in the text where it ends."""
+    options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+    if getattr(tokenizer, "is_fast", False):
+        got = tokenizer(text, return_offsets_mapping=True, **options)
+        return [int(i) for i in got["input_ids"]], [int(end) for _, end in got["offset_mapping"]]
+    ids = [int(i) for i in tokenizer(text, **options)["input_ids"]]
+    ends, last = list[int](), 0
+    for i in ids:  # each token is looked for behind the one before it
+        word = str(tokenizer.decode([i])).strip()
+        at = text.find(word, last) if word else -1
+        last = at + len(word) if at >= 0 else last
+        ends.append(last)
+    return ids, ends
+
+
+def _delimits(word: str) -> bool:
+    """Punctuation, symbols and line ends: nothing in it is a letter, a digit or a part of a character."""
+    return all(unicodedata.category(c)[0] in "PSZC" and c != "\ufffd" for c in word)
+
+
+@torch.no_grad()
+def _pass(
+    setup: Setup, ids: Int[Tensor, "1 pos"]
+) -> tuple[Float[Tensor, "layer pos"], Float[Tensor, "layer head pos"]]:
+    """Norm after each layer, and per head the sum of the attention that each position gets from later queries."""
+    target = setup.target
+    total = torch.zeros(target.n_layers, target.n_heads, ids.shape[1])
+
+    def add(layer: int, first: int, probs: Tensor) -> None:
+        total[layer] += probs[0].tril(first - 1).sum(1).cpu()
+        setup.progress("layers", layer + 1, target.n_layers)
+
+    with attention_rows(target, add):
+        got = trace(target, ids, ["blocks.*.hook_resid_post"], "norm")
+    return torch.cat([got[f"blocks.{i}.hook_resid_post"] for i in range(target.n_layers)]), total
+
+
+def _reference(setup: Setup) -> tuple[list[float], list[float], bool]:
+    """Per layer the typical norm and that of a first token, and whether this is BOS; one pass over typical text."""
+    ids, own = setup.ids, getattr(setup.tokenizer, "bos_token_id", None)
+    if setup.bos is None and own is not None:  # BOS is what a sink is held against also where the text has none
+        ids = torch.cat([torch.cat([torch.tensor([own]), ids[0, :-1]])[None], ids])
+    got = trace(setup.target, ids, ["blocks.*.hook_resid_post"], "norm")
+    norms = torch.stack([got[f"blocks.{i}.hook_resid_post"] for i in range(setup.n_layers)])
+    first = norms[:, : 1 if len(ids) > len(setup.ids) else None, 0].median(1).values
+    return norms[:, -len(setup.ids) :, 1:].flatten(1).median(1).values.tolist(), first.tolist(), own is not None
+
+
+def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, ...]]) -> list[NeuronValues]:
+    """`hook_post` of the neurons at every position; one pass per layer."""
+    found: dict[tuple[int, ...], tuple[float, ...]] = {}
+    for layer in dict.fromkeys(site[0] for site in sites):
+        post = view_layer(setup.target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post
+        for site in (s for s in sites if s[0] == layer):
+            flat = site[-1] + (site[1] * setup.target.d_mlp if len(site) == 3 else 0)
+            found[site] = tuple(post[:, flat].tolist())
+    return [NeuronValues("L" + ".".join(map(str, site)), found[site]) for site in sites]
+
+
+def _share(result: TokenPositions, position: int) -> float:
+    """How dark a token is at first: its norm after the layer, from the typical to the largest one."""
+    norms, usual = result.norm[result.layer], result.typical_norm[result.layer]
+    top = max(float(norms.max()), SINK_RATIO * usual)
+    return min(1.0, max(0.0, float(norms[position] - usual) / (top - usual)))
+
+
+def _page(result: TokenPositions) -> str:
+    """The text with its tokens shaded; a script shades it anew by another number or layer."""
+    choices = {"norm": "norm", "attention": "attention received (mean of heads)"}
+    choices |= {"largest": "attention received (largest head)"}
+    choices |= {f"{i}": f"neuron {neuron.name}" for i, neuron in enumerate(result.neurons)}
+    options = "".join(f'<option value="{value}">{html.escape(name)}</option>' for value, name in choices.items())
+    spans = []
+    for i, token in enumerate(result.tokens):
+        words = html.escape(visible(token.text)).replace("\n", "\u21b5\n").replace("\t", "\u21e5")
+        shade = f"background:rgba({_COLOURS['norm']},{0.7 * _share(result, i):.3f})"
+        edge = "" if token.kind in ("word", "delimiter") else ";outline:1px dotted"
+        spans.append(f'<span class="t" style="{shade}{edge};border-radius:2px">{words}</span>')
+    data = {
+        "norm": _short(result.norm),
+        "attention": _short(result.attention),
+        "largest": _short(result.largest),
+        "typical": [float(f"{v:.4g}") for v in result.typical_norm],
+        "neurons": [[float(f"{v:.4g}") for v in neuron.values] for neuron in result.neurons],
+        "kinds": [token.kind for token in result.tokens],
+        "colours": _COLOURS,
+        "ratio": SINK_RATIO,
+    }
+    packed = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return (
+        f'<div><p><label>shade by <select aria-label="shade by">{options}</select></label> '
+        f'<label>layer <input type="range" min="0" max="{len(result.norm) - 1}" value="{result.layer}"></label> '
+        f'<output>layer {result.layer}</output></p><p style="white-space:pre-wrap;overflow-wrap:anywhere;'
+        f'line-height:1.9">{"".join(spans)}</p>'
+        f'<script type="application/json">{packed}</script><script>{_SCRIPT}</script></div>'
+    )
+
+
+def _short(values: Float[np.ndarray, "layer pos"]) -> list[list[float | None]]:
+    return [[None if np.isnan(v) else float(f"{v:.4g}") for v in row] for row in values]
+
+
+_SCRIPT = """
+(() => {
+  const box = document.currentScript.parentElement, data = JSON.parse(box.querySelector("script").textContent);
+  const by = box.querySelector("select"), layer = box.querySelector("input"), out = box.querySelector("output");
+  const spans = [...box.querySelectorAll("span.t")];
+  function shade() {
+    const l = +layer.value, what = by.value, own = data.neurons[what];
+    const values = own ?? data[what][l], sizes = values.map((v) => Math.abs(v ?? 0));
+    const low = what === "norm" ? data.typical[l] : 0, top = Math.max(...sizes, what === "norm" ? data.ratio * low : 0);
+    layer.disabled = Boolean(own);
+    out.textContent = own ? "" : "layer " + l + (what === "norm" ? ", typical norm " + low : "");
+    spans.forEach((span, i) => {
+      const part = what === "norm" || own ? (sizes[i] - low) / (top - low || 1) : Math.sqrt(sizes[i]);
+      const colour = data.colours[own ? "neuron" : what];
+      span.style.background = "rgba(" + colour + "," + 0.7 * Math.min(1, Math.max(0, part)) + ")";
+      const lines = ["position " + i + ", " + data.kinds[i], by.selectedOptions[0].text + ": " + (values[i] ?? "-")];
+      if (!own) lines.push("norm " + data.norm[l][i], "attention " + (data.attention[l][i] ?? "-"));
+      span.title = lines.join("\\n");
+    });
+  }
+  by.addEventListener("change", shade);
+  layer.addEventListener("input", shade);
+  shade();
+})();
+"""

@@ -1,0 +1,228 @@
+"""Candidates for sink neurons from the weights alone, without any forward pass.
+
+A gated neuron writes `act(g x)(u x)` times its column of the down projection. Where the activation lets its input
+through, that is a quadratic form of its normalised input `x`: the symmetric part of `g u^T`, of rank two, whose
+eigenvalue of largest magnitude is `(|g||u| + |g.u|) / 2` (Sun, Canziani, LeCun, Zhu 2026: a directional quadratic
+amplifier). A normalised input has length `sqrt(d_model)`, so the largest norm that the neuron can write is `d_model`
+times that eigenvalue times the norm of its column. A neuron without a gate is linear there: `sqrt(d_model)` times the
+norm of its row times the norm of its column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from sinkscope.measure import Positive, Result, Setup, measurement
+from sinkscope.models.experts import in_rows
+from sinkscope.models.target import Target, plain_weight
+
+_NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # before an MLP that lies beside the attention
+_ROWS = 1024  # columns of the down projection at a time
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A neuron that its weights let write much.
+
+    Attributes:
+        layer: where it is.
+        expert: None where the layer is no mixture of experts.
+        neuron: its number in the MLP (in the expert).
+        reach: largest norm that it can write for a normalised input.
+        z: standard deviations of log(reach) above the mean of all neurons of its layer.
+        cosine: between its gate and its up row; None without a gate.
+    """
+
+    layer: int
+    expert: int | None
+    neuron: int
+    reach: float
+    z: float
+    cosine: float | None
+
+
+@dataclass(frozen=True)
+class LayerReach:
+    """The neurons of a layer: median and largest reach, and the largest z."""
+
+    layer: int
+    median: float
+    largest: float
+    z: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronScreen(Result):
+    """Neurons ranked by what their weights let them write; nothing here is proven.
+
+    Attributes:
+        candidates: largest reach first, at most `top_k`.
+        layers: every layer of the model.
+        neurons: how many were ranked.
+    """
+
+    kind: ClassVar[str] = "screen"
+
+    candidates: tuple[Candidate, ...]
+    layers: tuple[LayerReach, ...]
+    neurons: int
+
+    def conclusion(self) -> str:
+        """The first candidate, beside the one after it, and what the ranking does not say."""
+        first, *others = self.candidates
+        beside = f"; the next is {_name(others[0])} with {others[0].reach:.4g}" if others else ""
+        return (
+            f"By its weights alone, {_name(first)} can write most: a norm of up to {first.reach:.4g}, {first.z:.1f} "
+            f"standard deviations above its layer{beside}; only find-sinks without --screen shows whether any makes a "
+            "sink."
+        )
+
+    def details(self) -> list[str]:
+        """How many neurons there are, and which layers they are in."""
+        m = self.model
+        held = sorted({c.layer for c in self.candidates})
+        where = ", ".join(map(str, held))
+        return [
+            f"{m.name} ({m.family}): {self.neurons:,} neurons of {len(self.layers)} layers, ranked without a forward "
+            "pass.",
+            f"The first {len(self.candidates)} are in layer{'s' * (len(held) > 1)} {where}.",
+        ]
+
+
+def _name(c: Candidate) -> str:
+    of = "" if c.expert is None else f" of expert {c.expert}"
+    return f"neuron {c.neuron}{of} of layer {c.layer}"
+
+
+@measurement(
+    group="Sinks", figure="sinkscope.figures.looks:draw_screen", command="find-sinks", flag="screen", loading="stream"
+)
+def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
+    """Rank all neurons by the norm that their weights let them write, without a forward pass; this is no proof.
+
+    Every layer is read once. Gate and up rows are taken with the gain of the norm before the MLP, columns of the down
+    projection with that of the norm behind it, if there is one. Biases and the router of a mixture are left out.
+
+    Args:
+        top_k: Candidates shown.
+    """
+    target, layers, found = setup.target, list[LayerReach](), list[Candidate]()
+    neurons = 0
+    for layer in range(target.n_layers):
+        parts = reaches(target, layer)
+        reach = torch.cat([part.reach for part in parts])
+        z = _z(reach)
+        neurons += len(reach)
+        layers.append(LayerReach(layer, float(reach.median()), float(reach.max()), float(z.max())))
+        width = len(reach) // len(parts)
+        for flat in reach.topk(min(top_k, len(reach))).indices.tolist():
+            part = parts[flat // width]
+            cosine = None if part.cosine is None else float(part.cosine[flat % width])
+            found.append(Candidate(layer, part.expert, flat % width, float(reach[flat]), float(z[flat]), cosine))
+        setup.progress("layers", layer + 1, target.n_layers)
+    best = sorted(found, key=lambda c: -c.reach)[:top_k]
+    return NeuronScreen(candidates=tuple(best), layers=tuple(layers), neurons=neurons)
+
+
+def _z(reach: Float[Tensor, " neuron"]) -> Float[Tensor, " neuron"]:
+    """Standard deviations above the mean, of the logarithm: reaches of a layer lie many powers of ten apart."""
+    log = reach.clamp(min=1e-30).log()
+    return (log - log.mean()) / log.std(correction=0).clamp(min=1e-12)
+
+
+@dataclass(frozen=True)
+class Reaches:
+    """The neurons of a layer, or of one expert of it.
+
+    Attributes:
+        expert: None where the layer is no mixture.
+        reach: largest norm that each neuron can write for a normalised input.
+        cosine: between gate and up row; None without a gate.
+    """
+
+    expert: int | None
+    reach: Float[Tensor, " neuron"]
+    cosine: Float[Tensor, " neuron"] | None
+
+
+@torch.no_grad()
+def reaches(target: Target, layer: int) -> list[Reaches]:
+    """What the weights let the neurons of a layer write, per expert where it is a mixture."""
+    found: list[Reaches] = []
+    with target.loaded(layer):
+        size, before = target.d_model, _effective(target, layer)
+        for expert, rows in _rows(target, layer):
+            inside = [before(part.float()) for part in rows]
+            lengths = [part.norm(dim=-1) for part in inside]
+            columns = _column_norms(target, layer, expert).float()
+            if len(rows) == 1:
+                found.append(Reaches(expert, (math.sqrt(size) * lengths[0] * columns).cpu(), None))
+                continue
+            dot, both = (inside[0] * inside[1]).sum(-1), lengths[0] * lengths[1]
+            reach = size * (both + dot.abs()) / 2 * columns
+            found.append(Reaches(expert, reach.cpu(), (dot / both.clamp(min=1e-30)).cpu()))
+    return found
+
+
+def _rows(target: Target, layer: int) -> Iterator[tuple[int | None, list[Tensor]]]:
+    """Per expert: the gate rows and the up rows, or the rows of the only input projection; `[neuron d_model]`."""
+    a = target.adapter
+    if target.is_mixture(layer):
+        module: Any = target.sub(layer, a.experts or "")
+        for expert in range(int(module.num_experts)):
+            yield expert, [weight for weight, _ in in_rows(module, expert)]
+        return
+    rows = [_linear_rows(target, target.sub(layer, path)) for path in (a.gate, a.up) if path is not None]
+    yield None, list(rows[0].chunk(2)) if a.fused_gate_up else rows
+
+
+def _linear_rows(target: Target, module: Any) -> Float[Tensor, "out d_model"]:
+    """What each output of a linear module reads."""
+    if (weight := plain_weight(module)) is not None:
+        return weight.T if target.adapter.transposed_down else weight  # such an architecture stores all of them so
+    eye = torch.eye(target.d_model + 1, target.d_model, device=target.device, dtype=target.dtype)
+    out = module(eye)  # quantised or adapted weights: the module itself is asked; the last row gives its bias
+    return (out[:-1] - out[-1:]).T
+
+
+def _effective(target: Target, layer: int) -> Any:
+    """Rows as they act on a normalised vector before the norm's gain; behind a LayerNorm they are centred, too."""
+    module: Any = target.layers[layer]
+    path = target.adapter.mid
+    if path == target.adapter.mlp:  # it reads the residual stream itself
+        return lambda rows: rows
+    norm: Any = target.sub(layer, path) if path else next(getattr(module, n) for n in _NORMS if hasattr(module, n))
+    gain = _gain(target, norm)
+    lifted = norm(torch.ones(1, target.d_model, device=target.device, dtype=target.dtype))[0].float()
+    centred = bool((lifted - gain).abs().max() > 0.5 * gain.abs().max())  # ones have no length left without their mean
+
+    def act(rows: Tensor) -> Tensor:
+        scaled = rows * gain
+        return scaled - scaled.mean(-1, keepdim=True) if centred else scaled
+
+    return act
+
+
+def _gain(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
+    """What a norm multiplies each dimension by, however it stores that: asked of a vector with mean 0 and square 1."""
+    signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
+    signs[1::2] = -1
+    up, down = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
+    return (up - down) / 2 * signs.float()
+
+
+def _column_norms(target: Target, layer: int, expert: int | None) -> Float[Tensor, " neuron"]:
+    """Norms of the columns of the down projection, with the gain of the norm behind the MLP where there is one."""
+    path = target.adapter.post_mlp_norm
+    if path is None:
+        return target.w_out_norms(layer, expert)
+    gain = _gain(target, target.sub(layer, path))
+    some = (target.w_out(layer, part.tolist(), expert) for part in torch.arange(target.d_mlp).split(_ROWS))
+    return torch.cat([(columns.float() * gain).norm(dim=-1) for columns in some])
