@@ -26,7 +26,8 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "LoopServe": "sinkscope.kv.loopserve.serve",
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.generate",
-    "report": "sinkscope.report.build",
+    "report": "sinkscope.report",
+    "sinks_over_training": "sinkscope.sinks.first_token.training",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
 }

@@ -20,7 +20,7 @@ from sinkscope.kv.loopserve.serve import LoopServe as LoopServe
 from sinkscope.models.load import load as load
 from sinkscope.models.names import models as models
 from sinkscope.models.target import Target as Target
-from sinkscope.report.build import report as report
+from sinkscope.report import report as report
 from sinkscope.results import Result as Result
 from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.attack.clusters import token_clusters as token_clusters
@@ -31,6 +31,7 @@ from sinkscope.sinks.first_token.massive import massive_activations as massive_a
 from sinkscope.sinks.first_token.positions import token_positions as token_positions
 from sinkscope.sinks.first_token.screen import neuron_screen as neuron_screen
 from sinkscope.sinks.first_token.separate import separability as separability
+from sinkscope.sinks.first_token.training import sinks_over_training as sinks_over_training
 from sinkscope.sinks.patch.evaluate import evaluate_patch as evaluate_patch
 from sinkscope.sinks.patch.make import make_patch as make_patch
 from sinkscope.sinks.repetition.atlas import sink_atlas as sink_atlas
