@@ -111,6 +111,11 @@ class Circuit(Result):
             lines.append(f"{heads} the first token at least {READS} of the attention of later tokens.")
         if self.learned_logits is not None and self.attention is not None:
             lines.append(f"Learned sink logits take {_percent(self.learned_logits)} of the attention of all heads.")
+        if (unknown := self.settings.get("unknown_tokens") or 0.0) > 0.1:
+            lines.append(
+                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
+                "--text."
+            )
         if self.error is not None:
             lines.append(f"Shares sum to the model's own inputs up to {self.error:.0e} of the largest.")
         return lines
