@@ -76,9 +76,11 @@ def _places(edges: list[_Edge]) -> tuple[dict[str, tuple[float, float]], dict[st
             continue
         ends = {"gate and up": (2, 3), "column": (3, 4), "keys": (4, 5)}.get(step.step, (1, 2))
         ends = (1, 4) if target in ("keys", "spike") and ends == (1, 2) else ends
+        ends = (1, 5) if step.step == "keys" and source not in ("keys", "spike") else ends
         layer = -1 if step.layer is None else step.layer
         # An MLP comes behind the heads of its layer.
-        column.setdefault(source, (ends[0], 2 * layer + source.startswith("MLP") if ends[0] in (1, 3) else 0))
+        own = -1 if "embedding" in source else layer
+        column.setdefault(source, (ends[0], 2 * own + source.startswith("MLP") if ends[0] in (1, 3) else 0))
         if not via:
             column.setdefault(target, (ends[1], 2 * layer if ends[1] in (3, 5) else 0))
     order = sorted(set(column.values()))
