@@ -119,35 +119,33 @@ class _Search:
         return (low & most).all(1).tolist()
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
-        """The smallest of the sets tried that takes the spike away at these layers; None if all do not."""
-        if not sites or not self.gone(self.norms([sites])[0], *layers)[0]:
-            return None
-        for size in range(1, len(sites)):
+        """The smallest of the sets tried that takes the spike away at these layers; None if none does."""
+        for size in range(1, len(sites) + 1):
             if comb(len(sites), size) > _TRIED:
                 self.not_tried.append(
-                    f"sets of {size} to {len(sites) - 1} of {len(sites)} candidates were tried one neuron fewer at a "
-                    "time, not all of them"
+                    f"of {len(sites)} candidates, only some of the sets with {size} neurons or more were tried"
                 )
-                return self._fewer(sites, *layers)
-            some = list(combinations(sites, size))
-            norms = self.norms(some)[0]
-            drops = self.drops(norms, layers[-1])
-            good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
-            if good:
-                return some[max(good, key=lambda i: drops[i])]
-        return sites
-
-    def _fewer(self, sites: Sites, *layers: int) -> Sites:
-        """Leave out one neuron after another, the one that is missed least first, as long as the spike stays away."""
-        while len(sites) > 1:
-            some = [tuple(s for s in sites if s != out) for out in sites]
-            norms = self.norms(some)[0]
-            drops = self.drops(norms, layers[-1])
-            good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
-            if not good:
                 break
-            sites = some[max(good, key=lambda i: drops[i])]
-        return sites
+            if found := self._best(list(combinations(sites, size)), *layers):
+                return found
+        else:
+            return None
+        prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
+        gone = self.gone(self.norms(prefixes)[0], *layers)
+        chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
+        while chosen is not None and len(chosen) > 1:  # leave out what is missed least, as long as the spike stays away
+            fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
+            if fewer is None:
+                break
+            chosen = fewer
+        return chosen
+
+    def _best(self, sets: list[Sites], *layers: int) -> Sites | None:
+        """Of the sets that take the spike away, the one that takes most; None if none does."""
+        norms = self.norms(sets)[0]
+        drops = self.drops(norms, layers[-1])
+        good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
+        return sets[max(good, key=lambda i: drops[i])] if good else None
 
 
 def causal_sets(
