@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperGroup
@@ -147,7 +147,7 @@ def add_commands(app: typer.Typer) -> None:
         if home not in groups:
             groups[home] = typer.Typer(name=home, cls=Groups, rich_markup_mode=None)
             app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
-        command = Command(sorted(parts, key=lambda entry: "flag" in entry.marks))
+        command = Command(sorted(parts, key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several"))))
         groups[home].command(name, help=command.help, rich_help_panel=parts[0].group)(command)
 
 
@@ -162,12 +162,14 @@ class Command:
         self.parts, first = parts, parts[0]
         self.measures = first.decorator == "measurement"
         self.help = first.doc.split("\n\nArgs:")[0]
-        self.flags = {part.marks["flag"]: part for part in parts[1:]}
+        self.flags = {part.marks["flag"]: part for part in parts if "flag" in part.marks}
+        self.series = next((part for part in parts if part.marks.get("several")), None)
         self.outputs = [output for part in parts for output in part.marks.get("outputs", [])]
         returns_none = first.node.returns is None or getattr(first.node.returns, "value", "") is None
         self.files = {} if returns_none and not self.measures else _FILES
         self.parameters = self._parameters()
-        shown = [*map(_typed, (p for p in self.parameters.values() if not p.option.hidden)), *self._added()]
+        asked = [p for p in self.parameters.values() if not p.option.hidden and p.name not in self.narrow.values()]
+        shown = [*map(_typed, asked), *self._added()]
         self.__name__ = first.name
         self.__signature__ = inspect.Signature(shown)
         self.__annotations__ = {p.name: p.annotation for p in shown}
@@ -181,7 +183,11 @@ class Command:
         for part in self.parts[1:]:  # what all share is described as for all, unless the first function differs
             found = {**{p.name: shared.get(p.name, p) for p in part.parameters}, **found}
         order = [p.name for part in self.parts for p in part.parameters]
-        return {name: {**shared, **found}[name] for name in dict.fromkeys([*order, *shared])}
+        known = {name: {**shared, **found}[name] for name in dict.fromkeys([*order, *shared])}
+        lone = {p.flag: name for name, p in known.items() if not p.many}
+        wide = self.series.parameters if self.series else ()
+        self.narrow = {p.name: lone[p.flag] for p in wide if p.many and p.flag in lone}
+        return known
 
     def _added(self) -> list[inspect.Parameter]:
         """Options that are no parameters: flags of other functions, the kind of model object, and files."""
@@ -204,6 +210,8 @@ class Command:
         main, also = self._main(chosen)
         backend = values.pop("backend", None) if self.measures else None
         given = self._given(values)
+        lone = [f"--{part.marks['flag']}" for part in chosen] + ["--backend"] * (backend is not None)
+        main = self._series(given, lone) or main
         for part in chosen:
             given |= part.marks.get("sets") or {}
         self._refuse_unused([main, *also], given)
@@ -234,6 +242,20 @@ class Command:
             if not empty and value != default:
                 found[name] = value.value if isinstance(value, StrEnum) else value
         return found
+
+    def _series(self, given: dict[str, Any], others: list[str]) -> Entry | None:
+        """The function that takes several values of an option, if several were given; else the lists become values.
+
+        Raises:
+            SinkscopeError: `others`, options that only one model can have, were given with several values.
+        """
+        if all(len(given.get(many, ())) < 2 for many in self.narrow):
+            for many in self.narrow.keys() & given.keys():
+                given[self.narrow[many]] = given.pop(many)[0]
+            return None
+        if others:
+            raise SinkscopeError(f"{others[0]} is for one model: give --model and --revision once, or leave it out")
+        return self.series
 
     def _refuse_unused(self, running: list[Entry], given: dict[str, Any]) -> None:
         """Refuse an option of a function that does not run: it would do nothing.
@@ -294,7 +316,7 @@ def _typed(parameter: Parameter) -> inspect.Parameter:
     default: Any = parameter.default
     kind: Any = bool if isinstance(default, bool) else parameter.type
     if option.reads in ("head", "commas") or not (kind in (int, float, str, bool, Path) or get_origin(kind) is Literal):
-        kind = str
+        kind = Path if option.argument and Path in get_args(kind) else str
     text = parameter.help + (" It may be given several times." if many and not option.argument else "")
     more: dict[str, Any] = {"help": text, "metavar": option.metavar}
     if kind in (int, float):

@@ -80,13 +80,17 @@ _NAMES: dict[str, Any] = {
 }
 
 
-def command(*, group: str, command: str | None = None, outputs: Sequence[Any] = ()) -> Callable[[F], F]:
+def command(
+    *, group: str, command: str | None = None, outputs: Sequence[Any] = (), several: bool = False
+) -> Callable[[F], F]:
     """Give a plain function a command, built from its signature and docstring; what it returns is printed.
 
     Args:
         group: The help shows commands of one group together.
         command: Words of the command; None: the function's name with dashes.
         outputs: Further files that the command writes from the result (`sinkscope.measure.Output`).
+        several: The function shares the command with a measurement, and runs instead of it when an option that is one
+            value there and many here (`revision` and `revisions`) is given several times.
     """
 
     def wrap(function: F) -> F:
@@ -281,7 +285,8 @@ def external_entries(module: str) -> list[Entry]:
 
 def _add(found: dict[str, Entry], entry: Entry) -> None:
     for other in found.values():
-        same = (other.command, other.marks.get("flag")) == (entry.command, entry.marks.get("flag"))
+        same = all(other.marks.get(m) == entry.marks.get(m) for m in ("flag", "several"))
+        same = same and other.command == entry.command
         if other.name == entry.name or same:
             raise SinkscopeError(
                 f"{entry.module}.{entry.name} and {other.module}.{other.name} are registered under one name: "

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from sinkscope._plain import visible
 from sinkscope.bench.loopbench.metrics import Continued, survival_steps
-from sinkscope.bench.loopbench.show import Shown, show
-from sinkscope.bench.loopbench.tables import LoopBench, PrintedTable, tabulate
+from sinkscope.bench.loopbench.tables import LoopBench, PrintedTable, Shown, show, tabulate
 from sinkscope.bench.store import open_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError

@@ -276,7 +276,7 @@ def save_arrays(result: Barcode, path: str) -> None:
 
 @measurement(
     group="Loops",
-    figure="sinkscope.figures.barcode:draw",
+    figure="sinkscope.figures.attention:draw_barcode",
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "layers": [0]},

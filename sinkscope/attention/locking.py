@@ -214,7 +214,7 @@ class Locking(Result):
 
 @measurement(
     group="Loops",
-    figure="sinkscope.figures.locking:draw",
+    figure="sinkscope.figures.attention:draw_locking",
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "suffix": 32},

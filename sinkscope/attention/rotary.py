@@ -283,7 +283,7 @@ class RotaryInvariance(Result):
 @measurement(
     group="Loops",
     command="rotary",
-    figure="sinkscope.figures.rotary:draw",
+    figure="sinkscope.figures.attention:draw_rotary",
     loading="whole",
     quick={"max_new_tokens": 160, "layers": [0]},
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREY, ORANGE, RED, axes, finished, level, panels
 
 _SHOWN = 40  # records with a curve of their own: more cannot be told apart
 
@@ -15,32 +15,23 @@ _SHOWN = 40  # records with a curve of their own: more cannot be told apart
 def draw(result: Any) -> go.Figure:
     """Diversity of the window over the tokens, a line per record, with the onset and the detection of each loop."""
     theta, window = result.settings["theta_ttr"], html.escape(str(result.settings["window"]))
-    fig: Any = go.Figure()
+    fig = panels([""])
     shown = sorted(result.records, key=lambda r: not r.loop)[:_SHOWN]
-    legends: set[str] = set()
     for record in reversed(shown):
-        _curve(fig, record, legends)
+        _curve(fig, record)
     looping = [r for r in shown if r.loop]
     _points(fig, looping, "onset", BLUE, "circle-open", "onset of the longest repetition")
     _points(fig, looping, "detected", RED, "x", "detected")
-    fig.add_hline(theta, line={"color": GREY, "dash": "dot", "width": 1}, annotation_text=f"threshold {theta:g}")
+    level(fig, theta, color=GREY, annotation_text=f"threshold {theta:g}")
+    ratio = {"title_text": f"type-token ratio of the last {window} tokens", "range": [0, 1.03]}
+    axes(fig, x={"title_text": "tokens", "rangemode": "tozero"}, y=ratio)
     left = f", {len(shown)} of them drawn" if len(shown) < len(result.records) else ""
-    title = f"{html.escape(result.model.name)}: {result.loops} of {len(result.records)} loop{left}"
-    fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1000,
-        height=520,
-        margin={"l": 70, "r": 20, "t": 70, "b": 90},
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.16, "x": 1.0, "xanchor": "right", "yanchor": "top"},
-    )
-    fig.update_xaxes(title_text="tokens", rangemode="tozero")
-    fig.update_yaxes(title_text=f"type-token ratio of the last {window} tokens", range=[0, 1.03])
-    return fig
+    found = f"{result.loops} of {len(result.records)} loop{left}"
+    legend = {"y": -0.16, "x": 1.0, "xanchor": "right"}
+    return finished(fig, result, found, width=1000, height=520, top=70, bottom=90, legend=legend)
 
 
-def _curve(fig: Any, record: Any, legends: set[str]) -> None:
+def _curve(fig: Any, record: Any) -> None:
     kind = "loops" if record.loop else "does not"
     fig.add_scatter(
         x=record.steps,
@@ -48,12 +39,11 @@ def _curve(fig: Any, record: Any, legends: set[str]) -> None:
         mode="lines",
         name=kind,
         legendgroup=kind,
-        showlegend=kind not in legends,
+        showlegend=not any(curve.name == kind for curve in fig.data),
         line={"color": ORANGE if record.loop else GREY, "width": 1.5},
         opacity=0.8,
         hovertemplate=f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>",
     )
-    legends.add(kind)
 
 
 def _points(fig: Any, records: list[Any], field: str, color: str, symbol: str, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, level, panels
+from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, axes, finished, level, panels
 
 
 def draw_make(result: Any) -> go.Figure:
@@ -47,8 +47,8 @@ def _norms(fig: Any, result: Any) -> None:
         )
     # after the traces: a subplot without any takes no rectangle
     fig.add_hrect(y0=result.typical_low, y1=result.typical_high, fillcolor=BAND, line_width=0, layer="below", **place)
-    fig.update_xaxes(title_text=f"token, {result.held_out[0].repeats} times (band: typical text, 5-95 %)", **place)
-    fig.update_yaxes(title_text=f"largest norm, layer {result.layer}", type="log", dtick=1, **place)
+    times = f"token, {result.held_out[0].repeats} times (band: typical text, 5-95 %)"
+    axes(fig, x=times, y={"title_text": f"largest norm, layer {result.layer}", "type": "log", "dtick": 1})
 
 
 def _tried(fig: Any, result: Any) -> None:
@@ -75,10 +75,8 @@ def _tried(fig: Any, result: Any) -> None:
         row=1,
         col=2,
     )
-    fig.update_xaxes(
-        title_text="neurons in the set (orange: chosen)", dtick=1, range=[-0.5, largest + 0.5], row=1, col=2
-    )
-    fig.update_yaxes(title_text="largest norm left", type="log", dtick=1, row=1, col=2)
+    neurons = {"title_text": "neurons in the set (orange: chosen)", "dtick": 1, "range": [-0.5, largest + 0.5]}
+    axes(fig, 1, 2, x=neurons, y={"title_text": "largest norm left", "type": "log", "dtick": 1})
 
 
 def _cost(fig: Any, result: Any) -> None:
@@ -132,18 +130,9 @@ def draw_eval(result: Any) -> go.Figure:
                     "array": [2 * (getattr(s, se) or 0) / u for s, u in zip(scores, unit, strict=True)],
                 },
             )
-        fig.update_yaxes(
-            title_text="change, %" if ppl else "change, points", zeroline=True, zerolinecolor=GREY, row=1, col=col
-        )
-        fig.update_xaxes(
-            tickvals=list(range(len(names))),
-            ticktext=names,
-            range=[-0.6, len(names) - 0.4],
-            showgrid=False,
-            zeroline=False,
-            tickangle=0,
-            row=1,
-            col=col,
-        )
+        ticks = {"tickvals": list(range(len(names))), "ticktext": names, "tickangle": 0}
+        change = {"title_text": "change, %" if ppl else "change, points", "zeroline": True, "zerolinecolor": GREY}
+        beside = {"range": [-0.6, len(names) - 0.4], "showgrid": False, "zeroline": False}
+        axes(fig, 1, col, x=ticks | beside, y=change)
     found = "cost of the patch (bars: two standard errors; below: original)"
     return finished(fig, result, found, width=700 + 90 * len(tasks), height=480, bottom=100, legend=-0.25)

@@ -36,6 +36,7 @@ from sinkscope.models.config import (
     parse_dtype,
     read_config,
     read_tokenizer,
+    without_cache,
 )
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.names import BUNDLED
@@ -384,7 +385,7 @@ def _with_tokenizer(target: Target) -> Target:
         from transformers import AutoTokenizer
 
         with contextlib.suppress(Exception):  # what a live model says of its origin need not be true any more
-            found = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+            found = without_cache(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
             found = found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
     target = replace(target, tokenizer=found)
     target.need_tokenizer()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.dialogues.questions import Accuracy, Place, accuracy, locate
 from sinkscope.errors import SinkscopeError
 from sinkscope.rate import wilson
 from sinkscope.records import read_rows, read_text, rows_of
+from sinkscope.registry import Count, Option, command
 from sinkscope.results import ModelInfo, Result, provenance
 
 PAPER = {"front": 1562, "middle": 1457, "end": 3657}
@@ -88,7 +88,7 @@ class Positions(Result):
     """
 
     kind: ClassVar[str] = "dialogues-positions"
-    drawing: ClassVar[Any] = "sinkscope.bench.dialogues.drawing:draw_positions"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_positions"
     percent: ClassVar[tuple[str, ...]] = ("share", "low", "high", "paper_share")
 
     places: tuple[Share, ...]
@@ -117,23 +117,23 @@ class Positions(Result):
         return "\n".join(lines)
 
 
+@command(group="Benchmarks", command="dialogues positions")
 def question_positions(
-    path: str | os.PathLike[str],
+    file: Annotated[str | Path, Option(argument=True, metavar="FILE")],
     *,
     min_turns: int = 1,
     count: int | None = None,
     examples: int = 0,
-    seed: int = 0,
+    seed: Count = 0,
 ) -> Positions:
-    """Count the messages of a chat log by the place of their question. English only.
+    """Count where questions stand in the messages of a chat log, by rules for English text. Loads no model.
 
     Args:
-        path: JSON lines or an array of LMSYS-Chat-1M, ShareGPT or OpenAI's form, their parquet, or text with a message
-            a line.
-        min_turns: leave out conversations with fewer messages of the user; the paper takes 2.
-        count: draw so many conversations at random; None: all.
-        examples: messages to show of each class.
-        seed: of the draw.
+        file: LMSYS-Chat-1M, ShareGPT or OpenAI messages (JSON, parquet), or one message a line.
+        min_turns: Leave out conversations with fewer messages of the user; the paper takes 2.
+        count: Draw this many conversations; the paper takes 10000. By default all.
+        examples: Messages to show of each class.
+        seed: Seed of the draw.
 
     Raises:
         SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
@@ -142,8 +142,8 @@ def question_positions(
     for which, value, least in (("min_turns", min_turns, 1), ("count", count, 1), ("examples", examples, 0)):
         if value is not None and (isinstance(value, bool) or value < least):
             raise SinkscopeError(f"{which}={value!r}: expected a whole number from {least}")
-    talks = [talk for talk in _conversations(Path(path).expanduser()) if len(talk.messages) >= min_turns]
-    name = Path(path).name
+    talks = [talk for talk in _conversations(Path(file).expanduser()) if len(talk.messages) >= min_turns]
+    name = Path(file).name
     if not talks:
         wanted = _many(min_turns, "message")
         raise SinkscopeError(f"{name} has no conversation with {wanted} of a user: give another log, or fewer")
