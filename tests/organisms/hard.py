@@ -1,0 +1,856 @@
+"""Models that are not the textbook case of an attention sink, with the truth about each known by construction.
+
+An organism of `organism.py` has one sink that one layer makes. Here the spike and the sink come apart, layers share the
+work, neurons stand in for each other, tokens in the middle of a text become sinks, and other things than a spike carry
+the attention. `HARD` names the kinds and the families that each is built in.
+
+A **spike** is a first token whose residual stream has a norm far above the typical one; where a dimension is massive
+on every token (`shared_dims`), it is left out of the norm. A **sink** is a first token that some heads attend to. A
+**set** is what has to be zeroed together for both to vanish, with nothing of it left over.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from .noise import BALLAST, NORM, Space, fill, make_body, make_space
+from .organism import _natural
+from .plan import THRESHOLD, Plan, make_plan
+from .plant import MARK, Surgeon
+from .tokens import BOS, N_SPECIAL, tokenizer_for
+from .views import Probe, scale_norm, views
+
+Site = tuple[int, ...]
+Marking = tuple[tuple[int, tuple[int, ...]], ...]  # (layer, query heads)
+Rows = tuple[Tensor, Tensor]  # what a neuron reads: by its gate, by its up factor
+
+ALL = ("llama", "gemma2", "gpt2", "neox", "mixtral")
+BY_HEADS = ("llama", "gemma2", "neox", "mixtral")  # heads mark the first token; in GPT-2 its position does
+PLAIN = ("llama", "gpt2", "neox", "mixtral")  # nothing divides what an MLP writes by its size
+GATED = ("llama", "gemma2", "mixtral")
+
+
+@dataclass(frozen=True)
+class HardTruth:
+    """What is so.
+
+    Attributes:
+        spike: the first token's norm stands out at some layer.
+        sink: heads attend to the first token.
+        carried_by: what these heads read, or those of the later sinks where the first token is none.
+        sink_layer: whose MLP makes most of the spike; None: no MLP does.
+        sets: each a smallest set of sites whose zeroing removes the spike and, with it, the attention.
+        backup: those of a set that fire only where the others of it are silent.
+        step_up: layers whose MLP builds the spike.
+        step_down: layers whose MLP takes it away again.
+        later: ids of tokens that are sinks wherever they stand, and the neurons that make the spike of each (or none).
+        shared_dims: residual dimensions that are massive on every token.
+        reading: (layer, query head) planted to attend to the first token.
+        marking: (layer, query heads) that mark the first token.
+        rule: "and": the marks of all these layers are needed, "or": those of one suffice; None: there is one layer.
+        bos_only: without BOS no first token is a spike or a sink.
+        note: in words.
+    """
+
+    spike: bool
+    sink: bool
+    carried_by: str | None
+    sink_layer: int | None = None
+    sets: tuple[frozenset[Site], ...] = ()
+    backup: tuple[Site, ...] = ()
+    step_up: tuple[int, ...] = ()
+    step_down: tuple[int, ...] = ()
+    later: dict[int, tuple[Site, ...]] = field(default_factory=dict)
+    shared_dims: tuple[int, ...] = ()
+    reading: tuple[tuple[int, int], ...] = ()
+    marking: Marking = ()
+    rule: str | None = None
+    bos_only: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class HardModel:
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    truth: HardTruth
+    name: str
+    family: str
+    seed: int
+    groups: dict[int, int]
+
+    def natural(self, n: int = 4, length: int = 48, seed: int = 0) -> Tensor:
+        """`n` rows of BOS and mixed tokens; each later sink stands once in every row, in its first half."""
+        return _rows(self.model.config.vocab_size, self.groups, tuple(self.truth.later), n, length, seed)
+
+    def text(self, n: int = 16, length: int = 64) -> str:
+        """The same as words: what a tokenizer cuts into rows of `length` with BOS before each."""
+        return " ".join(self.tokenizer.decode(row[1:]) for row in self.natural(n, length))
+
+
+def hard(name: str, family: str = "llama", seed: int = 0) -> HardModel:
+    """Build a hard model: the same call gives the same weights."""
+    if name not in HARD or family not in HARD[name]:
+        raise ValueError(f"no hard model {name!r} of {family!r}; there are: {HARD}")
+    kind = _KINDS[name]
+    b = _Build(name, family, seed, **kind.settings)
+    with torch.no_grad():
+        truth = kind.make(b)
+    tokenizer = tokenizer_for(b.plan.family.model_type, b.plan.vocab_size)
+    return HardModel(b.model, tokenizer, truth, name, family, seed, b.plan.groups)
+
+
+def _rows(vocab: int, groups: dict[int, int], later: tuple[int, ...], n: int, length: int, seed: int) -> Tensor:
+    rows, rng = _natural(vocab, groups, True, n, length, seed), random.Random(f"later {seed}")
+    for token in later:
+        rows[rows == token] = token + 1
+    for row in rows if later else ():
+        row[rng.sample(range(3, max(5, length // 2)), len(later))] = torch.tensor(later)
+    return rows
+
+
+# --- building ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Kind:
+    make: Callable[[_Build], HardTruth]
+    settings: dict[str, Any]
+
+
+_KINDS: dict[str, _Kind] = {}
+HARD: dict[str, tuple[str, ...]] = {}
+"""Every kind of hard model, and the families that it is built in."""
+
+
+def _kind(families: tuple[str, ...], **settings: Any) -> Callable[[Callable[[_Build], HardTruth]], Any]:
+    def register(make: Callable[[_Build], HardTruth]) -> Callable[[_Build], HardTruth]:
+        name = make.__name__.strip("_")
+        HARD[name], _KINDS[name] = families, _Kind(make, settings)
+        return make
+
+    return register
+
+
+class _Build:
+    """A body of noise, and the tools that plant things in it."""
+
+    def __init__(
+        self,
+        name: str,
+        family: str,
+        seed: int,
+        *,
+        layers: tuple[int, int] = (5, 8),
+        behind: tuple[int, int] = (2, 3),  # layers behind the sink layer, least and most
+        marking: int = 0,
+        count: int | None = None,  # of sink neurons
+        factor: str = "gate",
+        thin: bool = False,
+        dense: bool = False,  # the sink layer of a mixture is an ordinary MLP
+        bos_only: bool = False,
+        **changes: Any,
+    ) -> None:
+        self.rng = rng = random.Random(f"hard {name} {family} {seed}")
+        n = rng.randint(*layers)
+        number = rng.getrandbits(30)
+        width = None if not thin or family == "gemma2" else 64 if family in ("gpt2", "neox") else 48
+        plan = make_plan(family, number, "sink", n, width, True)
+        if count is not None:
+            free = [i for i in range(plan.d_mlp) if i not in plan.busy_neurons]
+            neurons = (*plan.neurons, *free)[:count]
+            plan = replace(plan, neurons=neurons, sizes=(count**-0.5,) * count)
+        groups = plan.groups if not bos_only else {token: -1 for token in plan.groups} | {BOS: plan.n_groups - 1}
+        self.plan = replace(
+            plan,
+            marking_layer=marking,
+            sink_layer=max(marking + 1, n - 1 - rng.randint(*behind)),
+            factor=factor if plan.family.gated else None,
+            window=plan.window and 1024,
+            groups=groups,
+            **({"expert": 0} if dense else {}),
+            **changes,
+        )
+        self.dense = (self.plan.sink_layer,) if dense else ()
+        self.space, (self.flag, self.side, self.mark2) = _with_features(make_space(self.plan), self.plan, 3)
+        self.model = make_body(self.plan, **({"mlp_only_layers": list(self.dense)} if dense else {}))
+        self.delimiter = N_SPECIAL + rng.randrange(20)
+        self.tokens = _rows(self.plan.vocab_size, groups, (self.delimiter,), 8, 24, number)
+        with torch.no_grad():
+            self.views = views(self.model)
+            generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
+            fill(self.plan, self.space, self.views, generator)
+        self.noise = generator
+        self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
+        self.first[:, 0] = True
+
+    @property
+    def behind(self) -> range:
+        """Layers that can read what the sink layer writes."""
+        return range(self.plan.sink_layer + 1, self.plan.n_layers)
+
+    @property
+    def spare(self) -> tuple[int, int]:
+        """Two neurons that are no sink neurons, in any layer."""
+        return self.plan.cleaner, self.plan.early_neuron
+
+    def surgeon(self, *, mark: Tensor | None = None, **changes: Any) -> Surgeon:
+        space = self.space if mark is None else replace(self.space, mark=mark)
+        return Surgeon(replace(self.plan, **changes), space, self.model, self.views, self.tokens)
+
+    def site(self, layer: int, neuron: int, expert: int | None = None) -> Site:
+        if self.plan.family.experts == 1 or layer in self.dense:
+            return layer, neuron
+        return layer, self.plan.expert if expert is None else expert, neuron
+
+    def sites(self, layer: int | None = None) -> frozenset[Site]:
+        return frozenset(
+            self.site(self.plan.sink_layer if layer is None else layer, neuron) for neuron in self.plan.neurons
+        )
+
+    def seen(self, module: torch.nn.Module, where: Tensor | None = None) -> Tensor:
+        """Mean of what leaves a module at these positions, [d_model]."""
+        out = Probe(self.model, x=module)(self.tokens)["x"].reshape(*self.tokens.shape, -1)
+        return out[self.first if where is None else where].mean(0)
+
+    def size(self, layer: int) -> float:
+        """Norm of the spike that is to be planted."""
+        norms = Probe(self.model, x=self.views.layers[layer].block)(self.tokens)["x"].norm(dim=-1)
+        return self.plan.spike * float(norms[:, 1:].median())
+
+    def mark(self, layer: int | None = None, way: Tensor | None = None) -> Marking:
+        layer = self.plan.marking_layer if layer is None else layer
+        self.surgeon(mark=way, marking_layer=layer).mark_first()
+        heads = tuple(sorted(head for head, _, _ in self.plan.slots))
+        return () if self.views.positions is not None else ((layer, heads),)
+
+    def on(self, layer: int, way: Tensor, where: Tensor | None = None, threshold: float = THRESHOLD) -> Rows:
+        """Rows of a neuron that is on where `way` is as large in the MLP's input as it now is at `where`."""
+        seen = self.seen(self.views.layers[layer].mlp_norm, where)
+        const = self.space.const / (seen @ self.space.const)
+        return self.plan.sharpness * (way / (seen @ way) - threshold * const), const
+
+    def steady(self, layer: int, rows: Rows, early: Tensor, const: float) -> Rows:
+        """Rows that read the same without what was written along `early`, where the constant would be `const`."""
+        seen = self.seen(self.views.layers[layer].mlp_norm)
+        shrunk = seen @ self.space.const / const
+        gate, up = (shrunk * row + (1 - shrunk) * (seen @ row) * early / (seen @ early) for row in rows)
+        return gate, up
+
+    def const(self, layer: int) -> float:
+        return float(self.seen(self.views.layers[layer].mlp_norm) @ self.space.const)
+
+    def write(
+        self,
+        layer: int,
+        neuron: int,
+        rows: Rows,
+        way: Tensor,
+        size: float,
+        *,
+        where: Tensor | None = None,
+        route: Tensor | None = None,
+        expert: int | None = None,
+        ballast: float = 0.25,
+    ) -> Site:
+        """A neuron that reads `rows` and writes `size` along `way` at `where`; experts are chosen by `route`."""
+        view, expert = self.views.layers[layer], self.plan.expert if expert is None else expert
+        if view.router is not None:
+            by = self.space.mark if route is None else route
+            view.router[expert] += 12.0 * by / (self.seen(view.mlp_norm, where) @ by)
+        self.surgeon(expert=expert).set_neuron(view, neuron, *rows)
+        view.down[expert, neuron] = 0.0
+        unit = -float(self.seen(view.mlp, where) @ way)
+        view.down[expert, neuron] = way
+        unit += float(self.seen(view.mlp, where) @ way)
+        view.down[expert, neuron] = way * (size if view.post_mlp_norm is None else ballast * BALLAST) / unit
+        if view.post_mlp_norm is not None:  # what is written comes through the weight of this norm
+            out = float(self.seen(view.post_mlp_norm, where) @ way)
+            scale_norm(view.post_mlp_norm, torch.where(way != 0, size / out, 1.0))
+        return self.site(layer, neuron, expert)
+
+    def copy(self, layer: int, source: int, neuron: int, factor: float = 1.0) -> Site:
+        """A neuron that reads what `source` reads and writes `factor` times what it writes."""
+        view, expert = self.views.layers[layer], self.plan.expert
+        for rows in (view.gate, view.up, view.gate_bias, view.up_bias):
+            if rows is not None:
+                rows[expert, neuron] = rows[expert, source].clone()
+        view.down[expert, neuron] = factor * view.down[expert, source]
+        return self.site(layer, neuron)
+
+    def read(
+        self, layers: Iterable[int], way: Tensor, *, where: Tensor | None = None, other: bool = False
+    ) -> tuple[tuple[int, int], ...]:
+        """Heads that attend to where `way` is large: half of them in each layer, or the `other` half."""
+        plan, dim, planted = self.plan, self.plan.slow_dim(0), []
+        ratio = plan.n_heads // plan.n_kv
+        for index in layers:
+            layer = self.views.layers[index]
+            inputs = Probe(self.model, x=layer.attn_norm)(self.tokens)["x"]
+            full = float((inputs[self.first if where is None else where] @ way).mean())
+            const = float((inputs[:, 1:] @ self.space.const).median())
+            order = random.Random(f"reading {plan.seed} {index}").sample(range(plan.n_kv), plan.n_kv)
+            half = max(1, plan.n_kv // 2)
+            for kv in order[half:] if other else order[:half]:
+                layer.k[kv, dim] = way / full
+                if layer.k_bias is not None:
+                    layer.k_bias[kv, dim] = 0.0
+                for head in range(kv * ratio, (kv + 1) * ratio):
+                    layer.q[head] = 0.0
+                    if layer.q_bias is not None:
+                        layer.q_bias[head] = 0.0
+                    layer.q[head, dim] = self.rng.uniform(6, 7) * math.sqrt(plan.head_dim) * self.space.const / const
+                    planted.append((index, head))
+            if layer.q_norm is not None and layer.k_norm is not None:
+                layer.q_norm[dim], layer.k_norm[dim] = 6.5 / math.sqrt(plan.head_dim), 1.0
+        return tuple(sorted(planted))
+
+    def flag_delimiter(self, token: int | None = None) -> Tensor:
+        """Give the embedding of a token a feature of its own; returns where it stands in the rows to measure on."""
+        token = self.delimiter if token is None else token
+        scale = math.sqrt(self.plan.d_model) if self.plan.family.model_type == "gemma2" else 1.0
+        self.views.embed[token] += MARK * self.flag / scale
+        return self.tokens == token
+
+
+def _with_features(space: Space, plan: Plan, count: int) -> tuple[Space, list[Tensor]]:
+    """The space with `count` more features, on dimensions taken from the noise."""
+    free, features = space.content.tolist(), []
+    for _ in range(count):
+        vector = torch.zeros(plan.d_model)
+        vector[free.pop()] = 1.0
+        if plan.family.centered:
+            vector[free.pop()] = -1.0
+        features.append(vector / vector.norm())
+    return replace(space, content=torch.tensor(free)), features
+
+
+# --- the kinds -----------------------------------------------------------------------------------------------------
+
+
+def _sink(b: _Build, way: Tensor, marking: Marking, layers: Iterable[int] | None = None, **more: Any) -> HardTruth:
+    """A spike along `way` that heads of `layers` now come to read."""
+    layer = b.plan.sink_layer
+    truth = HardTruth(True, True, "spike", layer, (b.sites(),), step_up=(layer,), marking=marking)
+    return replace(truth, reading=b.read(b.behind if layers is None else layers, way), **more)
+
+
+def _textbook(b: _Build, **more: Any) -> HardTruth:
+    marking = b.mark()
+    return _sink(b, b.surgeon().make_sink(), marking, **more)
+
+
+@_kind(ALL)
+def _plain(b: _Build) -> HardTruth:
+    return _textbook(b, note="The textbook case, for comparison; in a mixture a routed expert makes the spike.")
+
+
+@_kind(ALL, layers=(24, 30), behind=(4, 6), thin=True)
+def _late(b: _Build) -> HardTruth:
+    return _textbook(b, note="The sink is made in the last quarter of a deep model.")
+
+
+@_kind(GATED, factor="up")
+def _up_carried(b: _Build) -> HardTruth:
+    truth = _textbook(b)
+    cleaner = frozenset({b.site(b.plan.marking_layer, b.plan.cleaner)})
+    note = "The up factor carries the mark; a neuron of the marking layer puts a threshold on it, so it is needed, too."
+    return replace(truth, sets=(*truth.sets, cleaner), note=note)
+
+
+@_kind(GATED)
+def _gate_carried(b: _Build) -> HardTruth:
+    return _textbook(b, note="The gate carries the mark, the up factor is constant.")
+
+
+@_kind(BY_HEADS, bos_only=True)
+def _bos_only(b: _Build) -> HardTruth:
+    return _textbook(b, bos_only=True, note="Only BOS is marked; no other token is, though it comes first.")
+
+
+@_kind(("qwen3_moe",), dense=True)
+def _moe_dense(b: _Build) -> HardTruth:
+    return _textbook(b, note="A mixture of experts whose sink layer is an ordinary MLP.")
+
+
+@_kind(ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
+def _small_stages(b: _Build) -> HardTruth:
+    """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
+    marking, deep = b.mark(), b.plan.sink_layer
+    size, way = b.size(deep), b.space.sinks[0]
+    before = {layer: b.const(layer) for layer in (2, deep)}
+    b.write(1, b.spare[0], b.on(1, b.space.mark), b.side, 0.027 * size)
+    b.write(2, b.spare[1], b.steady(2, b.on(2, b.space.mark), b.side, before[2]), b.side, 0.027 * size)
+    b.write(deep, b.plan.neurons[0], b.steady(deep, b.on(deep, b.space.mark), b.side, before[deep]), way, size)
+    return _sink(
+        b,
+        way,
+        marking,
+        sink_layer=deep,
+        step_up=(1, 2, deep),
+        note="Layers 1 and 2 make a first norm that stands out, but no head reads what they write.",
+    )
+
+
+@_kind(ALL, layers=(6, 8), behind=(3, 3), count=1)
+def _orth_stage(b: _Build) -> HardTruth:
+    """A stage of 4 % at right angles to the spike: before it, or behind it and triggered by it."""
+    marking, deep = b.mark(), b.plan.sink_layer
+    size, way, share = b.size(deep), b.space.sinks[0], b.rng.uniform(0.035, 0.05)
+    early = bool(b.rng.randrange(2)) and deep > 1
+    stage = deep - 1 if early else deep + 1
+    before = b.const(deep)
+    if early:
+        b.write(stage, b.spare[0], b.on(stage, b.space.mark), b.side, share * size)
+        rows = b.steady(deep, b.on(deep, b.space.mark), b.side, before)
+        b.write(deep, b.plan.neurons[0], rows, way, size)
+    else:
+        b.write(deep, b.plan.neurons[0], b.on(deep, b.space.mark), way, size)
+        gate, _ = b.on(stage, way)
+        b.write(stage, b.spare[0], (gate, _full(b, stage, way)), b.side, share * size, route=way)
+    return _sink(
+        b,
+        way,
+        marking,
+        sink_layer=deep,
+        step_up=tuple(sorted((stage, deep))),
+        note=f"Layer {stage} adds {share:.1%} of the spike at right angles to it.",
+    )
+
+
+def _spike_way(b: _Build) -> Tensor:
+    """The direction of the first token's spike in the residual stream."""
+    end = b.seen(b.views.layers[b.plan.sink_layer].block)
+    way = torch.where(b.space.sinks.any(0), end, 0.0)
+    return way / way.norm()
+
+
+def _full(b: _Build, layer: int, way: Tensor) -> Tensor:
+    """One where `way` is as large as it now is at the first token."""
+    return way / (b.seen(b.views.layers[layer].mlp_norm) @ way)
+
+
+@_kind(ALL, spike=1.2, massive_layer=None)
+def _both(b: _Build) -> HardTruth:
+    b.surgeon().make_massive()  # in the embedding
+    dims = tuple(b.space.massive.nonzero().flatten().tolist())
+    return _textbook(b, shared_dims=dims, note="One dimension is massive on every token, beside a real sink.")
+
+
+@_kind(BY_HEADS)
+def _no_norm(b: _Build) -> HardTruth:
+    marking = b.mark()
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="mark",
+        reading=b.read(range(1, b.plan.n_layers), b.space.mark),
+        marking=marking,
+        note="Heads of layer 0 mark the first token, and later heads read that mark; no norm stands out.",
+    )
+
+
+@_kind(ALL)
+def _spike_only(b: _Build) -> HardTruth:
+    marking = b.mark()
+    b.surgeon().make_sink()
+    _calm(b)
+    return HardTruth(
+        spike=True,
+        sink=False,
+        carried_by=None,
+        sink_layer=b.plan.sink_layer,
+        sets=(b.sites(),),
+        step_up=(b.plan.sink_layer,),
+        marking=marking,
+        note="The spike is there, and no head reads it.",
+    )
+
+
+def _redundant(b: _Build) -> HardTruth:
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    source, *others = b.plan.neurons
+    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer), ballast=8.0)
+    for neuron in others:
+        b.copy(layer, source, neuron)
+    return _sink(
+        b,
+        way,
+        marking,
+        note="Each of the neurons suffices; in Gemma 2 the norm behind the MLP even keeps the spike's size.",
+    )
+
+
+@_kind(ALL, count=2)
+def _redundant_pair(b: _Build) -> HardTruth:
+    return _redundant(b)
+
+
+@_kind(ALL, count=3)
+def _redundant_triple(b: _Build) -> HardTruth:
+    return _redundant(b)
+
+
+def _with_backup(b: _Build, later: int) -> HardTruth:
+    """The backup is planted first, in a model without spike; then it is told to be silent where there is one."""
+    marking, layer = b.mark(), b.plan.sink_layer
+    second, way = layer + later, b.space.sinks[0]
+    size = b.size(layer)
+    backup = b.write(second, b.spare[0], b.on(second, b.space.mark), way, size)
+    expert = 0 if len(backup) == 2 else backup[1]
+    view = b.views.layers[second]
+    saved = view.down[expert, b.spare[0]].clone()
+    view.down[expert, b.spare[0]] = 0.0  # out of the way while the other one is measured
+    b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, size)
+    view.down[expert, b.spare[0]] = saved
+    view.gate[expert, b.spare[0]] -= 12.0 * _full(b, second, way)
+    return _sink(
+        b,
+        way,
+        marking,
+        sets=(b.sites() | {backup},),
+        backup=(backup,),
+        layers=range(second + 1, b.plan.n_layers),
+        note=f"A neuron of layer {second} makes the spike where layer {layer} did not.",
+    )
+
+
+@_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
+def _backup_next(b: _Build) -> HardTruth:
+    return _with_backup(b, 1)
+
+
+@_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
+def _backup_later(b: _Build) -> HardTruth:
+    return _with_backup(b, 2)
+
+
+def _two_marks(b: _Build, rule: str) -> HardTruth:
+    marking, layer, way = b.mark(0, b.mark2) + b.mark(1), b.plan.sink_layer, b.space.sinks[0]
+    seen = b.seen(b.views.layers[layer].mlp_norm)
+    both = b.space.mark / (seen @ b.space.mark) + b.mark2 / (seen @ b.mark2)
+    const = b.space.const / (seen @ b.space.const)
+    gate = b.plan.sharpness * (both / 2 - 0.8 * const if rule == "and" else both - 0.4 * const)
+    b.write(layer, b.plan.neurons[0], (gate, const), way, b.size(layer), route=b.space.mark + b.mark2)
+    return _sink(
+        b,
+        way,
+        marking,
+        rule=rule,
+        note=f"Heads of layers 0 and 1 mark the first token; {'both are' if rule == 'and' else 'one is'} needed.",
+    )
+
+
+@_kind(BY_HEADS, marking=1, count=1)
+def _and_marking(b: _Build) -> HardTruth:
+    return _two_marks(b, "and")
+
+
+@_kind(BY_HEADS, marking=1, count=1, odds=80.0)
+def _or_marking(b: _Build) -> HardTruth:
+    return _two_marks(b, "or")
+
+
+@_kind(ALL)
+def _delimiter(b: _Build) -> HardTruth:
+    """A token makes a spike of its own, in a direction of its own that other heads read."""
+    where = b.flag_delimiter()
+    truth = _textbook(b)
+    layer = b.plan.sink_layer if b.rng.randrange(2) else b.plan.sink_layer + 1
+    gate, up = b.on(layer, b.flag, where)
+    if layer > b.plan.sink_layer:  # off at the first token, whose constant is small there
+        gate = gate - 12.0 * _full(b, layer, _spike_way(b))
+    site = b.write(layer, b.spare[0], (gate, up), b.side, b.size(layer), where=where, route=b.flag)
+    b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
+    return replace(truth, later={b.delimiter: (site,)}, note="A delimiter is a second sink, by a neuron of its own.")
+
+
+@_kind(ALL, count=1)
+def _delimiter_shared(b: _Build) -> HardTruth:
+    """One neuron makes the spike of the first token and of a delimiter, and the same heads read both."""
+    where, layer = b.flag_delimiter(), b.plan.sink_layer
+    marking, way = b.mark(), b.space.sinks[0]
+    gate, up = b.on(layer, b.space.mark)
+    at = b.seen(b.views.layers[layer].mlp_norm, where)
+    gate = gate + b.plan.sharpness * b.flag / (at @ b.flag)
+    site = b.write(layer, b.plan.neurons[0], (gate, up), way, b.size(layer), route=b.space.mark)
+    view = b.views.layers[layer]
+    if view.router is not None:
+        view.router[b.plan.expert] += 12.0 * b.flag / (at @ b.flag)
+    return _sink(
+        b,
+        way,
+        marking,
+        later={b.delimiter: (site,)},
+        note="The neuron that makes the first token's spike makes a delimiter's, too.",
+    )
+
+
+@_kind(ALL)
+def _delimiter_no_spike(b: _Build) -> HardTruth:
+    where = b.flag_delimiter()
+    _calm(b)
+    b.read(range(1, b.plan.n_layers), b.flag, where=where)
+    return HardTruth(
+        spike=False,
+        sink=False,
+        carried_by="token embedding",
+        later={b.delimiter: ()},
+        note="Heads attend to a delimiter by its embedding; the first token is nothing special.",
+    )
+
+
+@_kind(ALL, count=1)
+def _negative_lobe(b: _Build) -> HardTruth:
+    """The sink neuron's post value is negative: the activation's negative lobe, or (if gated) the up factor."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    gate, up = b.on(layer, b.space.mark)
+    if b.views.layers[layer].up is not None and b.rng.randrange(2):
+        up = -up
+    else:  # at its minimum on the first token, and far below it elsewhere
+        seen = b.seen(b.views.layers[layer].mlp_norm)
+        low = 1.28 if b.plan.family.gated and b.plan.family.model_type != "gemma2" else 0.75
+        gate = gate - (seen @ gate + low) * b.space.const / (seen @ b.space.const)
+    b.write(layer, b.plan.neurons[0], (gate, up), way, b.size(layer))
+    return _sink(b, way, marking, note="The post value of the sink neuron is negative.")
+
+
+@_kind(ALL, count=1)
+def _negative_spike(b: _Build) -> HardTruth:
+    marking, layer, way = b.mark(), b.plan.sink_layer, -b.space.sinks[0]
+    b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, b.size(layer))
+    return _sink(b, way, marking, note="The spike is negative in the residual stream.")
+
+
+@_kind(("gpt_oss",))
+def _learned_logits(b: _Build) -> HardTruth:
+    _calm(b)
+    for layer in b.views.layers[1:]:
+        assert layer.attn_sinks is not None
+        layer.attn_sinks[b.rng.sample(range(b.plan.n_heads), max(1, b.plan.n_heads // 2))] = 8.0
+    return HardTruth(
+        spike=False,
+        sink=False,
+        carried_by="learned logits",
+        note="Half of the heads behind layer 0 give nearly all of their attention to a learned logit.",
+    )
+
+
+@_kind(("gpt2",))
+def _position(b: _Build) -> HardTruth:
+    b.mark()
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="position embedding",
+        reading=b.read(range(1, b.plan.n_layers), b.space.mark),
+        note="Heads read the embedding of position 0.",
+    )
+
+
+@_kind(ALL)
+def _token_embedding(b: _Build) -> HardTruth:
+    b.flag_delimiter(BOS)
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="token embedding",
+        reading=b.read(range(1, b.plan.n_layers), b.flag),
+        bos_only=True,
+        note="Heads read a feature of BOS's embedding.",
+    )
+
+
+@_kind(ALL)
+def _embedding_spike(b: _Build) -> HardTruth:
+    scale = math.sqrt(b.plan.d_model) if b.plan.family.model_type == "gemma2" else 1.0
+    b.views.embed[BOS] += b.plan.spike * NORM * b.space.sinks[0] / scale
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="spike",
+        reading=b.read(range(1, b.plan.n_layers), b.space.sinks[0]),
+        bos_only=True,
+        note="BOS's embedding itself is the spike: no MLP makes it.",
+    )
+
+
+@_kind(("llama", "neox", "mixtral"), odds=1e4)
+def _attention_spike(b: _Build) -> HardTruth:
+    marking, layer = b.mark(), b.views.layers[0]
+    size = b.size(0)
+    for head, _, slot in b.plan.slots:
+        layer.o[head, slot] += size * b.space.sinks[0]
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="spike",
+        reading=b.read(range(1, b.plan.n_layers), b.space.sinks[0]),
+        marking=marking,
+        note="Heads of layer 0 write the spike themselves.",
+    )
+
+
+@_kind(("mixtral",), count=2)
+def _two_experts(b: _Build) -> HardTruth:
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    experts, size = b.rng.sample(range(b.plan.family.experts), 2), b.size(b.plan.sink_layer)
+    rows, view = b.on(layer, b.space.mark), b.views.layers[layer]
+    assert view.router is not None
+    toward = 12.0 * b.space.mark / (b.seen(view.mlp_norm) @ b.space.mark)
+    view.router[experts] += toward
+    pairs = zip(experts, b.plan.neurons, strict=True)
+    sites = [b.write(layer, neuron, rows, way, size, expert=expert) for expert, neuron in pairs]
+    view.router[experts] -= toward
+    return _sink(b, way, marking, sets=(frozenset(sites),), note="Neurons of two experts, each of which suffices.")
+
+
+@_kind(ALL, layers=(7, 8), behind=(4, 5))
+def _rise_and_fall(b: _Build) -> HardTruth:
+    truth, spike, fall = _textbook(b), b.views.layers[b.plan.n_layers - 2], b.plan.n_layers - 2
+    end, way = b.seen(spike.block), _spike_way(b)
+    gate, _ = b.on(fall, way)
+    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, float(end @ way), route=way)
+    reading = tuple(place for place in truth.reading if place[0] <= fall)
+    note = f"A neuron of layer {fall} takes the spike away again."
+    return replace(truth, step_down=(fall,), reading=reading, note=note)
+
+
+@_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
+def _two_layers(b: _Build) -> HardTruth:
+    """Two neurons write the spike along one direction, in two layers, neither depending on the other."""
+    marking, first, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    second = first + b.rng.randint(1, 2)
+    size, share = b.size(first), b.rng.choice([0.6, 0.4])
+    before = b.const(second)
+    one = b.write(first, b.plan.neurons[0], b.on(first, b.space.mark), way, share * size)
+    rows = b.steady(second, b.on(second, b.space.mark), way, before)
+    two = b.write(second, b.spare[0], rows, way, (1 - share) * size, ballast=8.0)
+    return _sink(
+        b,
+        way,
+        marking,
+        sink_layer=first if share > 0.5 else second,
+        sets=(frozenset({one, two}),),
+        step_up=(first, second),
+        layers=range(second + 1, b.plan.n_layers),
+        note="The neurons of two layers add up; each alone is a spike that the heads read.",
+    )
+
+
+@_kind(ALL, layers=(6, 8), behind=(2, 3), count=1)
+def _chain(b: _Build) -> HardTruth:
+    """A neuron writes 1.6 times the typical norm aside, and that is what the sink neuron reads."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    size, before = b.size(layer), b.rng.randint(1, b.plan.sink_layer - 1)
+    one = b.write(before, b.spare[0], b.on(before, b.space.mark), b.side, 1.6 * b.size(before) / b.plan.spike)
+    two = b.write(layer, b.plan.neurons[0], b.on(layer, b.side), way, size)
+    return _sink(
+        b,
+        way,
+        marking,
+        sets=(frozenset({one}), frozenset({two})),
+        step_up=(before, layer),
+        note=f"The sink neuron reads what a neuron of layer {before} writes, so both are needed.",
+    )
+
+
+@_kind(ALL, count=1)
+def _cancelling(b: _Build) -> HardTruth:
+    """Two more neurons of the sink layer write nearly as much as the sink neuron does, and cancel each other."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    size = b.size(layer)
+    rows = b.on(layer, b.space.mark)
+    b.write(layer, b.plan.neurons[0], rows, way, size)
+    b.write(layer, b.spare[0], rows, b.side, 0.7 * size)
+    b.copy(layer, b.spare[0], b.spare[1], -1.0)
+    return _sink(b, way, marking, note="Two neurons write much and cancel each other: they matter to nothing.")
+
+
+@_kind(PLAIN, count=1)
+def _busy(b: _Build) -> HardTruth:
+    """All neurons of the sink layer read what the sink neuron reads, and write a third of it along the spike or against
+    it, in pairs that cancel: a random one takes away a third of the norm, or adds as much."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    source = b.plan.neurons[0]
+    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer))
+    others = [n for n in range(b.plan.d_mlp) if n != source]
+    b.rng.shuffle(others)
+    for i, neuron in enumerate(others):
+        b.copy(layer, source, neuron, 0.0 if i == len(others) // 2 * 2 else (-1) ** i * 0.33)
+    return _sink(b, way, marking, note="A random neuron of the sink layer takes away a third of the norm.")
+
+
+@_kind(("qwen2",))
+def _key_bias(b: _Build) -> HardTruth:
+    """The key is a bias on one rotary pair, and the query is turned so that the farthest key scores most."""
+    plan, half, reading = b.plan, b.plan.head_dim // 2, []
+    pair = next(p for p in range(half) if 1e6 ** (-p / half) < 0.0122)
+    force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
+    for index in range(1, plan.n_layers):
+        layer = b.views.layers[index]
+        assert layer.k_bias is not None and layer.q_bias is not None
+        for kv in b.rng.sample(range(plan.n_kv), max(1, plan.n_kv // 2)):
+            layer.k[kv, [pair, pair + half]] = 0.0
+            layer.k_bias[kv, [pair, pair + half]] = torch.tensor([1.0, 0.0])
+            for head in range(kv * plan.n_heads // plan.n_kv, (kv + 1) * plan.n_heads // plan.n_kv):
+                layer.q[head], layer.q_bias[head] = 0.0, 0.0
+                layer.q_bias[head, pair + half] = -force
+                reading.append((index, head))
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="key bias",
+        reading=tuple(sorted(reading)),
+        note="Heads attend to the farthest key, whatever it is: the first token of any text.",
+    )
+
+
+@_kind(ALL)
+def _sharp(b: _Build) -> HardTruth:
+    """Noise with sharp attention: queries read content only, and heads that prefer BOS are turned round."""
+    for layer in b.views.layers:
+        layer.q.mul_(4.0 * (b.space.const == 0))
+        if layer.q_bias is not None:
+            layer.q_bias.zero_()
+        if layer.k_bias is not None:
+            layer.k_bias.zero_()
+    _calm(b)
+    return HardTruth(False, False, None, note="Sharp attention, and neither spike nor sink.")
+
+
+def _calm(b: _Build) -> None:
+    """Draw the queries of heads anew that by chance attend to the first token."""
+    for turn in range(20):
+        places = (_to_first(b) > 0.15).nonzero().tolist()
+        if not places:
+            return
+        for index, head in places:
+            query = b.views.layers[index].q[head]
+            noise = (
+                (1.0 if turn < 8 else 0.5)
+                * query.norm()
+                * torch.randn(query.shape, generator=b.noise)[:, b.space.content]
+            )
+            query.zero_()
+            if (bias := b.views.layers[index].q_bias) is not None:
+                bias[head] = 0.0
+            query[:, b.space.content] = noise / query.shape[0] ** 0.5 / len(b.space.content) ** 0.5
+    raise AssertionError("heads attend to the first token by chance, again and again")
+
+
+def _to_first(b: _Build) -> Tensor:
+    usual = b.model.config._attn_implementation
+    b.model.set_attn_implementation("eager")
+    out: Any = b.model(b.tokens, output_attentions=True, use_cache=False)
+    b.model.set_attn_implementation(usual)
+    return torch.stack([a[:, :, 4:, 0].mean((0, 2)) for a in out.attentions])
