@@ -20,7 +20,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.output import read_text
 from sinkscope.sinks.first_token.ablation import view_layer
-from sinkscope.sinks.first_token.walk import SINK_RATIO, causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.walk import SINK_RATIO
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 

@@ -13,8 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, stage_neurons
+from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, prove, stage_neurons
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.received import LOST, losses
 from sinkscope.sinks.first_token.walk import SINK_RATIO, STAGE_OUTLIER, Walk, walk
@@ -24,8 +25,7 @@ ROUNDS = 4  # times that the model may repair itself before the search ends
 TOP = 8  # candidates of a later position
 WIDE = 64  # candidates of the sink layer that are tried together where the first few do not suffice
 _TRIED = 128  # sets of one size that are tried at most
-_TOKENS = 48  # of each text in which attention is compared
-_TEXTS = 2
+_TOKENS = 32  # of the text in which attention is compared
 
 
 @dataclass(frozen=True)
@@ -203,10 +203,34 @@ def causal_sets(
             chosen, backups = later, tuple(s for s in later if s not in here)
     if here is not None and chosen is None:
         search.not_tried.append(f"neurons that bring the spike back were searched in {ROUNDS} rounds")
-    texts = (ids[:_TEXTS, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
+    texts = (ids[:1, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
     sets = _measured(search, chosen, here or sites, sites, backups, texts, generator)
     kept = {s for one in sets for s in one.numbers} | {n.site for n in neurons}
     return Found(sets, tuple(n for n in added if n.site in kept), tuple(search.not_tried))
+
+
+def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
+    """Sink layer and its causal neurons; (None, ()) for a model without a spike that an MLP makes.
+
+    Where no neuron is causal by itself, because others stand in for it, these are the neurons of the smallest set.
+
+    Args:
+        made: the model and its text.
+        layer: the sink layer, where it is known; None: it is searched.
+        top_k: candidates.
+    """
+    target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
+    seen = walk(target, ids, whole=target.resident) if layer is None else None
+    layer = seen.sink_layer() if seen is not None else layer
+    if layer is None:
+        return None, ()
+    proof = prove(target, ids, layer, top_k, generator)
+    if proof.causal:
+        return layer, proof.causal
+    seen = seen or walk(target, ids, whole=target.resident)
+    found = causal_sets(target, ids, seen, proof.neurons, [], generator)
+    members = () if found.minimal is None else found.minimal.numbers
+    return layer, tuple(n for n in (*proof.neurons, *found.added) if n.site in members)
 
 
 def later_set(
@@ -259,15 +283,16 @@ def _measured(
         assert seen.attention is not None and seen.intact_attention is not None
         return losses(seen.attention, seen.intact_attention, heads)
 
-    rest = tuple(s for s in sites if s not in chosen)
-    grown = [(*chosen, *rest[:k]) for k in range(len(rest) + 1)]
-    lost = attention([grown[0], grown[-1]])
-    if lost is not None and kind == "minimal" and lost[0][0] < LOST <= lost[0][1]:
+    draws = [_random(target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
+    lost = attention([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
+    if lost is not None and kind == "minimal" and lost[0][0] < LOST <= lost[0][-1]:
+        rest = [s for s in sites if s not in chosen]
+        grown = [(*chosen, *rest[:k]) for k in range(1, len(rest) + 1)]
         each = attention(grown)
         assert each is not None
         chosen = next(s for s, share in zip(grown, each[0], strict=True) if share >= LOST)
-    draws = [_random(target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
-    lost = attention([chosen, *draws])
+        draws = [_random(target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
+        lost = attention([chosen, *draws])
     norms = search.norms([chosen, *draws])[0]
     at_sink, at_last = search.drops(norms, search.layer), search.drops(norms, search.last)
     first = CausalSet(
@@ -276,7 +301,7 @@ def _measured(
         at_last[0],
         None if lost is None else lost[1][0],
         None if lost is None else lost[0][0],
-        max(*at_sink[1:], *at_last[1:], *([] if lost is None else lost[1][1:])),
+        max(*at_sink[1:], *at_last[1:], *([] if lost is None else lost[1][1 : DRAWS + 1])),
         kind,
     )
     if not first.verified:
