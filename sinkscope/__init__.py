@@ -26,8 +26,8 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "LoopServe": "sinkscope.kv.loopserve.serve",
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.generate",
+    "report": "sinkscope.report",
     "sinks_over_training": "sinkscope.sinks.first_token.training",
-    "report": "sinkscope.report.build",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",
 }

@@ -20,7 +20,7 @@ from sinkscope.kv.loopserve.serve import LoopServe as LoopServe
 from sinkscope.models.load import load as load
 from sinkscope.models.names import models as models
 from sinkscope.models.target import Target as Target
-from sinkscope.report.build import report as report
+from sinkscope.report import report as report
 from sinkscope.results import Result as Result
 from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.attack.clusters import token_clusters as token_clusters

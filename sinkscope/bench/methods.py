@@ -360,6 +360,17 @@ def check_budget(budget: Budget, name: str) -> Budget:
     return budget
 
 
+def check_whole(least: int = 1, **numbers: Any) -> None:
+    """Refuse what is no whole number, or too small.
+
+    Raises:
+        SinkscopeError: one of the numbers; the message has its name.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
+
+
 def _choices(hint: Any) -> tuple[Any, ...]:
     """Types, None and words that a field takes, of its annotation."""
     if hint is NoneType:

@@ -153,6 +153,7 @@ class _Build:
         layers: tuple[int, int] = (5, 8),
         behind: tuple[int, int] = (2, 3),  # layers behind the sink layer, least and most
         marking: int = 0,
+        at: int | None = None,  # the sink layer, where it is not to be drawn
         count: int | None = None,  # of sink neurons
         factor: str = "gate",
         thin: bool = False,
@@ -173,7 +174,7 @@ class _Build:
         self.plan = replace(
             plan,
             marking_layer=marking,
-            sink_layer=max(marking + 1, n - 1 - rng.randint(*behind)),
+            sink_layer=max(marking + 1, n - 1 - rng.randint(*behind)) if at is None else at,
             factor=factor if plan.family.gated else None,
             window=plan.window and 1024,
             groups=groups,
@@ -349,7 +350,7 @@ def _textbook(b: _Build, **more: Any) -> HardTruth:
     return _sink(b, b.surgeon().make_sink(), marking, **more)
 
 
-@_kind(ALL)
+@_kind((*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"))
 def _plain(b: _Build) -> HardTruth:
     return _textbook(b, note="The textbook case, for comparison; in a mixture a routed expert makes the spike.")
 
@@ -500,27 +501,31 @@ def _redundant_triple(b: _Build) -> HardTruth:
     return _redundant(b)
 
 
-def _with_backup(b: _Build, later: int) -> HardTruth:
-    """The backup is planted first, in a model without spike; then it is told to be silent where there is one."""
-    marking, layer = b.mark(), b.plan.sink_layer
-    second, way = layer + later, b.space.sinks[0]
-    size = b.size(layer)
-    backup = b.write(second, b.spare[0], b.on(second, b.space.mark), way, size)
-    expert = 0 if len(backup) == 2 else backup[1]
-    view = b.views.layers[second]
-    saved = view.down[expert, b.spare[0]].clone()
-    view.down[expert, b.spare[0]] = 0.0  # out of the way while the other one is measured
+def _with_backup(b: _Build, *later: int) -> HardTruth:
+    """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
+    silent where there is one already."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    size, backups, planted = b.size(layer), list[Site](), list[tuple[int, Tensor, Tensor]]()
+    for neuron, second in zip(b.spare, [layer + k for k in later], strict=False):
+        site = b.write(second, neuron, b.on(second, b.space.mark), way, size)
+        backups.append(site)
+        view, expert = b.views.layers[second], 0 if len(site) == 2 else site[1]
+        planted.append((second, view.gate[expert, neuron], view.down[expert, neuron]))
+        saved, planted[-1][2][:] = planted[-1][2].clone(), 0.0  # out of the way while the others are measured
+        planted[-1] = (second, planted[-1][1], saved)
     b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, size)
-    view.down[expert, b.spare[0]] = saved
-    view.gate[expert, b.spare[0]] -= 12.0 * _full(b, second, way)
+    for (second, gate, saved), site in zip(planted, backups, strict=True):
+        b.views.layers[second].down[0 if len(site) == 2 else site[1], site[-1]] = saved
+        gate -= 12.0 * _full(b, second, way)
+    last, names = layer + max(later), " and ".join(str(layer + k) for k in later)
     return _sink(
         b,
         way,
         marking,
-        sets=(b.sites() | {backup},),
-        backup=(backup,),
-        layers=range(second + 1, b.plan.n_layers),
-        note=f"A neuron of layer {second} makes the spike where layer {layer} did not.",
+        sets=(b.sites() | set(backups),),
+        backup=tuple(backups),
+        layers=range(last + 1, b.plan.n_layers),
+        note=f"Neurons of layers {names} make the spike where no layer before them did.",
     )
 
 
@@ -532,6 +537,11 @@ def _backup_next(b: _Build) -> HardTruth:
 @_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
 def _backup_later(b: _Build) -> HardTruth:
     return _with_backup(b, 2)
+
+
+@_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
+def _double_backup(b: _Build) -> HardTruth:
+    return _with_backup(b, 1, 2)
 
 
 def _two_marks(b: _Build, rule: str) -> HardTruth:
@@ -714,15 +724,27 @@ def _two_experts(b: _Build) -> HardTruth:
     return _sink(b, way, marking, sets=(frozenset(sites),), note="Neurons of two experts, each of which suffices.")
 
 
+def _fall(b: _Build, *falls: int) -> HardTruth:
+    """Neurons that read the spike and write it with the other sign: all of it, or half and then the rest."""
+    truth, way = _textbook(b), _spike_way(b)
+    for layer in falls:
+        end = float(b.seen(b.views.layers[layer].block) @ way)
+        gate, _ = b.on(layer, way)
+        rows = gate, _full(b, layer, way)
+        b.write(layer, b.spare[0], rows, -way, end if layer == falls[-1] else end / 2, route=way)
+    reading = tuple(place for place in truth.reading if place[0] <= falls[-1])
+    names = " and ".join(map(str, falls))
+    return replace(truth, step_down=falls, reading=reading, note=f"Layer {names} takes the spike away again.")
+
+
 @_kind(ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: _Build) -> HardTruth:
-    truth, spike, fall = _textbook(b), b.views.layers[b.plan.n_layers - 2], b.plan.n_layers - 2
-    end, way = b.seen(spike.block), _spike_way(b)
-    gate, _ = b.on(fall, way)
-    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, float(end @ way), route=way)
-    reading = tuple(place for place in truth.reading if place[0] <= fall)
-    note = f"A neuron of layer {fall} takes the spike away again."
-    return replace(truth, step_down=(fall,), reading=reading, note=note)
+    return _fall(b, b.plan.n_layers - 2)
+
+
+@_kind(ALL, layers=(7, 8), behind=(4, 5))
+def _two_falls(b: _Build) -> HardTruth:
+    return _fall(b, b.plan.n_layers - 3, b.plan.n_layers - 2)
 
 
 @_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
@@ -788,6 +810,85 @@ def _busy(b: _Build) -> HardTruth:
     for i, neuron in enumerate(others):
         b.copy(layer, source, neuron, 0.0 if i == len(others) // 2 * 2 else (-1) ** i * 0.33)
     return _sink(b, way, marking, note="A random neuron of the sink layer takes away a third of the norm.")
+
+
+@_kind(ALL, layers=(6, 8), behind=(1, 1))
+def _decoupled(b: _Build) -> HardTruth:
+    """Heads read the mark (in GPT-2 the position) before there is a spike, and none reads the spike."""
+    marking = b.mark()
+    reading = b.read(range(1, b.plan.sink_layer + 1), b.space.mark)
+    b.surgeon().make_sink()
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="mark" if marking else "position embedding",
+        sink_layer=b.plan.sink_layer,
+        sets=(b.sites(),),
+        step_up=(b.plan.sink_layer,),
+        reading=reading,
+        marking=marking,
+        note="There is a spike and there is a sink, and neither needs the other.",
+    )
+
+
+@_kind(("llama", "gemma2", "gpt2", "mixtral"), at=0)
+def _first_layer(b: _Build) -> HardTruth:
+    return _textbook(b, note="The MLP of layer 0 makes the spike.")
+
+
+@_kind(ALL, behind=(0, 0))
+def _last_layer(b: _Build) -> HardTruth:
+    _calm(b)
+    return replace(
+        _textbook(b), sink=False, carried_by=None, note="The last layer makes the spike: no head can read it."
+    )
+
+
+@_kind(ALL, count=12, spike=72.0)
+def _many_neurons(b: _Build) -> HardTruth:
+    """Twelve neurons share the spike; what any one of them writes stands out already."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    source, *others = b.plan.neurons
+    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer) / 12)
+    for neuron in others:
+        b.copy(layer, source, neuron)
+    return _sink(b, way, marking, note="Twelve neurons share the spike evenly.")
+
+
+@_kind(ALL, count=1, spike=6.0)
+def _weak_spike(b: _Build) -> HardTruth:
+    return _textbook(b, note="The norm is only six times the typical one.")
+
+
+@_kind(("gpt2",))
+def _position_spike(b: _Build) -> HardTruth:
+    assert b.views.positions is not None
+    b.views.positions[0] += b.plan.spike * NORM * b.space.sinks[0]
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="spike",
+        reading=b.read(range(1, b.plan.n_layers), b.space.sinks[0]),
+        note="The embedding of position 0 is the spike.",
+    )
+
+
+@_kind(ALL)
+def _delimiter_alone(b: _Build) -> HardTruth:
+    """A delimiter is a spike and a sink; the first token is neither."""
+    where, layer = b.flag_delimiter(), b.plan.sink_layer
+    _calm(b)
+    site = b.write(layer, b.spare[0], b.on(layer, b.flag, where), b.side, b.size(layer), where=where, route=b.flag)
+    b.read(b.behind, b.side, where=where)
+    note = "A delimiter is a spike and a sink; the first token is neither."
+    return HardTruth(spike=False, sink=False, carried_by="spike", later={b.delimiter: (site,)}, note=note)
+
+
+@_kind(BY_HEADS, massive_layer=None)
+def _both_no_norm(b: _Build) -> HardTruth:
+    b.surgeon().make_massive()
+    truth, dims = _no_norm(b), tuple(b.space.massive.nonzero().flatten().tolist())
+    return replace(truth, shared_dims=dims, note="One dimension is massive on every token; heads read a mark.")
 
 
 @_kind(("qwen2",))

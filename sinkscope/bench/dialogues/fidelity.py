@@ -35,16 +35,16 @@ from sinkscope.bench.dialogues.run import (
 )
 from sinkscope.bench.dialogues.tables import FIDELITY, TEXT, Near
 from sinkscope.bench.methods import Budget, Method
-from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, run_batches
+from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import Told
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.conversation import Told
 from sinkscope.kv.session import Moment, Rows, Session
-from sinkscope.parallel import Tally
+from sinkscope.parallel import Tally, check_workers
 from sinkscope.text import typical_text
 
 Along = Literal["full", "gold"]
@@ -131,7 +131,8 @@ def run_fidelity(
     chosen, places = check_given(dialogues, methods, positions, budget, **sizes)
     if along not in get_args(Along):
         raise SinkscopeError(f"along={along!r}: expected one of {', '.join(get_args(Along))}")
-    spread, to = Spread(workers, ray), ask(model, tokenizer, max_new_tokens, budget)
+    check_workers(workers, ray)
+    to = ask(model, tokenizer, max_new_tokens, budget)
     check_chat(to, chat)
     rows: list[tuple[AskedTurn, list[int] | None]] = []
     for place in places:
@@ -150,7 +151,7 @@ def run_fidelity(
             there = [method for method in chosen if kept.records.keys() >= {*batch_of(to, [method], whole.rows).keys}]
             missing = [method for method in chosen if method not in there]
             batches += [batch_of(to, some, whole.rows) for some in (there, missing) if some]
-        run_batches(to, [batches], _answer_along, kept, tally, model=model, spread=spread)
+        run_batches(to, [batches], _answer_along, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
 

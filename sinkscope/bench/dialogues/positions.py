@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from sinkscope.bench.dialogues.questions import Accuracy, Place, accuracy, locate
+from sinkscope.bench.methods import check_whole
 from sinkscope.errors import SinkscopeError
 from sinkscope.rate import wilson
 from sinkscope.records import read_rows, read_text, rows_of
@@ -139,9 +140,8 @@ def question_positions(
         SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
     """
     started = time.perf_counter()
-    for which, value, least in (("min_turns", min_turns, 1), ("count", count, 1), ("examples", examples, 0)):
-        if value is not None and (isinstance(value, bool) or value < least):
-            raise SinkscopeError(f"{which}={value!r}: expected a whole number from {least}")
+    check_whole(min_turns=min_turns, **({} if count is None else {"count": count}))
+    check_whole(0, examples=examples)
     talks = [talk for talk in _conversations(Path(file).expanduser()) if len(talk.messages) >= min_turns]
     name = Path(file).name
     if not talks:

@@ -24,15 +24,15 @@ from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.recall import TASK
 from sinkscope.bench.dialogues.scbench import SCBENCH
 from sinkscope.bench.dialogues.tables import COMMAND, Said
-from sinkscope.bench.methods import Budget, Method, check_methods
-from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, check_whole, run_batches
+from sinkscope.bench.methods import Budget, Method, check_methods, check_whole
+from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.bench.scorers import metric_of, score
 from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.parallel import Tally
+from sinkscope.parallel import Tally, check_workers
 from sinkscope.store import Folder
 
 History = Literal["gold", "model"]
@@ -144,7 +144,8 @@ def run_dialogues(
             raise SinkscopeError(f"{name}={given!r}: expected one of {', '.join(known)}")
     if cache == "grow" and batch_size != 1:
         raise SinkscopeError(f"batch_size={batch_size}: a cache that grows is of one dialogue; use batch_size=1")
-    spread, to = Spread(workers, ray), ask(model, tokenizer, new, budget)
+    check_workers(workers, ray)
+    to = ask(model, tokenizer, new, budget)
     check_chat(to, chat)
     ready = [list(_questions(to, dialogues, place, history, chat)) for place in places]
     check_can(to, chosen, [len(each.ids) for at_place in ready for each, _ in at_place])
@@ -162,7 +163,7 @@ def run_dialogues(
             for stage, groups in enumerate(_stages(ready, dialogues, history, cache, batch_size))
         )
         answer = partial(_converse, chat=chat, history=history) if cache == "grow" else _answer
-        run_batches(to, stages, answer, kept, tally, model=model, spread=spread)
+        run_batches(to, stages, answer, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
 

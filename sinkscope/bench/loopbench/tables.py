@@ -30,7 +30,7 @@ from sinkscope.bench.scorers import best_f1
 from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Option, command
-from sinkscope.results import Grid, Result, aligned, cell
+from sinkscope.results import Grid, Result, cell
 
 LOOPS = ("dc", "ri")
 NOT_RUN = "not run"
@@ -131,49 +131,17 @@ class LoopBench(Result):
         ]
         return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 
-    def text(self) -> str:
-        """All tables as plain aligned text."""
-        return "\n\n".join([self.summary(), *(_aligned(self, table) for table in self.tables)])
-
-    def table(self) -> Any:
-        """All tables for a terminal."""
-        from rich.console import Group as Stack
-        from rich.text import Text
-
-        shown: list[Any] = [Text(self.summary())]
+    def _grids(self) -> list[Grid]:
+        grids: list[Grid] = []
         for table in self.tables:
-            head, cells = _strings(self, table)
-            shown += [Text(""), Grid(head, cells, table.title, table.note)]
-        return Stack(*shown)
-
-    def to_html(self) -> str:
-        """All tables as HTML, everything escaped."""
-        parts = [f"<pre>{html.escape(self.summary())}</pre>"]
-        for table in self.tables:
-            names, cells = _strings(self, table)
-            head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-            body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in line)}</tr>" for line in cells)
-            parts.append(
-                f"<h2>{html.escape(table.title)}</h2><p>{html.escape(table.note)}</p>"
-                f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            )
-        return f'<div class="sinkscope">{"".join(parts)}</div>'
+            head, cells = self._strings(table.rows)
+            grids.append(Grid([name.replace("_", " ") for name in head], cells, table.title, table.note))
+        return grids
 
 
 def title(bench: str) -> str:
     """How a set is called."""
     return next((name for key, name in TITLES.items() if key == bench), bench)
-
-
-def _strings(result: LoopBench, table: PrintedTable) -> tuple[list[str], list[list[str]]]:
-    names = [name for name in table.rows[0] if any(row[name] is not None for row in table.rows)]
-    cells = [[cell(row[name], percent=name in result.percent) for name in names] for row in table.rows]
-    return [name.replace("_", " ") for name in names], cells
-
-
-def _aligned(result: LoopBench, table: PrintedTable) -> str:
-    head, cells = _strings(result, table)
-    return "\n".join([table.title, *aligned(head, cells), table.note])
 
 
 _Parts = dict[tuple[str, str, str], tuple[Contents[Continued], list[Continued]]]  # by set, model and method
