@@ -464,7 +464,7 @@ def _no_norm(b: _Build) -> HardTruth:
 def _spike_only(b: _Build) -> HardTruth:
     marking = b.mark()
     b.surgeon().make_sink()
-    _calm(b)
+    _calm(b, marking)
     return HardTruth(
         spike=True,
         sink=False,
@@ -929,10 +929,11 @@ def _sharp(b: _Build) -> HardTruth:
     return HardTruth(False, False, None, note="Sharp attention, and neither spike nor sink.")
 
 
-def _calm(b: _Build) -> None:
-    """Draw the queries of heads anew that by chance attend to the first token."""
+def _calm(b: _Build, marking: Marking = ()) -> None:
+    """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
+    stay = [[layer, head] for layer, heads in marking for head in heads]
     for turn in range(20):
-        places = (_to_first(b) > 0.15).nonzero().tolist()
+        places = [place for place in (_to_first(b) > 0.15).nonzero().tolist() if place not in stay]
         if not places:
             return
         for index, head in places:
