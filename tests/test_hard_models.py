@@ -108,7 +108,7 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
     named = set(re.findall(r"neurons? (\d+)", text))
     wrong += [f"the conclusion names neuron {n}" for n in named - actors]
     layers = {str(site[0]) for sites in truth.sets for site in sites} | {str(i) for i in truth.step_up}
-    layers |= {str(layer) for layer, _ in truth.marking}
+    layers |= {str(layer) for layer, _ in truth.marking} | ({"0"} if h.name == "mlp_mark" else set())
     wrong += [f"the conclusion names layer {n}" for n in set(re.findall(r"layer (\d+)", text)) - layers]
     return [*wrong, *([f"conclusion: {text}"] if wrong else [])]
 
