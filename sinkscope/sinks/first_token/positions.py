@@ -187,7 +187,7 @@ class TokenPositions(Result):
         if above:
             most = ", ".join(f"{self._named(i)} ({mean[i]:.3f}, uniform {self.uniform[i]:.3f})" for i in above)
             where = f"behind layer {self.layer}" if self.layer + 1 < len(self.norm) else "in all layers"
-            lines.append(f"Attention received {where} is most above uniform at {most}.")
+            lines.append(f"Attention received {where} is most above uniform for {most}.")
         for kind, what in KINDS.items():
             there = [i for i, t in enumerate(self.tokens) if t.kind == kind and not np.isnan(mean[i])]
             if there:
