@@ -217,7 +217,7 @@ class TokenPositions(Result):
 )
 def token_positions(
     setup: Setup,
-    passage: Annotated[str | None, Option(argument=True, metavar="[TEXT]")] = None,
+    passage: Annotated[str | None, Option(argument=True, metavar="TEXT")] = None,
     *,
     file: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     chat: bool = False,
