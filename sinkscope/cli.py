@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -26,13 +25,8 @@ from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.output import check_writable, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
-
-class Backend(StrEnum):
-    """Kinds of model object."""
-
-    bridge = "bridge"
-    hf = "hf"
-    nnsight = "nnsight"
+Backend = Literal["bridge", "hf", "nnsight"]
+"""Kinds of model object."""
 
 
 def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
@@ -257,7 +251,7 @@ class Command:
             default = self.parameters[name].default
             empty = value in (None, [], ()) and default is not inspect.Parameter.empty
             if not empty and value != default:
-                found[name] = value.value if isinstance(value, StrEnum) else value
+                found[name] = value
         return found
 
     def _series(self, given: dict[str, Any], others: list[str]) -> Entry | None:
@@ -305,7 +299,7 @@ class Command:
             from sinkscope.models.load import load
 
             options = {name: given[name] for name in ("revision", "device", "dtype") if name in given}
-            given["model"] = load(given.get("model"), backend=backend.value, **options)
+            given["model"] = load(given.get("model"), backend=backend, **options)
         with ProgressBar() as progress:
             takes = self.measures or any(p.name == "progress" for p in main.parameters)
             more: dict[str, Any] = {"progress": progress} if takes else {}

@@ -236,10 +236,8 @@ class Entry:
     def _look_up(self, name: str) -> Any:
         """A constant of the module, or what it imports under this name."""
         home = self.module
-        on_a_line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
-        for value in (
-            _literal(on_a_line[1]) if on_a_line else []
-        ):  # to parse the whole file takes a hundred times longer
+        line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
+        for value in _literal(line[1]) if line else []:  # far quicker than to parse the whole file
             return value
         for node in ast.parse(self.text).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
