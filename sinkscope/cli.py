@@ -380,7 +380,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `sinkscope`; by default those of this process.
 
     Returns:
-        0 done, 2 bad input (one line on stderr), 130 interrupted.
+        0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
+        stderr), 130 interrupted.
     """
     _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
@@ -392,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except SinkscopeError as error:
-        return _refuse(str(error))
+        return _refuse(str(error), error.exit_code)
     except typer.TyperException as error:
         return _refuse(_usage(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -417,9 +418,9 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = 2) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 def _usage(error: typer.TyperException) -> str:
