@@ -128,8 +128,7 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any]) -
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
     """Ids that end what a model writes, and the id that fills rows up."""
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    ends = frozenset(end if isinstance(end, list | tuple) else [] if end is None else [int(end)])
+    ends = frozenset(target.end_ids)
     pad = target.need_tokenizer().pad_token_id
     return ends, min(ends, default=0) if pad is None else int(pad)
 

@@ -36,16 +36,16 @@ class Rotary:
         module: Any = getattr(target.base, "rotary_emb", None)
         frequencies: Any = getattr(module, "inv_freq", None)
         kinds = getattr(target.config, "layer_types", None)
-        why = ""
-        if module is None:
-            why = "it has no rotary positions"
-        elif target.kind == "bridge":
-            why = "a TransformerBridge applies positions itself; load it with backend='hf'"
-        elif getattr(target.config, "sliding_window", None) and (kinds is None or "sliding_attention" in kinds):
-            why = "it has layers with a window, which counts true positions"
-        elif getattr(module, "rope_type", "default") not in _FIXED or frequencies is None:
-            why = f"its frequencies ({getattr(module, 'rope_type', 'per layer')!r}) are not one fixed set"
-        if why:
+        windows = getattr(target.config, "sliding_window", None) and (kinds is None or "sliding_attention" in kinds)
+        fixed = getattr(module, "rope_type", "default") in _FIXED and frequencies is not None
+        said = f"its frequencies ({getattr(module, 'rope_type', 'per layer')!r}) are not one fixed set"
+        reasons = (
+            (module is None, "it has no rotary positions"),
+            (target.kind == "bridge", "a TransformerBridge applies positions itself; load it with backend='hf'"),
+            (windows, "it has layers with a window, which counts true positions"),
+            (not fixed, said),
+        )
+        if why := next((why for holds, why in reasons if holds), None):
             raise UnsupportedError(
                 f'positions="rebased" does not work on {target.name}: {why}; use positions="original"',
                 page="kv-session",
@@ -55,7 +55,6 @@ class Rotary:
 
     def rebase(self, layer: int, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
         """Turn the keys of what is kept to positions without gaps (call before `evict`)."""
-        assert kv.keys is not None
         held = kv.pos >= 0
         kept = keep & held
         # Positions before were without gaps too, by the same rule.
@@ -90,6 +89,10 @@ class CacheLayer(DynamicLayer):
         whole: known to have no holes; if not, `holes` counts them.
     """
 
+    # None while the layer is empty; whoever asks first asks for `slots`.
+    keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def __init__(self) -> None:
         super().__init__()
         self._clear()
@@ -111,12 +114,12 @@ class CacheLayer(DynamicLayer):
     @property
     def slots(self) -> int:
         """Places in use, holes included."""
-        return int(self.keys.shape[-2]) if self.is_initialized and self.keys is not None and self.keys.numel() else 0
+        return int(self.keys.shape[-2]) if self.is_initialized and self.keys.numel() else 0
 
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
         """True position of each slot among the real tokens of its row; -1: a hole or padding, which nothing sees."""
-        assert self._columns is not None and self.keys is not None
+        assert self._columns is not None
         rows, heads = self.keys.shape[:2]
         held = 0 if self._pos is None else self._pos.shape[-1]
         if (new := self.slots - held) or self._pos is None:
@@ -154,7 +157,6 @@ class CacheLayer(DynamicLayer):
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers kept per slot (for example attention received); zero for new slots. They move with the slots."""
-        assert self.keys is not None
         if f"extra.{name}" not in self._side:
             self.set_extra(name, torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device))
         return self._grown(f"extra.{name}")
@@ -177,7 +179,6 @@ class CacheLayer(DynamicLayer):
             keep: what stays; holes and padding never do.
             exact: every row and head keeps exactly this many; spares waiting for the device.
         """
-        assert self.keys is not None and self.values is not None
         pos = self.pos
         keep = keep & (pos >= 0)
         if exact is None:
@@ -226,14 +227,13 @@ class CacheLayer(DynamicLayer):
                 )
             columns = self._counted(new, key_states)
         self._columns = columns
-        if self.slots and self.keys is not None and self.values is not None:
+        if self.slots:
             self.keys = self._grow["keys"].append(self.keys, key_states)
             self.values = self._grow["values"].append(self.values, value_states)
         else:
             super().update(key_states, value_states, *args, **kwargs)
             self._grow |= {"keys": Growing(-2, self.keys), "values": Growing(-2, self.values)}
         self.seen += new
-        assert self.keys is not None and self.values is not None
         if new > 1:  # padding may have come in
             self._holes, self.whole = None, False
             self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
@@ -253,7 +253,7 @@ class CacheLayer(DynamicLayer):
         Tensors are "keys" and "values", "columns" `[batch seen]` (true position of every token that went in), and
         where they differ from the default "pos", "hidden" and "extra.NAME", `[batch kv_head slot]`.
         """
-        assert self.keys is not None and self.values is not None and self._columns is not None
+        assert self._columns is not None
         tensors = {"keys": self.keys, "values": self.values, "columns": self._columns}
         tensors |= {"pos": self.pos} if self.edited else {}
         return {name: getattr(self, name) for name in FLAGS}, tensors | {name: self._grown(name) for name in self._side}
@@ -297,7 +297,6 @@ class CacheLayer(DynamicLayer):
     def put_back(self, whole: CacheLayer) -> None:
         """Hold again what `whole` holds, an earlier `copy`, and behind it the tokens that came in since."""
         new, slots = self.seen - whole.seen, self.slots
-        assert self.keys is not None and self.values is not None and whole.keys is not None
         held = self.keys[..., slots - new :, :], self.values[..., slots - new :, :]
         side = {name: self._grown(name)[..., slots - new :] for name in self._side}
         vars(self).update(vars(whole.copy()), seen=self.seen, _columns=self._columns, reorders=self.reorders)
@@ -306,7 +305,6 @@ class CacheLayer(DynamicLayer):
         for name, part in side.items():
             self._side.setdefault(name, part[..., :0])
             self._side[name] = torch.cat([self._grown(name), part], 2)
-        assert self.keys is not None and self.values is not None
         self.keys, self.values = (torch.cat(both, 2) for both in zip((self.keys, self.values), held, strict=True))
         self._ungrown()
 
@@ -350,7 +348,6 @@ class CacheLayer(DynamicLayer):
             keep = int(held.max()) + 1 if len(held) else 0
             self._pos = torch.where(stays, self.pos, -1)[..., :keep]
             self.ragged = bool((self._pos < 0).any())  # heads that keep different tokens lose different numbers
-        assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys[..., :keep, :], self.values[..., :keep, :]
         self._side = {name: kept[..., :keep] for name, kept in self._side.items()}
         self.seen, self._columns, self._holes, self.whole = left, self._columns[:, :left], None, False
@@ -358,7 +355,7 @@ class CacheLayer(DynamicLayer):
     def reset(self) -> None:
         """Empty, as new."""
         super().reset()
-        self.keys = self.values = None  # some versions of transformers only set them to zero
+        vars(self).update(keys=None, values=None)  # some versions of transformers only set them to zero
         self.is_initialized = False
         self._clear()
 

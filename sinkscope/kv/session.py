@@ -258,7 +258,6 @@ class Session:
             raise UnsupportedError(why, page="kv-session")
         query, query_pos = moment.state.queries[layer]
         kv = moment.layers[layer]
-        assert kv.keys is not None
         view = View(kv.pos, query_pos[:, -last:], self._windows[layer], kv.hidden)
         module: Any = self.target.sub(layer, self.target.adapter.attn)
         inner = getattr(module, "original_component", None)  # below a bridge

@@ -76,7 +76,7 @@ class Meter:
     def note(self, layers: list[CacheLayer]) -> None:
         """After a call."""
         first, span = layers[0], self._span
-        if first.keys is None or not first.slots:
+        if not first.slots:
             return
         rows, device = first.keys.shape[0], first.keys.device
         self.calls += 1
@@ -119,5 +119,4 @@ class Meter:
 
 def _bytes(layer: CacheLayer) -> int:
     """Of the key and value of one slot, all kv heads."""
-    both = [t for t in (layer.keys, layer.values) if t is not None]
-    return sum(t.shape[1] * t.shape[-1] * t.element_size() for t in both)
+    return sum(t.shape[1] * t.shape[-1] * t.element_size() for t in (layer.keys, layer.values))

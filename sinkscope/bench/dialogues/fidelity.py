@@ -40,9 +40,9 @@ from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import Told
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.conversation import Told
 from sinkscope.kv.session import Moment, Rows, Session
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.text import typical_text

@@ -187,7 +187,9 @@ class _Guarding:
         self._guard, self._settings, self._run, self._key, self._session = guard, settings, run, key, session
         whole = guard.clean == "repeats"  # looks for copies in all of the row, the paper's in the recent window
         self._recent = 1 << 40 if whole else guard.window if guard.recent is None else guard.recent
-        self._ends = _ends(run.target.hf) if guard.ends is None else frozenset(guard.ends)
+        padding = getattr(getattr(run.target.hf, "generation_config", None), "pad_token_id", None)
+        known = [*run.target.end_ids, *([] if padding is None else [int(padding)])]
+        self._ends = frozenset(known if guard.ends is None else guard.ends)
         self._local = threading.local()
 
     def remember(self, moment: Moment) -> None:
@@ -328,13 +330,3 @@ def _held(layers: list[CacheLayer], row: int, length: int) -> list[int]:
 
 def _logits(output: Any) -> Float[Tensor, "batch pos vocab"]:
     return output.logits if hasattr(output, "logits") else output[0]
-
-
-def _ends(model: Any) -> frozenset[int]:
-    """Ids after which generation emits padding, and the padding itself."""
-    config = getattr(model, "generation_config", None)
-    ends: set[int] = set()
-    for name in ("eos_token_id", "pad_token_id"):
-        value = getattr(config, name, None)
-        ends |= set(value) if isinstance(value, list | tuple) else set() if value is None else {int(value)}
-    return frozenset(ends)
