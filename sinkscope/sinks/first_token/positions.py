@@ -172,7 +172,7 @@ class TokenPositions(Result):
     def details(self) -> list[str]:
         """The model, the neurons, what receives most attention, and norms and attention by kind of token."""
         m, mean = self.model, self.received[0]
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} tokens."]
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} token{'s' * (len(self.tokens) > 1)}."]
         if self.sink_layer is None:
             lines.append("No MLP makes a norm spike of the first token.")
         if self.shared_dims:
