@@ -136,7 +136,7 @@ class CacheLayer(DynamicLayer):
         return self._grow["keys"].allocated or self.slots
 
     def holes(self) -> Float[Tensor, " batch"]:
-        """Number of slots of each row that hold no token, mean over kv heads; it is the same tensor until the next edit."""
+        """Number of slots of each row that hold no token, mean over kv heads; the same tensor until the next edit."""
         if self._holes is None:
             # New slots of single-token calls are never holes, so this is valid until the next edit.
             if self.whole:

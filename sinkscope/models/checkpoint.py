@@ -401,7 +401,7 @@ def _code_files(folder: Path) -> list[str]:
 
 
 def _download_weights(repo: str, commit: str, layers: int | None) -> tuple[str, set[str]]:
-    """Download weights; gives the name of the index (empty for a single file), and which of its shards were left out."""
+    """Download weights; give the name of the index (empty for a single file), and its shards that were left out."""
     for single in _WEIGHTS:
         if (index := optional_file(repo, f"{single}.index.json", commit)) is not None:
             weight_map: dict[str, str] = read_json(index)["weight_map"]
