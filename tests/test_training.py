@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_server import hub
 from organisms import Organism, organism
+from organisms.hard import hard
 
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
@@ -42,6 +42,8 @@ def _check(found: SinksOverTraining, made: dict[str, Organism]) -> None:
     for c, o in zip(found.checkpoints, made.values(), strict=True):
         assert c.sink_layer == o.truth.sink_layer and set(c.neurons) == set(o.truth.neurons)
         assert c.rate is not None and c.spike is not None and c.model is not None
+        assert c.norm_spike == c.attention_sink == o.truth.has_sink
+        assert c.carried_by == ("spike" if o.truth.has_sink else None)
         if o.truth.has_sink:
             assert c.set_drop is not None and c.control_drop is not None and c.set_drop > 0.5 > c.control_drop
             assert c.spike > 10
@@ -56,8 +58,11 @@ def test_folders_in_order(made: dict[str, Organism], folder: Path) -> None:
     third = found.checkpoints[2]
     assert alone.sink_rate is not None and third.rate == alone.sink_rate.value
     ratios = zip(alone.first_token_norm, alone.typical_norm, strict=True)
-    assert third.spike == max(a / b for a, b in ratios if a and b) and third.set_drop == alone.set_drop
-    assert "In 3 of 4 checkpoints" in found.conclusion() and "first in step8:" in found.conclusion()
+    assert third.spike == max(a / b for a, b in ratios if a and b)
+    assert alone.minimal is not None and third.set_drop == alone.minimal.drop_sink_layer
+    told = found.conclusion()
+    share = "3 of 4 checkpoints (first in step8)"
+    assert told.startswith(f"There is a norm spike in {share}, and an attention sink in {share}: norm ")
     assert "the same in 2 of these 3 checkpoints" in found.text()
     figure: Any = found.figure()
     assert list(figure.data[0].x) == list(made) and figure.data[2].y[0] is None
@@ -157,4 +162,19 @@ def test_bad_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
 
 def test_without_any_sink_nothing_is_claimed(folder: Path) -> None:
     found = sinks_over_training([folder / "step0"], text=folder / "text.txt", max_repeats=64)
-    assert found.conclusion().startswith("In none of 1 checkpoints") and not math.isnan(found.checkpoints[0].spike or 0)
+    assert found.conclusion().startswith("There is a norm spike in none of 1 checkpoints, and an")
+    assert found.conclusion().count("step0") == 1
+
+
+def test_spike_and_sink_are_told_apart(tmp_path: Path) -> None:
+    """A model with a sink and no spike, and one with a spike and no sink."""
+    for name in ("no_norm", "spike_only"):
+        h = hard(name, "llama")
+        h.model.save_pretrained(tmp_path / name)
+        h.tokenizer.save_pretrained(tmp_path / name)
+    both = [hard(name, "llama") for name in ("no_norm", "spike_only")]
+    (tmp_path / "text.txt").write_text(min(both, key=lambda h: h.model.config.vocab_size).text(40))
+    found = sinks_over_training([tmp_path / "no_norm", tmp_path / "spike_only"], text=tmp_path / "text.txt")
+    assert [(c.norm_spike, c.attention_sink) for c in found.checkpoints] == [(False, True), (True, False)]
+    assert "norm spike in 1 of 2 checkpoints (first in spike_only)" in found.conclusion()
+    assert "attention sink in 1 of 2 checkpoints (first in no_norm, not in all later ones)" in found.conclusion()

@@ -13,8 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, stage_neurons
+from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, prove, stage_neurons
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.received import LOST, losses
 from sinkscope.sinks.first_token.walk import SINK_RATIO, STAGE_OUTLIER, Walk, walk
@@ -24,8 +25,7 @@ ROUNDS = 4  # times that the model may repair itself before the search ends
 TOP = 8  # candidates of a later position
 WIDE = 64  # candidates of the sink layer that are tried together where the first few do not suffice
 _TRIED = 128  # sets of one size that are tried at most
-_TOKENS = 48  # of each text in which attention is compared
-_TEXTS = 2
+_TOKENS = 32  # of the text in which attention is compared
 
 
 @dataclass(frozen=True)
@@ -119,35 +119,33 @@ class _Search:
         return (low & most).all(1).tolist()
 
     def smallest(self, sites: Sites, *layers: int) -> Sites | None:
-        """The smallest of the sets tried that takes the spike away at these layers; None if all do not."""
-        if not sites or not self.gone(self.norms([sites])[0], *layers)[0]:
-            return None
-        for size in range(1, len(sites)):
+        """The smallest of the sets tried that takes the spike away at these layers; None if none does."""
+        for size in range(1, len(sites) + 1):
             if comb(len(sites), size) > _TRIED:
                 self.not_tried.append(
-                    f"sets of {size} to {len(sites) - 1} of {len(sites)} candidates were tried one neuron fewer at a "
-                    "time, not all of them"
+                    f"of {len(sites)} candidates, only some of the sets with {size} neurons or more were tried"
                 )
-                return self._fewer(sites, *layers)
-            some = list(combinations(sites, size))
-            norms = self.norms(some)[0]
-            drops = self.drops(norms, layers[-1])
-            good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
-            if good:
-                return some[max(good, key=lambda i: drops[i])]
-        return sites
-
-    def _fewer(self, sites: Sites, *layers: int) -> Sites:
-        """Leave out one neuron after another, the one that is missed least first, as long as the spike stays away."""
-        while len(sites) > 1:
-            some = [tuple(s for s in sites if s != out) for out in sites]
-            norms = self.norms(some)[0]
-            drops = self.drops(norms, layers[-1])
-            good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
-            if not good:
                 break
-            sites = some[max(good, key=lambda i: drops[i])]
-        return sites
+            if found := self._best(list(combinations(sites, size)), *layers):
+                return found
+        else:
+            return None
+        prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
+        gone = self.gone(self.norms(prefixes)[0], *layers)
+        chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
+        while chosen is not None and len(chosen) > 1:  # leave out what is missed least, as long as the spike stays away
+            fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
+            if fewer is None:
+                break
+            chosen = fewer
+        return chosen
+
+    def _best(self, sets: list[Sites], *layers: int) -> Sites | None:
+        """Of the sets that take the spike away, the one that takes most; None if none does."""
+        norms = self.norms(sets)[0]
+        drops = self.drops(norms, layers[-1])
+        good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
+        return sets[max(good, key=lambda i: drops[i])] if good else None
 
 
 def causal_sets(
@@ -205,10 +203,34 @@ def causal_sets(
             chosen, backups = later, tuple(s for s in later if s not in here)
     if here is not None and chosen is None:
         search.not_tried.append(f"neurons that bring the spike back were searched in {ROUNDS} rounds")
-    texts = (ids[:_TEXTS, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
+    texts = (ids[:1, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
     sets = _measured(search, chosen, here or sites, sites, backups, texts, generator)
     kept = {s for one in sets for s in one.numbers} | {n.site for n in neurons}
     return Found(sets, tuple(n for n in added if n.site in kept), tuple(search.not_tried))
+
+
+def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
+    """Sink layer and its causal neurons; (None, ()) for a model without a spike that an MLP makes.
+
+    Where no neuron is causal by itself, because others stand in for it, these are the neurons of the smallest set.
+
+    Args:
+        made: the model and its text.
+        layer: the sink layer, where it is known; None: it is searched.
+        top_k: candidates.
+    """
+    target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
+    seen = walk(target, ids, whole=target.resident) if layer is None else None
+    layer = seen.sink_layer() if seen is not None else layer
+    if layer is None:
+        return None, ()
+    proof = prove(target, ids, layer, top_k, generator)
+    if proof.causal:
+        return layer, proof.causal
+    seen = seen or walk(target, ids, whole=target.resident)
+    found = causal_sets(target, ids, seen, proof.neurons, [], generator)
+    members = () if found.minimal is None else found.minimal.numbers
+    return layer, tuple(n for n in (*proof.neurons, *found.added) if n.site in members)
 
 
 def later_set(
@@ -261,15 +283,16 @@ def _measured(
         assert seen.attention is not None and seen.intact_attention is not None
         return losses(seen.attention, seen.intact_attention, heads)
 
-    rest = tuple(s for s in sites if s not in chosen)
-    grown = [(*chosen, *rest[:k]) for k in range(len(rest) + 1)]
-    lost = attention([grown[0], grown[-1]])
-    if lost is not None and kind == "minimal" and lost[0][0] < LOST <= lost[0][1]:
+    draws = [_random(target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
+    lost = attention([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
+    if lost is not None and kind == "minimal" and lost[0][0] < LOST <= lost[0][-1]:
+        rest = [s for s in sites if s not in chosen]
+        grown = [(*chosen, *rest[:k]) for k in range(1, len(rest) + 1)]
         each = attention(grown)
         assert each is not None
         chosen = next(s for s, share in zip(grown, each[0], strict=True) if share >= LOST)
-    draws = [_random(target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
-    lost = attention([chosen, *draws])
+        draws = [_random(target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
+        lost = attention([chosen, *draws])
     norms = search.norms([chosen, *draws])[0]
     at_sink, at_last = search.drops(norms, search.layer), search.drops(norms, search.last)
     first = CausalSet(
@@ -278,7 +301,7 @@ def _measured(
         at_last[0],
         None if lost is None else lost[1][0],
         None if lost is None else lost[0][0],
-        max(*at_sink[1:], *at_last[1:], *([] if lost is None else lost[1][1:])),
+        max(*at_sink[1:], *at_last[1:], *([] if lost is None else lost[1][1 : DRAWS + 1])),
         kind,
     )
     if not first.verified:

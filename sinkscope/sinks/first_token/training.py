@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
+from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Hidden, Option, Positive, Result
 from sinkscope.registry import command
@@ -23,21 +24,27 @@ class Checkpoint(Keyed):
 
     Attributes:
         name: the revision, or the model where there are several.
-        sink_layer: the layer whose MLP makes the norm spike; None: none does.
-        neurons: sites of the causal neurons, (layer, neuron) or (layer, expert, neuron).
-        rate: share of heads whose mean attention to position 0 exceeds 0.3; None: the context is too short for it.
+        norm_spike: whether a position's norm stands out.
         spike: largest norm of the first token over the typical one of the same layer.
-        set_drop: share of the first token's norm that goes with the causal neurons.
+        attention_sink: whether heads attend to such a position.
+        rate: share of heads whose mean attention to position 0 exceeds 0.3; None: the context is too short for it.
+        carried_by: what the heads need; None: no single thing.
+        sink_layer: the layer whose MLP makes most of the spike; None: none does.
+        neurons: sites of the smallest set found that makes it, (layer, neuron) or (layer, expert, neuron).
+        set_drop: share of the first token's norm that goes with them.
         control_drop: the same with as many random ones, the largest of 20 draws.
         model: which model it is; None where it failed.
         failed: why it could not be measured.
     """
 
     name: str
+    norm_spike: bool = False
+    spike: float | None = None
+    attention_sink: bool = False
+    rate: float | None = None
+    carried_by: str | None = None
     sink_layer: int | None = None
     neurons: tuple[tuple[int, ...], ...] = ()
-    rate: float | None = None
-    spike: float | None = None
     set_drop: float | None = None
     control_drop: float | None = None
     model: ModelInfo | None = None
@@ -71,39 +78,28 @@ class SinksOverTraining(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per checkpoint."""
+        left = ("name", "neurons", "model", "failed")
         return [
-            {
-                "checkpoint": c.name,
-                "sink_layer": c.sink_layer,
-                "neurons": c.shown or None,
-                "rate": c.rate,
-                "spike": c.spike,
-                "set_drop": c.set_drop,
-                "control_drop": c.control_drop,
-                "failed": c.failed is not None or None,
-            }
+            {"checkpoint": c.name}
+            | {name: None if c.failed else value for name, value in vars(c).items() if name not in left}
+            | {"neurons": c.shown or None, "failed": c.failed is not None or None}
             for c in self.checkpoints
         ]
 
     def conclusion(self) -> str:
-        """In how many checkpoints an MLP makes the spike, since when, and how the last compares with the first."""
+        """In how many checkpoints there is a norm spike and a sink, since when, and how the last compares."""
         known = self.measured
-        spiked = [c for c in known if c.sink_layer is not None]
-        first, last = known[0], known[-1]
-        grown = f"{_size(last)} in {last.name}, {_size(first)} in {first.name}"
-        if not spiked:
-            return f"In none of {len(known)} checkpoints does an MLP raise the first token's norm: {grown}."
-        since = next(i for i, c in enumerate(known) if c is spiked[0])
-        always = "" if len(spiked) == len(known) - since else ", though not in every later one"
+        spikes, sinks = [c for c in known if c.norm_spike], [c for c in known if c.attention_sink]
+        grown = [f"{_size(c)} in {c.name}" for c in dict.fromkeys([known[-1], known[0]])]
         return (
-            f"In {len(spiked)} of {len(known)} checkpoints an MLP makes the first token's norm spike, first in "
-            f"{spiked[0].name}{always}: {grown}."
+            f"There is a norm spike in {_since(spikes, known)}, and an attention sink in {_since(sinks, known)}: "
+            f"{', '.join(grown)}."
         )
 
     def details(self) -> list[str]:
         """Whether the neurons stay the same, and what failed."""
         spiked = [c for c in self.measured if c.sink_layer is not None]
-        lines = []
+        lines = list[str]()
         if len(spiked) > 1:
             same = [c for c in spiked if c.neurons == spiked[-1].neurons]
             lines.append(
@@ -111,6 +107,15 @@ class SinksOverTraining(Result):
                 f"{len(same)} of these {len(spiked)} checkpoints."
             )
         return lines + [f"{c.name} could not be measured: {c.failed}." for c in self.checkpoints if c.failed]
+
+
+def _since(some: list[Checkpoint], known: Sequence[Checkpoint]) -> str:
+    """How many have it, and which is the first."""
+    many = f"{len(some) or 'none'} of {len(known)} checkpoints"
+    if not some:
+        return many
+    always = "" if len(some) == len(known) - known.index(some[0]) else ", not in all later ones"
+    return f"{many} (first in {some[0].name}{always})"
 
 
 def _size(c: Checkpoint) -> str:
@@ -147,35 +152,30 @@ def sinks_over_training(
     Raises:
         SinkscopeError: Nothing could be measured, or there are several models and several revisions.
     """
-    started = time.perf_counter()
-    series = _series(list(models or ()), list(revisions or ()))
-    own = {"tokens": tokens, "top_k": top_k, "max_repeats": max_repeats}
-    found: list[Checkpoint] = []
-    first: SinkscopeError | None = None
+    started, found = time.perf_counter(), list[Checkpoint]()
+    several = len(set(models or ())) > 1
+    own: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "max_repeats": max_repeats, **options}
+    settings = {**own, "model": None if several else _label(models)}
     way: Provenance | None = None
-    settings = {**own, **options, "model": None if len(models or ()) > 1 else _label(models)}
+    show = progress or silent
+    series = _series(list(models or ()), list(revisions or ()))
     with Folder(resume, settings, Checkpoint, option="--resume") as kept:
-        for done, (name, model, revision) in enumerate(series):
-            if progress is not None:
-                progress("checkpoints", done, len(series))
+        for name, model, revision in series:
+            show("checkpoints", len(found), len(series))
             if name not in kept.records:
-                try:
-                    one, way = _measure(name, model, revision=revision, progress=progress, **own, **options)
-                except (SinkscopeError, OSError) as error:  # the next one may be whole
-                    said = (str(error).splitlines() or [type(error).__name__])[0]
-                    found.append(Checkpoint(name, failed=said.replace(str(model), name)))
-                    first = first or SinkscopeError(said)
-                    continue
-                kept.append([one])
-            found.append(kept.records[name])
-        if progress is not None:
-            progress("checkpoints", len(series), len(series))
-    if first is not None and all(c.failed for c in found):
-        raise first
+                one, way = _measure(name, model, way, revision=revision, progress=progress, **own)
+                if one.failed is None:  # a failed one is tried again next time
+                    kept.append([one])
+                found.append(one)
+            else:
+                found.append(kept.records[name])
+        show("checkpoints", len(series), len(series))
+    if all(c.failed for c in found):
+        raise SinkscopeError(str(found[0].failed))
     info = next(c.model for c in reversed(found) if c.model is not None)
     return SinksOverTraining(
         checkpoints=tuple(found),
-        model=info if len(set(models or ())) < 2 else replace(info, name=f"{len(found)} models"),
+        model=replace(info, name=f"{len(found)} models") if several else info,
         settings={**settings, "checkpoints": len(found)},
         provenance=provenance(
             started=started,
@@ -207,18 +207,28 @@ def _label(models: Sequence[str | Path] | None) -> str:
     return Path(os.fspath(models[0])).name if models else "bundled"
 
 
-def _measure(name: str, model: str | Path | None, **options: Any) -> tuple[Checkpoint, Provenance]:
-    """What `find_sinks` says of one checkpoint, and how it came to it."""
-    found = find_sinks(model, all_layers=True, **options)
+def _measure(
+    name: str, model: str | Path | None, way: Provenance | None, **options: Any
+) -> tuple[Checkpoint, Provenance | None]:
+    """What `find_sinks` says of one checkpoint, or why it cannot, and how it came to it (`way`: as before)."""
+    try:
+        found = find_sinks(model, all_layers=True, **options)
+    except (SinkscopeError, OSError) as error:  # the next one may be whole
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        return Checkpoint(name, failed=said.replace(str(model), name)), way
+    spike, sink, minimal = found.norm_spike, found.attention_sink, found.minimal
     ratios = [a / b for a, b in zip(found.first_token_norm, found.typical_norm, strict=True) if a and b]
     one = Checkpoint(
         name,
-        found.sink_layer,
-        tuple(neuron.site for neuron in found.causal),
-        None if found.sink_rate is None else found.sink_rate.value,
-        max(ratios),
-        found.set_drop,
-        found.set_control_drop,
-        found.model,
+        norm_spike=spike is not None,
+        spike=max(ratios) if spike is None else spike.ratio,
+        attention_sink=sink is not None,
+        rate=None if found.sink_rate is None else found.sink_rate.value,
+        carried_by=None if sink is None else sink.carried_by,
+        sink_layer=found.sink_layer,
+        neurons=tuple(n.site for n in found.causal) if minimal is None else minimal.numbers,
+        set_drop=found.set_drop if minimal is None else minimal.drop_sink_layer,
+        control_drop=found.set_control_drop if minimal is None else minimal.control,
+        model=found.model,
     )
     return one, found.provenance

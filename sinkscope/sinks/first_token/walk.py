@@ -17,7 +17,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure.setup import Setup
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.first_token.ablation import LayerView, Neuron, prove, view_layer
+from sinkscope.sinks.first_token.ablation import LayerView, view_layer
 from sinkscope.trace.attention import attention_rows
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
@@ -220,22 +220,6 @@ def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
         enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
         if enough or not made.more():
             return seen
-
-
-def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
-    """Sink layer and its causal neurons, proven by ablation; (None, ()) for a model without a sink.
-
-    Args:
-        made: the model and its text.
-        layer: the sink layer, where it is known; None: it is searched.
-        top_k: candidates.
-    """
-    if layer is None:
-        layer = walk(made.target, made.ids, whole=made.target.resident).sink_layer()
-    if layer is None:
-        return None, ()
-    proof = prove(made.target, made.ids, layer, top_k, torch.Generator().manual_seed(made.seed))
-    return layer, proof.causal
 
 
 def repeat_limit(target: Target, asked: int | None) -> int:
