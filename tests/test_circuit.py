@@ -238,6 +238,26 @@ def test_a_sink_without_a_spike_goes_from_its_component_to_the_keys(
     assert found.conclusion().startswith("No MLP raises the first token's norm, but heads attend to it")
 
 
+def test_heads_that_read_the_mark_and_not_the_spike(tmp_path: Path) -> None:
+    o = hard("decoupled", "neox", 2)
+    found = _circuit(o, tmp_path, max_repeats=8)
+    assert {_name(site) for one in o.truth.sets for site in one} == set(found.neurons)
+    heads = [f"L0.H{head}" for _, own in o.truth.marking for head in own]
+    assert found.carried_by in heads and "heads do not need the spike" in found.conclusion()
+    assert [m.place for m in found.marking] == ["first token", "keys"]
+
+
+@pytest.mark.slow
+def test_a_folder_read_layer_by_layer_gives_the_same(tmp_path: Path) -> None:
+    o = organism("llama", 3)
+    live = _circuit(o, tmp_path)
+    streamed = circuit(o.save(tmp_path / "model"), text=tmp_path / "text.txt", max_repeats=64)
+    for mine, theirs in zip(live.steps, streamed.steps, strict=True):
+        assert (mine.source, mine.target) == (theirs.source, theirs.target)
+        assert theirs.share == pytest.approx(mine.share, abs=1e-3)
+        assert theirs.necessity == pytest.approx(mine.necessity, abs=1e-3)
+
+
 def test_no_circuit_is_an_answer(tmp_path: Path) -> None:
     found = _circuit(organism("llama", 3, kind="none"), tmp_path)
     assert found.steps == () and found.attention is None
