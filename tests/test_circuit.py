@@ -143,7 +143,7 @@ def _name(site: tuple[int, ...]) -> str:
     return f"L{site[0]}.E{site[1]}.N{site[2]}" if len(site) == 3 else f"L{site[0]}.N{site[1]}"
 
 
-SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1), ("neox", 1), ("mixtral", 0))]
+SLOWER = [pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_oss", 1), ("neox", 1), ("mixtral", 1))]
 
 
 @pytest.mark.parametrize(("family", "seed"), [("llama", 3), ("gemma2", 2), ("gpt2", 1), *SLOWER])
