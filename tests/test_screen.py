@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from organisms import FAMILIES, Organism, organism, tiny_model
-from sinkscope.models.stream import StreamTarget
 
 from sinkscope.cli import main
 from sinkscope.models.load import load
-from sinkscope.models.open import open_target
+from sinkscope.models.open import StreamTarget, open_target
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.screen import NeuronScreen, neuron_screen, reaches
