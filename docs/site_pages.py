@@ -48,6 +48,7 @@ def commands() -> str:
         lines.append(f"## {group}\n")
         for entry in members:
             flag = f" --{entry.marks['flag'].replace('_', '-')}" if "flag" in entry.marks else ""
+            flag += ", several checkpoints" * bool(entry.marks.get("several"))
             lines.append(f"### sinkscope {entry.command}{flag}\n\n{entry.summary}\n")
             lines += _options(entry.parameters, entry)
     lines.append("## Options of every measurement\n")

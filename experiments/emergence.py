@@ -32,7 +32,7 @@ from sinkscope.figures.style import BLUE, ORANGE
 from sinkscope.html import check_png
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
-from sinkscope.sinks.first_token.walk import sink_rate
+from sinkscope.sinks.first_token.received import received
 from sinkscope.text import typical_text
 from sinkscope.trace import trace
 from sinkscope.trace.attention import attention_rows
@@ -96,7 +96,7 @@ def measure(model: Any, ids: Tensor, floor: float) -> dict[str, float]:
     return {
         "idle_attention": float(torch.stack(attention).max()),  # of the head that attends to it most
         "excess_loss": float(model(ids, labels=ids).loss) - floor,
-        "sink_rate": sink_rate(Target.of(model), ids, EPS, batch=HELD_OUT),
+        "sink_rate": received(Target.of(model), ids, EPS, batch=HELD_OUT).rate,
         "value_ratio": min(v for k, v in ratios.items() if k.endswith("hook_v")),  # of the most drained layer
         "residual_ratio": max(v for k, v in ratios.items() if k.endswith("resid_post")),  # of the highest peak
     }

@@ -13,9 +13,8 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperGroup
@@ -26,13 +25,8 @@ from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.output import check_writable, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
-
-class Backend(StrEnum):
-    """Kinds of model object."""
-
-    bridge = "bridge"
-    hf = "hf"
-    nnsight = "nnsight"
+Backend = Literal["bridge", "hf", "nnsight"]
+"""Kinds of model object."""
 
 
 def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
@@ -132,23 +126,41 @@ class Groups(TyperGroup):
                 formatter.write_dl(rows)
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Hang a command on the app for every entry of the registry.
+def command_line(words: Sequence[str] | None = None) -> typer.Typer:
+    """The whole command line: a command for every entry of the registry; "patch make" stands in a group of its own.
 
     Args:
-        app: The whole command line; an entry such as "patch make" goes to a group below it.
+        words: What the user typed: a command that is not among them is listed in the help, without its options, which
+            take time to make. None: every command is whole.
     """
+    app = typer.Typer(
+        name="sinkscope",
+        cls=Groups,
+        help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
     groups: dict[str, typer.Typer] = {"": app}
-    for words, parts in together.items():
-        home, _, name = words.rpartition(" ")
+    for command, parts in together.items():
+        home, _, name = command.rpartition(" ")
         if home not in groups:
             groups[home] = typer.Typer(name=home, cls=Groups, rich_markup_mode=None)
             app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
-        command = Command(sorted(parts, key=lambda entry: "flag" in entry.marks))
-        groups[home].command(name, help=command.help, rich_help_panel=parts[0].group)(command)
+        parts.sort(key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several")))
+        run = Command(parts) if words is None or {*command.split()} <= {*words} else _listed
+        help = parts[0].doc.split("\n\nArgs:")[0]
+        groups[home].command(name, help=help, rich_help_panel=parts[0].group)(run)
+    return app
+
+
+def _listed() -> None:
+    """Stands for a command that was not typed."""
 
 
 class Command:
@@ -161,13 +173,14 @@ class Command:
     def __init__(self, parts: list[Entry]) -> None:
         self.parts, first = parts, parts[0]
         self.measures = first.decorator == "measurement"
-        self.help = first.doc.split("\n\nArgs:")[0]
-        self.flags = {part.marks["flag"]: part for part in parts[1:]}
+        self.flags = {part.marks["flag"]: part for part in parts if "flag" in part.marks}
+        self.series = next((part for part in parts if part.marks.get("several")), None)
         self.outputs = [output for part in parts for output in part.marks.get("outputs", [])]
         returns_none = first.node.returns is None or getattr(first.node.returns, "value", "") is None
         self.files = {} if returns_none and not self.measures else _FILES
         self.parameters = self._parameters()
-        shown = [*map(_typed, (p for p in self.parameters.values() if not p.option.hidden)), *self._added()]
+        asked = [p for p in self.parameters.values() if not p.option.hidden and p.name not in self.narrow.values()]
+        shown = [*map(_typed, asked), *self._added()]
         self.__name__ = first.name
         self.__signature__ = inspect.Signature(shown)
         self.__annotations__ = {p.name: p.annotation for p in shown}
@@ -181,7 +194,11 @@ class Command:
         for part in self.parts[1:]:  # what all share is described as for all, unless the first function differs
             found = {**{p.name: shared.get(p.name, p) for p in part.parameters}, **found}
         order = [p.name for part in self.parts for p in part.parameters]
-        return {name: {**shared, **found}[name] for name in dict.fromkeys([*order, *shared])}
+        known = {name: {**shared, **found}[name] for name in dict.fromkeys([*order, *shared])}
+        lone = {p.flag: name for name, p in known.items() if not p.many}
+        wide = self.series.parameters if self.series else ()
+        self.narrow = {p.name: lone[p.flag] for p in wide if p.many and p.flag in lone}
+        return known
 
     def _added(self) -> list[inspect.Parameter]:
         """Options that are no parameters: flags of other functions, the kind of model object, and files."""
@@ -204,8 +221,11 @@ class Command:
         main, also = self._main(chosen)
         backend = values.pop("backend", None) if self.measures else None
         given = self._given(values)
+        lone = [f"--{part.marks['flag']}" for part in chosen] + ["--backend"] * (backend is not None)
+        main = self._series(given, lone) or main
+        own = {p.name for p in main.parameters}
         for part in chosen:
-            given |= part.marks.get("sets") or {}
+            given |= {name: value for name, value in part.marks.get("sets", {}).items() if name in own}
         self._refuse_unused([main, *also], given)
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)
@@ -232,8 +252,22 @@ class Command:
             default = self.parameters[name].default
             empty = value in (None, [], ()) and default is not inspect.Parameter.empty
             if not empty and value != default:
-                found[name] = value.value if isinstance(value, StrEnum) else value
+                found[name] = value
         return found
+
+    def _series(self, given: dict[str, Any], others: list[str]) -> Entry | None:
+        """The function that takes several values of an option, if several were given; else the lists become values.
+
+        Raises:
+            SinkscopeError: `others`, options that only one model can have, were given with several values.
+        """
+        if all(len(given.get(many, ())) < 2 for many in self.narrow):
+            for many in self.narrow.keys() & given.keys():
+                given[self.narrow[many]] = given.pop(many)[0]
+            return None
+        if others:
+            raise SinkscopeError(f"{others[0]} is for one model: give --model and --revision once, or leave it out")
+        return self.series
 
     def _refuse_unused(self, running: list[Entry], given: dict[str, Any]) -> None:
         """Refuse an option of a function that does not run: it would do nothing.
@@ -266,7 +300,7 @@ class Command:
             from sinkscope.models.load import load
 
             options = {name: given[name] for name in ("revision", "device", "dtype") if name in given}
-            given["model"] = load(given.get("model"), backend=backend.value, **options)
+            given["model"] = load(given.get("model"), backend=backend, **options)
         with ProgressBar() as progress:
             takes = self.measures or any(p.name == "progress" for p in main.parameters)
             more: dict[str, Any] = {"progress": progress} if takes else {}
@@ -294,7 +328,7 @@ def _typed(parameter: Parameter) -> inspect.Parameter:
     default: Any = parameter.default
     kind: Any = bool if isinstance(default, bool) else parameter.type
     if option.reads in ("head", "commas") or not (kind in (int, float, str, bool, Path) or get_origin(kind) is Literal):
-        kind = str
+        kind = Path if option.argument and Path in get_args(kind) else str
     text = parameter.help + (" It may be given several times." if many and not option.argument else "")
     more: dict[str, Any] = {"help": text, "metavar": option.metavar}
     if kind in (int, float):
@@ -319,17 +353,6 @@ def _keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=whole)
 
 
-app = typer.Typer(
-    name="sinkscope",
-    cls=Groups,
-    help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
 def _print_version(wanted: bool) -> bool:
     if wanted:
         print(f"sinkscope {__version__}")
@@ -337,7 +360,6 @@ def _print_version(wanted: bool) -> bool:
     return wanted
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
@@ -346,7 +368,7 @@ def _root(
     """Options of the command itself."""
 
 
-__all__ = ["app", "main"]
+__all__ = ["command_line", "main"]
 
 _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
@@ -359,22 +381,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `sinkscope`; by default those of this process.
 
     Returns:
-        0 done, 2 bad input (one line on stderr), 130 interrupted.
+        0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
+        stderr), 130 interrupted.
     """
     _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
-        code = app(
-            args=list(sys.argv[1:] if argv is None else argv) or ["--help"],
-            prog_name="sinkscope",
-            standalone_mode=False,
-        )
+        words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        code = command_line(words)(args=words, prog_name="sinkscope", standalone_mode=False)
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except SinkscopeError as error:
-        return _refuse(str(error))
+        return _refuse(str(error), error.exit_code)
     except typer.TyperException as error:
         return _refuse(_usage(error))
     except (KeyboardInterrupt, typer.Abort):
@@ -399,9 +419,9 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = 2) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    return code
 
 
 def _usage(error: typer.TyperException) -> str:
@@ -425,6 +445,3 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-add_commands(app)

@@ -7,8 +7,10 @@ class SinkscopeError(ValueError):
     """Bad input or an impossible request.
 
     The message is one line: the value, what was expected, what to do. The command line prints it as
-    ``error: ...`` and exits with code 2. ``page`` names the page of the documentation that treats it.
+    ``error: ...`` and exits with ``exit_code``. ``page`` names the page of the documentation that treats it.
     """
+
+    exit_code = 2
 
     def __init__(self, message: str, *, page: str | None = None) -> None:
         self.page = page
@@ -17,6 +19,12 @@ class SinkscopeError(ValueError):
 
 class UnsupportedError(SinkscopeError):
     """The model, or the kind of model object, cannot do what was asked; the message names what can."""
+
+
+class RefusedError(SinkscopeError):
+    """The input was good and the work was done, but what it made is not handed out, because it does not do its task."""
+
+    exit_code = 1
 
 
 _NO_MEMORY = (

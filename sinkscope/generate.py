@@ -9,7 +9,9 @@ from os import PathLike
 from typing import Annotated, Any
 
 import torch
+from jaxtyping import Int
 from pydantic import Field
+from torch import Tensor
 from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError
@@ -117,18 +119,27 @@ def generate(
 @torch.no_grad()
 def _continued(target: Target, rows: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
     """The new tokens of each row, up to and with the end of sequence."""
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    ends = set(end) if isinstance(end, list | tuple) else set() if end is None else {int(end)}
-    known = target.need_tokenizer().pad_token_id
-    pad = min(ends, default=0) if known is None else int(known)
-    width = max(map(len, rows))
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-    out = target.hf.generate(
-        input_ids=ids.to(target.device), attention_mask=mask.to(target.device), pad_token_id=pad, **options
-    )
-    new = out[:, width:].tolist()
+    ends, pad = ends_and_pad(target)
+    ids, mask = padded(rows, pad, target.device)
+    made = target.hf.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **options)
+    new = made[:, ids.shape[1] :].tolist()
     return [row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))] for row in new]
+
+
+def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
+    """Ids that end what a model writes, and the id that fills rows up."""
+    ends = frozenset(target.end_ids)
+    pad = target.need_tokenizer().pad_token_id
+    return ends, min(ends, default=0) if pad is None else int(pad)
+
+
+def padded(
+    rows: Sequence[list[int]], pad: int, device: torch.device
+) -> tuple[Int[Tensor, "row pos"], Int[Tensor, "row pos"]]:
+    """Rows of ids that are filled up on the left, and which of them are real, as attention masks say it."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    return ids, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
 
 
 class _Streamer(TextStreamer):

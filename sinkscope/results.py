@@ -31,20 +31,33 @@ def aligned(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 class Grid:
-    """A rich renderable: a table, or where it would cut numbers short, plain text that the terminal breaks."""
+    """A table as plain text, as HTML, and as a rich renderable.
+
+    On a terminal where columns would cut numbers short, it is plain text that the terminal breaks.
+    """
 
     def __init__(self, head: Sequence[str], cells: Sequence[Sequence[str]], title: str = "", note: str = "") -> None:
         self.head, self.cells, self.title, self.note = head, cells, title, note
+
+    def text(self) -> str:
+        """Title, aligned columns and note."""
+        around = [[self.title], aligned(self.head, self.cells), [self.note]]
+        return "\n".join(line for part in around for line in part if line)
+
+    def html(self) -> str:
+        """The same as HTML, everything escaped."""
+        told = f"<h2>{html.escape(self.title)}</h2><p>{html.escape(self.note)}</p>" if self.title else ""
+        return told + html_table(self.head, self.cells)
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         """What rich draws."""
         from rich.table import Table
         from rich.text import Text
 
-        widths = _widths(self.head, self.cells, options.max_width)
+        head = [name.replace("_", " ") for name in self.head]
+        widths = _widths(head, self.cells, options.max_width)
         if widths is None:
-            around = [[self.title], aligned(self.head, self.cells), [self.note]]
-            yield Text("\n".join(line for part in around for line in part if line))
+            yield Text(Grid(head, self.cells, self.title, self.note).text())
             return
         table = Table(
             header_style="bold",
@@ -53,11 +66,21 @@ class Grid:
             caption=Text(self.note) if self.note else None,
             caption_justify="left",
         )
-        for name, width in zip(self.head, widths, strict=True):
+        for name, width in zip(head, widths, strict=True):
             table.add_column(Text(name), justify="right", overflow="fold", width=width)
         for line in self.cells:
             table.add_row(*map(Text, line))
         yield table
+
+
+def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as HTML, everything escaped."""
+
+    def cells(tag: str, line: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)}</tr>"
+
+    body = "".join(cells("td", row) for row in rows)
+    return f"<table><thead>{cells('th', head)}</thead><tbody>{body}</tbody></table>"
 
 
 def _widths(head: Sequence[str], cells: Sequence[Sequence[str]], room: int) -> list[int] | None:
@@ -362,19 +385,16 @@ class Result:
         return draw(self)
 
     def text(self) -> str:
-        """`summary` and `rows` as plain aligned text: what is printed where there is no terminal."""
-        head, cells = self._cells()
-        return "\n".join([self.summary(), *(["", *aligned(head, cells)] if cells else [])])
+        """`summary` and the tables as plain aligned text: what is printed where there is no terminal."""
+        return "\n\n".join([self.summary(), *(grid.text() for grid in self._grids())])
 
     def table(self) -> Any:
-        """`summary` and `rows` for a terminal: a rich renderable."""
+        """`summary` and the tables for a terminal: a rich renderable."""
         from rich.console import Group
         from rich.text import Text
 
-        head, cells = self._cells()
-        if not cells:
-            return Text(self.summary())
-        return Group(Text(self.summary()), Grid([name.replace("_", " ") for name in head], cells))
+        grids = [part for grid in self._grids() for part in ([Text("")] if grid.title else []) + [grid]]
+        return Group(Text(self.summary()), *grids)
 
     def __str__(self) -> str:
         return self.text()
@@ -383,16 +403,21 @@ class Result:
         return self.to_html()
 
     def to_html(self) -> str:
-        """`summary` and `rows` as a piece of HTML, everything escaped; what a notebook shows."""
+        """`summary` and the tables as a piece of HTML, everything escaped; what a notebook shows."""
+        tables = "".join(grid.html() for grid in self._grids())
+        return f'<div class="sinkscope"><pre>{html.escape(self.summary())}</pre>{tables}</div>'
+
+    def _grids(self) -> list[Grid]:
+        """The tables as they are shown: that of `rows`; a subclass with several overrides it."""
         head, cells = self._cells()
-        th = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in line)}</tr>" for line in cells)
-        table = f"<table><thead><tr>{th}</tr></thead><tbody>{body}</tbody></table>" if cells else ""
-        return f'<div class="sinkscope"><pre>{html.escape(self.summary())}</pre>{table}</div>'
+        return [Grid(head, cells)] if cells else []
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
+        """Head and rows of the table of `rows`, as strings."""
+        return self._strings(self.rows())
+
+    def _strings(self, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         """Head and rows as strings; columns that are empty in every row are left out."""
-        rows = self.rows()
         names = [n for n in (rows[0] if rows else {}) if any(row.get(n) is not None for row in rows)]
         return names, [[cell(row.get(name), percent=name in self.percent) for name in names] for row in rows]
 

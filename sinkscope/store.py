@@ -60,7 +60,7 @@ class Folder(Generic[R]):
         self.records: dict[Hashable, R] = {}
         self._kind, self._also, self._option = kind, also or {}, option
         self._settings = plain(settings, scrub=True)
-        self._lock = -1
+        self._lock: Any = None
 
     def __enter__(self: F) -> F:
         if self.folder is None:
@@ -72,9 +72,16 @@ class Folder(Generic[R]):
             ours = {SETTINGS, RECORDS, LOCK, *self._also}
             if any(p.name not in ours and not p.name.startswith(".sinkscope-") for p in self.folder.iterdir()):
                 raise SinkscopeError(f"{shown} holds other files: give a new or empty folder")
+        from filelock import FileLock, Timeout
+
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = _acquire(self.folder / LOCK, shown)
+            self._lock = FileLock(self.folder / LOCK)  # the system drops it when the process ends, however it ends
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise SinkscopeError(
+                f"{shown} is being written by another run: wait for it, or give another folder"
+            ) from None
         except OSError as error:
             raise SinkscopeError(f"cannot write {self.name}: {_reason(error)}; choose another place") from None
         try:
@@ -97,9 +104,8 @@ class Folder(Generic[R]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._lock >= 0:
-            os.close(self._lock)  # the lock goes with it
-            self._lock = -1
+        if self._lock is not None:
+            self._lock.release()
 
     def _check_settings(self, found: Any, shown: str) -> None:
         was, now = _flat(found) if isinstance(found, dict) else {}, _flat(self._settings)
@@ -191,22 +197,3 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _acquire(path: Path, shown: str) -> int:
-    """The lock as an open file. The system drops it when the process ends, however it ends, so none is ever stale."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # Windows
-            import msvcrt
-
-            lock: Any = msvcrt
-            lock.locking(descriptor, lock.LK_NBLCK, 1)
-    except OSError:
-        os.close(descriptor)
-        raise SinkscopeError(f"{shown} is being written by another run: wait for it, or give another folder") from None
-    return descriptor

@@ -6,16 +6,23 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.results import ModelInfo, Provenance
+from sinkscope.sinks.first_token.anatomy import Normalised, Trigger
 from sinkscope.sinks.first_token.find import (
+    AttentionSink,
     FindSinks,
     FirstTokenAttention,
+    LaterSink,
     Neuron,
+    NormSpike,
     Published,
     RepeatedToken,
     Repeats,
+    SinkPosition,
     SinkRate,
     Stage,
 )
+from sinkscope.sinks.first_token.received import Carrier
+from sinkscope.sinks.first_token.sets import CausalSet, Member
 
 NEURONS = (
     Neuron(2, None, 412, 905.0, 0.97, 0.93, 0.92, 0.004, True, 0.01, -0.2),
@@ -24,12 +31,38 @@ NEURONS = (
 )
 
 
+MADE = CausalSet((Member(2, None, 412), Member(2, None, 77)), 0.99, 0.98, 0.9, 1.0, 0.01, "minimal")
+
+
 def sample_find_sinks(**changes: Any) -> FindSinks:
     """Six layers, four of them read, a sink in layer 2."""
     made = FindSinks(
         model=ModelInfo("tiny", "llama", 6, 64, 512, "abc"),
         settings={"top_k": 3, "seed": 0, "text": None},
         provenance=Provenance(("sinkscope",), {"python": "3"}, "cpu", "float32", "sdpa", True, 0, 1.5, 1 << 30),
+        norm_spike=NormSpike(
+            positions=(0, 9),
+            step_up=(1, 2),
+            step_down=(3,),
+            ratio=232.0,
+            plateau=(2, 3),
+            made_by="MLP",
+            triggers=(Trigger(2, 412, 0.8, 0.01),),
+            normalised=Normalised(2.0, 30.0, 0.99, 0.6),
+        ),
+        attention_sink=AttentionSink(
+            rate=0.4,
+            eps=0.3,
+            positions=(SinkPosition(0, "<s>", 0.4), SinkPosition(9, ".", 0.1)),
+            layers_read=4,
+            carried_by="spike",
+            by_layer=(0.0, 0.0, 0.8, 0.8),
+            carriers=(Carrier("attention of layer 0", 0.9, 0.8),),
+        ),
+        causal_sets=(MADE,),
+        later_sinks=(LaterSink(".", 9, 12.0, MADE),),
+        shared_dims=(7,),
+        not_tried=("sets of more than 3 neurons",),
         sink_layer=2,
         neurons=NEURONS,
         set_drop=0.99,
@@ -54,6 +87,12 @@ def sample_find_sinks(**changes: Any) -> FindSinks:
 def sample_without_sink() -> FindSinks:
     """The same model, had it no sink."""
     return sample_find_sinks(
+        norm_spike=None,
+        attention_sink=None,
+        causal_sets=(),
+        later_sinks=(),
+        shared_dims=(),
+        not_tried=(),
         sink_layer=None,
         neurons=(),
         set_drop=None,

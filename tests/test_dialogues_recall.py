@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkscope.bench.dialogues import words
+from sinkscope.bench.dialogues import recall as words
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue, uneven
 from sinkscope.errors import SinkscopeError

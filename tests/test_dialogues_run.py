@@ -22,14 +22,12 @@ import torch
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
-from sinkscope.bench.dialogues.asking import cells_of
-from sinkscope.bench.dialogues.fidelity_table import Near
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
-from sinkscope.bench.dialogues.run import Said, run_dialogues
-from sinkscope.bench.dialogues.tables import Answered, Dialogues, tabulate_dialogues
+from sinkscope.bench.dialogues.run import Said, cells_of, run_dialogues
+from sinkscope.bench.dialogues.tables import Answered, Dialogues, Near, tabulate_dialogues
+from sinkscope.bench.files import open_folder, read_folder
 from sinkscope.bench.loopbench.metrics import read_run
-from sinkscope.bench.store import open_folder, read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event

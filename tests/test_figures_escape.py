@@ -14,10 +14,9 @@ import pytest
 from sample_results import sample_find_sinks
 
 from sinkscope import loops
-from sinkscope.bench.dialogues.fidelity_table import Fidelity
 from sinkscope.bench.dialogues.positions import Positions
-from sinkscope.bench.dialogues.tables import Dialogues
-from sinkscope.bench.loopbench.show import Shown
+from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
+from sinkscope.bench.loopbench.tables import Shown
 from sinkscope.registry import kinds
 from sinkscope.results import Result
 

@@ -136,11 +136,11 @@ def check(h: HardModel) -> None:
 
 def check_verdicts(h: HardModel, seen: Seen) -> None:
     peak, to_first = float(seen.ratio[:, 0].max()), seen.to(0)
-    assert peak > 12 if h.truth.spike else peak < 2, peak
+    assert peak > (4.5 if h.name == "weak_spike" else 12) if h.truth.spike else peak < 2, peak
     if h.truth.sink:
         assert h.truth.reading and min(float(to_first[place]) for place in h.truth.reading) > 0.3
     else:
-        assert not h.truth.reading and float(to_first.max()) < 0.25
+        assert not h.truth.reading and float(to_first.max()) < 0.3
 
 
 def check_layers(h: HardModel, seen: Seen) -> None:
@@ -155,9 +155,11 @@ def check_layers(h: HardModel, seen: Seen) -> None:
     if truth.sink_layer is not None:
         risen = {layer: float(seen.mlp[layer]) for layer in truth.step_up}
         assert max(risen, key=risen.__getitem__) == truth.sink_layer
-        assert seen.ratio[: min(truth.step_up), 0].max() < 2
-    end = truth.step_down[0] if truth.step_down else len(seen.first)
-    if truth.spike:
+        assert (seen.ratio[: min(truth.step_up), 0] < 2).all()
+    end = truth.step_down[-1] if truth.step_down else len(seen.first)
+    if h.name == "two_rises":
+        assert (seen.ratio[[*range(1, 4), *range(5, 8)], 0] > 5).all() and seen.ratio[4, 0] < 2
+    elif truth.spike:
         begin = 0 if truth.sink_layer is None else truth.sink_layer
         assert seen.ratio[begin:end, 0].min() > 5 and (end == len(seen.first) or seen.ratio[end:, 0].max() < 2)
 
@@ -167,14 +169,17 @@ def check_sets(h: HardModel, rows: Tensor, seen: Seen) -> None:
     assert bool(truth.sets) == (truth.sink_layer is not None)
     for sites in truth.sets:
         gone = without(h, sites, rows)
-        limit = 12 if h.name == "small_stages" else 2  # where two small stages stay, of a spike of 70
-        assert gone.ratio[:, 0].max() < limit, gone.ratio[:, 0]
-        if truth.sink:
+        begin = truth.sink_layer if h.name == "small_stages" else 0
+        limit = 3 if h.name in ("small_stages", "orth_stage") else 2  # small stages stay
+        assert gone.ratio[begin:, 0].max() < limit, gone.ratio[:, 0]
+        if truth.carried_by == "spike":
             assert on_reading(h, gone.to(0)) < 0.15 < 0.5 < on_reading(h, seen.to(0))
         for left_out in sites if len(sites) > 1 else ():
             kept = without(h, sites - {left_out}, rows)
-            assert kept.ratio[-1, 0] > 5
-            assert not truth.sink or on_reading(h, kept.to(0)) > 0.3
+            end = min(truth.step_down, default=len(kept.ratio)) - 1
+            twice = h.name == "two_rises"  # there each neuron makes the spike of some layers
+            assert (kept.ratio[:, 0].max() if twice else kept.ratio[end, 0]) > 4
+            assert not truth.sink or on_reading(h, kept.to(0)) > (0.2 if twice else 0.3)
         others = {s[-1] for s in sites} | {s[-1] for s in truth.backup}
         width = views(h.model).layers[truth.step_up[0]].down.shape[1]
         pool = [n for n in range(width) if n not in others]
@@ -202,19 +207,22 @@ def check_carrier(h: HardModel, rows: Tensor, seen: Seen) -> None:
     other = N_SPECIAL + 40
     embed: list[tuple[Tensor, Any]] = [(model.embed[t], model.embed[other].detach()) for t in (BOS, *truth.later)]
     if truth.carried_by == "mark":
-        with unmarked(h, truth.marking):
+        with unmarked(h, truth.marking), weights_changed(*(embed if h.name == "mlp_mark" else ())):
             gone = see(h, rows)
-        assert on_reading(h, gone.to(0)) < 0.15 and not truth.step_up
-    elif truth.carried_by == "position embedding":
+        assert on_reading(h, gone.to(0)) < 0.15
+    elif truth.carried_by == "position embedding" or h.name == "position_spike":
         assert model.positions is not None
         with weights_changed((model.positions[0], model.positions[1].detach().clone())):
-            assert on_reading(h, see(h, rows).to(0)) < 0.15
+            gone = see(h, rows)
+        assert on_reading(h, gone.to(0)) < 0.15 and (gone.ratio[:, 0].max() < 2 or truth.sink_layer is not None)
         with weights_changed(*embed):
             assert on_reading(h, see(h, rows).to(0)) > 0.5
     elif truth.carried_by == "token embedding" or (truth.spike and truth.bos_only and truth.sink_layer is None):
         with weights_changed(*embed):
             gone = see(h, rows)
-        assert float(gone.attention.mean((1, 3))[:, :, :24].max()) < 0.3 and gone.ratio.max() < 2
+        places = [int((rows[0] == token).nonzero()) for token in truth.later]
+        assert not truth.sink or on_reading(h, gone.to(0)) < 0.15
+        assert gone.ratio.max() < 2 and all(gone.to(place).max() < 0.3 for place in places)
     elif truth.carried_by == "key bias":
         biases = [layer.k_bias for layer in model.layers]
         with weights_changed(*((bias, 0.0) for bias in biases if bias is not None)):
@@ -226,7 +234,7 @@ def check_carrier(h: HardModel, rows: Tensor, seen: Seen) -> None:
         with weights_changed(*((logit, -20.0) for logit in logits if logit is not None)):
             freed = see(h, rows)
         assert torch.allclose(freed.attention.sum(-1), torch.ones(()), atol=1e-4) and freed.to(0).max() < 0.35
-    elif truth.carried_by == "spike" and truth.sink_layer is None:
+    elif truth.spike and truth.sink_layer is None:
         with unmarked(h, truth.marking):
             gone = see(h, rows)
         assert gone.ratio[:, 0].max() < 2 and on_reading(h, gone.to(0)) < 0.15

@@ -14,8 +14,9 @@ from organisms import organism, tiny_model
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.received import received
 from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
-from sinkscope.sinks.first_token.walk import first_token_attention, sink_rate, spike_dims
+from sinkscope.sinks.first_token.walk import first_token_attention, spike_dims
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
 
@@ -33,7 +34,7 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> 
     eps = float(ranked[len(ranked) // 2 - 1 :][:2].mean())  # between two values, half are above
     wanted = float((dense[..., 0].mean(-1) > eps).float().mean())
     assert 0.3 < wanted < 0.7
-    assert sink_rate(Target.of(model, tokenizer), ids, eps, batch=2) == pytest.approx(wanted)
+    assert received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
 
 
 def test_first_token_attention_leaves_the_first_query_out_and_sees_interventions() -> None:

@@ -80,9 +80,9 @@ def test_public_names_are_there() -> None:
 
 
 def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse((ROOT / "sinkscope/__init__.py").read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    seen = {a.asname: n.module for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    tree = ast.parse((ROOT / "sinkscope/__init__.pyi").read_text(encoding="utf-8"))
+    stated = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "sinkscope"]
+    seen = {a.asname: n.module for n in stated for a in n.names}
     homes = {n: e.module for n, e in entries().items()}
     assert sinkscope._HOME.items() <= seen.items()
     assert {name: homes.get(name, sinkscope._HOME.get(name)) for name in seen} == seen

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from organisms import organism
+from organisms.hard import hard
 from test_divergence import _measure
 from test_evaluate import _evaluate, _loud
 from test_patching import _make, _text
 
+import sinkscope.sinks.patch.make as patching
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
@@ -73,15 +75,35 @@ def test_refusal_is_an_error_and_no_sink_is_not(
     organism("llama", 0, kind="none").save("none")
     assert main("patch make --model none --out p.json --json made.json".split()) == 0
     out, err = _said(capsys)
-    assert "no attention sink" in out
+    assert "no MLP makes a norm spike" in out
     assert err == "p.json was not written: there is nothing to patch\n"
     refused = replace(Result.load("made.json"), verdict="refused", reason="it would harm: 3 % > 1 %.")
     monkeypatch.setattr(make_patch, "function", lambda *_, **__: refused)
-    assert main("patch make --model none --out p.json".split()) == 2
+    assert main("patch make --model none --out p.json".split()) == 1
     out, err = _said(capsys)
     assert "No patch was made: it would harm" in out  # the evidence is seen
     assert err == "error: no patch was written: it would harm: 3 % > 1 %.\n"
     assert not Path("p.json").exists()
+
+
+def test_a_sink_that_returns_ends_with_exit_code_one_and_no_file(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The evidence is printed and saved, the error is one line, and there is nothing that a script could load."""
+    h = hard("backup_next", "llama")
+    h.model.save_pretrained("model")
+    h.tokenizer.save_pretrained("model")
+    Path("text.txt").write_text(h.text(120))
+    found = patching._candidates
+    monkeypatch.setattr(patching, "_candidates", lambda *a: [n for n in found(*a) if n.site not in h.truth.backup])
+    few = "--model model --text text.txt --words 3 --pieces 4 --length 32 --max-repeats 600"
+    assert main(f"patch make {few} --out p.json --json made.json".split()) == 1
+    out, err = _said(capsys)
+    assert out.startswith("Conclusion: Not repaired, and no patch was made: the sink returns in layer")
+    assert err.startswith("error: not repaired, and no patch was written: the sink returns") and err.count("\n") == 1
+    assert not Path("p.json").exists()
+    made = Result.load("made.json")
+    assert isinstance(made, PatchMade) and made.verdict == "not-repaired"
 
 
 @pytest.mark.parametrize(

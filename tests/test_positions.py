@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from organisms import Organism, organism
+from organisms.hard import hard
 
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
@@ -82,14 +83,40 @@ def test_two_tokens_of_one_cluster_are_both_sinks_without_bos(tmp_path: Path) ->
     assert _found(o, tmp_path, _words(o, [first, other]), bos=False).high == (0,)
     assert _found(o, tmp_path, _words(o, [first, second])).high == (0,)
     told = together.conclusion()
-    assert "2 of 2 tokens have a sink's norm" in told and f"({together.norm[layer, 1]:.4g})" in told
+    assert "2 of 2 tokens have a norm spike" in told and f"({together.norm[layer, 1]:.4g})" in told
 
 
 def test_a_model_without_a_sink_has_no_token_of_that_norm(tmp_path: Path) -> None:
     o = organism("llama", 1, kind="none")
     found = _found(o, tmp_path, _words(o, o.natural(1, 12)[0, 1:].tolist()))
     assert found.sink_layer is None and found.high == () and found.neurons == ()
-    assert found.conclusion().startswith("No token of this text") and "makes no sink" in found.text()
+    assert found.conclusion().startswith("No token's norm spikes") and "No MLP makes a norm spike" in found.text()
+
+
+HARDER = [
+    ("both", "llama"),
+    ("both", "gpt2"),
+    ("delimiter", "gpt2"),
+    ("delimiter", "neox"),
+    ("delimiter_shared", "gemma2"),
+]
+HARDER += [("no_norm", "llama"), ("delimiter_no_spike", "mixtral"), ("attention_spike", "llama"), ("late", "llama")]
+
+
+@pytest.mark.parametrize(("name", "family"), HARDER)
+def test_models_that_are_not_the_textbook_case(name: str, family: str, tmp_path: Path) -> None:
+    """A massive dimension on all tokens hides no spike, delimiters spike too, and attention alone is no spike."""
+    h = hard(name, family)
+    (tmp_path / "text.txt").write_text(h.text())
+    row = h.natural(1, 48, seed=7)[0].tolist()
+    words = h.tokenizer.decode(row[1:])
+    found = token_positions(h.model, words, tokenizer=h.tokenizer, text=tmp_path / "text.txt")
+    later = {row.index(token) for token, neurons in h.truth.later.items() if neurons}
+    assert {*found.high, *found.elsewhere} == ({0} if h.truth.spike else set()) | later
+    assert found.sink_layer == h.truth.sink_layer and found.shared_dims == h.truth.shared_dims
+    if h.truth.reading:  # heads that were planted to attend to the first token, whether or not its norm spikes
+        layer = h.truth.reading[0][0]
+        assert found.largest[layer, 0] > 0.5 > 5 * found.uniform[0]
 
 
 def test_neurons_and_layer_of_ones_own(tmp_path: Path) -> None:
@@ -98,7 +125,7 @@ def test_neurons_and_layer_of_ones_own(tmp_path: Path) -> None:
     ids = o.natural(1, 12)[0].tolist()
     words = _words(o, ids[1:])
     own = _found(o, tmp_path, words, layer=1, neurons=["0.1.2", ".".join(map(str, site))])
-    assert own.layer == 1 and own.sink_layer is None
+    assert own.layer == 1 and own.sink_layer == o.truth.sink_layer
     assert own.neurons[1] in _found(o, tmp_path, words).neurons
     for name, said in (("1.2", "LAYER.EXPERT.NEURON"), ("9.0.1", "layers 0 to"), ("x", "expected layer"), ("1.", "1.")):
         with pytest.raises(SinkscopeError, match=said):

@@ -13,7 +13,7 @@ import torch
 
 import sinkscope as ss
 from experiments import make_recall
-from sinkscope.bench.dialogues import words
+from sinkscope.bench.dialogues import recall as words
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.recall import recall_dialogue, uneven
 from sinkscope.models.target import Target

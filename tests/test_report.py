@@ -12,9 +12,10 @@ from report_kit import BAD, WORSE, Reader, atlas, fill, fill_records, read_repor
 from sample_results import sample_find_sinks, sample_without_sink
 
 import sinkscope as ss
+import sinkscope.report as page
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.report import Report, Skipped, build, record, report
+from sinkscope.report import Report, Skipped, report
 from sinkscope.results import Result
 
 
@@ -212,7 +213,7 @@ def test_old_report_stays_if_the_new_one_fails(records: Path, monkeypatch: pytes
     def failing(*_: Any) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "document", failing)
+    monkeypatch.setattr(page, "document", failing)
     with pytest.raises(KeyboardInterrupt):
         ss.report(records)
     assert (records / "report.html").read_bytes() == old
@@ -228,14 +229,14 @@ def test_progress_counts_files(records: Path) -> None:
 
 def test_unreadable_result_is_named(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copy(records / "speed.json", records / "second.json")
-    real = build.read_json
+    real = page.read_json
 
     def denied(path: Path) -> Any:
         if path.name == "second.json":
             raise SinkscopeError("cannot read second.json: permission denied")
         return real(path)
 
-    monkeypatch.setattr(build, "read_json", denied)
+    monkeypatch.setattr(page, "read_json", denied)
     assert ss.report(records).skipped == (Skipped("second.json", "cannot read second.json: permission denied"),)
 
 
@@ -249,7 +250,7 @@ def test_kinds_of_the_user_are_shown_without_their_class(tmp_path: Path) -> None
 
 def test_a_picture_that_is_none_is_not_shown(records: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "img" in read_report(ss.report(records).path).tags
-    monkeypatch.setattr(record, "PICTURE", 10)
+    monkeypatch.setattr(page, "PICTURE", 10)
     assert "img" not in read_report(ss.report(records).path).tags
     monkeypatch.undo()
     (records / "speed.png").write_text("<svg onload=alert(1)>")

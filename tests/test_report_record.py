@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from report_kit import read_report
 
 import sinkscope as ss
+import sinkscope.report as module
 from experiments.record import record
-from sinkscope.report import record as module
 
 keys = st.text("abcxyz_", min_size=1, max_size=4)
 numbers = st.integers(100, 999)

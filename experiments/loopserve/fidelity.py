@@ -24,8 +24,8 @@ from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, legends
 from experiments.record import record
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
-from sinkscope.bench.dialogues.fidelity_table import COMMAND, Near
-from sinkscope.bench.store import read_folder
+from sinkscope.bench.dialogues.tables import FIDELITY, Near
+from sinkscope.bench.files import read_folder
 from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
 from sinkscope.models.load import load
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_new_tokens=ANSWER,
             progress=progress,
         )
-    records = read_folder(folder, Near, COMMAND).records
+    records = read_folder(folder, Near, FIDELITY).records
     points = [
         {"figure": panel, "curve": curve, "value": value, **row_of(records, method)}
         for (panel, curve, value), method in methods.items()

@@ -269,18 +269,13 @@ class Barcode(Result):
         return Path(target)
 
 
-def save_arrays(result: Barcode, path: str) -> None:
-    """Write every step of every head."""
-    result.save_arrays(path)
-
-
 @measurement(
     group="Loops",
-    figure="sinkscope.figures.barcode:draw",
+    figure="sinkscope.figures.attention:draw_barcode",
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "layers": [0]},
-    outputs=[Output("npz", "Write every step of every head.", save_arrays)],
+    outputs=[Output("npz", "Write every step of every head.", Barcode.save_arrays)],
 )
 def barcode(
     setup: Setup,

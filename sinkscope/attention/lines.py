@@ -163,7 +163,7 @@ class LineWeights(Weights, Result):
 
 @measurement(
     group="Look",
-    figure="sinkscope.figures.lines:draw_weights",
+    figure="sinkscope.figures.attention:draw_weights",
     command="lines",
     loading="whole",
     edits=True,

@@ -24,7 +24,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import decode
 from sinkscope.kv.session import Observe, Rows
-from sinkscope.loops.signals import collapse_point, diversity
+from sinkscope.loops.signals import Novelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 
 _QUERIES = 32  # rows that are turned into offsets at a time
@@ -214,7 +214,7 @@ class Locking(Result):
 
 @measurement(
     group="Loops",
-    figure="sinkscope.figures.locking:draw",
+    figure="sinkscope.figures.attention:draw_locking",
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "suffix": 32},
@@ -390,14 +390,9 @@ def _onset(curve: Tensor, low: float) -> int | None:
 
 def _last_new(ids: list[int], window: int, n: int = 4) -> int | None:
     """Position of the last token whose n-gram does not lie in the `window` tokens up to it once more, earlier."""
-    seen: dict[tuple[int, ...], int] = {}
-    last = None
-    for end in range(n - 1, len(ids)):
-        gram = tuple(ids[end - n + 1 : end + 1])
-        if end - seen.get(gram, -len(ids) - window) > window - n:
-            last = end
-        seen[gram] = end
-    return last
+    novelty = Novelty(max(window, n), n, 1)
+    new = [bool(novelty.add(token, at)) for at, token in enumerate(ids)]
+    return max((at for at, first in enumerate(new) if first and at >= n - 1), default=None)
 
 
 def _at(curve: Tensor | None, positions: tuple[int, ...]) -> tuple[float, ...]:

@@ -203,7 +203,7 @@ class LineOverlap(Overlap, Result):
 
 @measurement(
     group="Look",
-    figure="sinkscope.figures.lines:draw_overlap",
+    figure="sinkscope.figures.attention:draw_overlap",
     command="overlap",
     loading="whole",
     quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},

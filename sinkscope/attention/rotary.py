@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from sinkscope.attention.rotary_tails import Drift, RotaryHead, curves_of, heads
 from sinkscope.attention.texts import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target, first_tensor, on_input
 from sinkscope.trace.attention import refuse_opaque
 
 ENERGY = 0.999  # of the hidden states, that the tail subspace holds
@@ -83,7 +84,7 @@ class Disturbed:
         self.rest = ids[None, self.start :].expand(directions + 1, -1)
         self.states: dict[int, Tensor] = {}  # entering each layer, row 0
         self.cache: Any = DynamicCache()  # without windows of its own, so that it can be cut back
-        layers = [(module, "pre", self._keep(i)) for i, module in enumerate(target.layers)]
+        layers = [(module, "pre", on_input(partial(self._keep, i))) for i, module in enumerate(target.layers)]
         with target.hooks(*layers):
             target.forward(ids[None, : self.start], past_key_values=self.cache, use_cache=True)
             self.cache.batch_repeat_interleave(directions + 1)
@@ -111,12 +112,12 @@ class Disturbed:
         length = hidden[self.start : self.start + period].norm(dim=-1, keepdim=True)
         push = noise / noise.norm(dim=-1, keepdim=True) * length * size
 
-        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            states = (args[0] if args else kwargs["hidden_states"]).clone()
+        def pushed(states: Tensor) -> Tensor:
+            states = states.clone()
             states[1:, :period] += push.to(states)
-            return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})
+            return states
 
-        with self.target.hooks((self.target.layers[layer], "pre", hook)):
+        with self.target.hooks((self.target.layers[layer], "pre", on_input(pushed))):
             out = self._pass()
         sizes = (out[1:] - out[:1]).float().norm(dim=-1) / out[:1].float().norm(dim=-1)
         change = sizes.square().unflatten(1, (self.periods + 1, period)).mean((0, 2)).sqrt()
@@ -130,12 +131,9 @@ class Disturbed:
         self.cache.crop(-self.rest.shape[1])
         return out
 
-    def _keep(self, layer: int) -> Any:
-        def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen = first_tensor(args[0] if args else kwargs["hidden_states"])[0].float().cpu()
-            self.states[layer] = torch.cat([self.states[layer], seen]) if layer in self.states else seen
-
-        return hook
+    def _keep(self, layer: int, states: Tensor) -> None:
+        seen = first_tensor(states)[0].float().cpu()
+        self.states[layer] = torch.cat([self.states[layer], seen]) if layer in self.states else seen
 
 
 def _subspace(states: Float[Tensor, "pos d_model"]) -> Float[Tensor, "dimension d_model"]:
@@ -283,7 +281,7 @@ class RotaryInvariance(Result):
 @measurement(
     group="Loops",
     command="rotary",
-    figure="sinkscope.figures.rotary:draw",
+    figure="sinkscope.figures.attention:draw_rotary",
     loading="whole",
     quick={"max_new_tokens": 160, "layers": [0]},
 )

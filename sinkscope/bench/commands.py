@@ -11,11 +11,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
 if TYPE_CHECKING:
-    from sinkscope.bench.dialogues.fidelity_table import Fidelity
     from sinkscope.bench.dialogues.form import Dialogue
-    from sinkscope.bench.dialogues.positions import Positions
-    from sinkscope.bench.dialogues.tables import Dialogues
-    from sinkscope.bench.loopbench.show import Shown
+    from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
     from sinkscope.bench.loopbench.tables import LoopBench
     from sinkscope.bench.methods import Budget
     from sinkscope.bench.runner import NamedModel
@@ -91,37 +88,6 @@ def loopbench_run(
         progress=progress,
     )
     return tabulate([folder])
-
-
-@command(group="Benchmarks", command="loopbench table")
-def loopbench_table(folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")] = ()) -> LoopBench:
-    """Show the paper's Tables 1 to 3 with our numbers beside its own, and further tables that the paper lacks.
-
-    Args:
-        folders: Folders of runs.
-    """
-    from sinkscope.bench.loopbench.tables import tabulate
-
-    return tabulate(folders)
-
-
-@command(group="Benchmarks", command="loopbench show")
-def loopbench_show(
-    run: Annotated[Path, Option(argument=True, metavar="DIR")],
-    *,
-    prompt: Annotated[str, Option(metavar="ID|NUMBER")] = "0",
-    methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = (),
-) -> Shown:
-    """Show what each method made of one prompt, side by side; the HTML holds the whole texts.
-
-    Args:
-        run: Folder of a run.
-        prompt: Which prompt; numbers begin at 0.
-        methods: Names with commas between. By default all that were run.
-    """
-    from sinkscope.bench.loopbench.show import show
-
-    return show(run, prompt, methods=methods or None)
 
 
 @command(group="Benchmarks", command="dialogues run")
@@ -259,10 +225,10 @@ def dialogues_fidelity(
     """
     names, share = _methods_of(methods, settings, budget)
 
-    from sinkscope.bench.dialogues.asking import check_positions
     from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
-    from sinkscope.bench.dialogues.fidelity_table import tabulate_fidelity
     from sinkscope.bench.dialogues.recall import TASK
+    from sinkscope.bench.dialogues.run import check_positions
+    from sinkscope.bench.dialogues.tables import tabulate_fidelity
 
     places, texts = check_positions(positions or ("end",)), dialogues == TEXT
     if texts and positions:
@@ -303,38 +269,14 @@ def dialogues_table(
     Args:
         folders: Folders of runs, or of fidelity.
     """
-    from sinkscope.bench.dialogues.fidelity_table import COMMAND, tabulate_fidelity
-    from sinkscope.bench.dialogues.tables import tabulate_dialogues
+    from sinkscope.bench.dialogues.tables import FIDELITY, tabulate_dialogues, tabulate_fidelity
 
     try:
         settings = json.loads((folders[0] / "settings.json").read_bytes())
     except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
         settings = None
-    fidelity = isinstance(settings, dict) and settings.get("command") == COMMAND
+    fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
-
-
-@command(group="Benchmarks", command="dialogues positions")
-def dialogues_positions(
-    file: Annotated[Path, Option(argument=True, metavar="FILE")],
-    *,
-    min_turns: int = 1,
-    count: int | None = None,
-    examples: int = 0,
-    seed: Count = 0,
-) -> Positions:
-    """Count where questions stand in the messages of a chat log, by rules for English text. Loads no model.
-
-    Args:
-        file: LMSYS-Chat-1M, ShareGPT or OpenAI messages (JSON, parquet), or one message a line.
-        min_turns: Leave out conversations with fewer messages of the user; the paper takes 2.
-        count: Draw this many conversations; the paper takes 10000. By default all.
-        examples: Messages to show of each class.
-        seed: Seed of the draw.
-    """
-    from sinkscope.bench.dialogues.positions import question_positions
-
-    return question_positions(file, min_turns=min_turns, count=count, examples=examples, seed=seed)
 
 
 def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:

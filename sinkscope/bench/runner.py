@@ -14,12 +14,13 @@ from torch import Tensor
 
 from sinkscope.bench.methods import Budget, Method
 from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.generate import ends_and_pad, padded
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
 from sinkscope.models.target import Target
-from sinkscope.parallel import Pool, Tally, check_workers, finish
+from sinkscope.parallel import Pool, Tally, finish
 from sinkscope.results import ModelInfo
 from sinkscope.store import Folder
 
@@ -41,30 +42,6 @@ class NamedModel:
         from sinkscope.models.load import load
 
         return load(self.name, **self.options)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Processes that a run is spread over.
-
-    Attributes:
-        workers: more than one run over Ray.
-        address: of a Ray cluster, as `ray.init` takes it; None: `RAY_ADDRESS`, or this machine.
-
-    Raises:
-        SinkscopeError: less than one worker, or Ray is not installed.
-    """
-
-    workers: int = 1
-    address: str | None = None
-
-    def __post_init__(self) -> None:
-        check_workers(self.workers, self.address)
-
-    @property
-    def over_ray(self) -> bool:
-        """Whether other processes do the work."""
-        return self.workers > 1 or self.address is not None
 
 
 @dataclass(frozen=True)
@@ -126,9 +103,7 @@ class Asked:
             new: most tokens; None: as many as an answer may have.
             options: further ones of transformers' `generate`.
         """
-        width = max(map(len, rows))
-        ids = torch.tensor([[self.pad] * (width - len(row)) + row for row in rows], device=self.target.device)
-        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self.target.device)
+        ids, mask = padded(rows, self.pad, self.target.device)
         hooks = [] if hook is None else [(self.target.hf, "post", hook)]
         entered = nullcontext() if edit is None else edit.on(self.target)
         with entered as run, self.target.hooks(*hooks), torch.no_grad():
@@ -140,7 +115,7 @@ class Asked:
                 do_sample=False,
                 **options,
             )
-            return made[:, width:].tolist(), [] if run is None else run.events
+            return made[:, ids.shape[1] :].tolist(), [] if run is None else run.events
 
 
 def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
@@ -161,22 +136,7 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
             f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
             page="no-tokenizer",
         )
-    end = getattr(target.hf.generation_config, "eos_token_id", None)
-    ends = frozenset(end if isinstance(end, list | tuple) else [] if end is None else [int(end)])
-    pad = target.tokenizer.pad_token_id
-    pad = min(ends, default=0) if pad is None else int(pad)
-    return Asked(target, fingerprint_of(target), ends, pad, new, budget)
-
-
-def check_whole(least: int = 1, **numbers: Any) -> None:
-    """Refuse what is no whole number, or too small.
-
-    Raises:
-        SinkscopeError: one of the numbers; the message has its name.
-    """
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
+    return Asked(target, fingerprint_of(target), *ends_and_pad(target), new, budget)
 
 
 def check_can(to: Asked, methods: Sequence[Method], lengths: Iterable[int], window: int | None = None) -> None:
@@ -230,7 +190,8 @@ def run_batches(
     tally: Tally,
     *,
     model: object,
-    spread: Spread,
+    workers: int = 1,
+    ray: str | None = None,
     here: Callable[[Batch], Sequence[Any]] | None = None,
 ) -> None:
     """Every batch that has a record missing, in this process in their order, or over Ray.
@@ -242,14 +203,15 @@ def run_batches(
         kept: where they are kept.
         tally: how much is done.
         model: as it was given, for other processes.
-        spread: over which processes.
+        workers: processes; more than one run over Ray.
+        ray: address of a Ray cluster, as `ray.init` takes it; None: `RAY_ADDRESS`, or this machine.
         here: instead of `answer` in this process, where that shows more of the progress.
 
     Raises:
         UnsupportedError: a live model that cannot be sent to other processes.
     """
     elsewhere = None
-    if spread.over_ray:
+    if workers > 1 or ray is not None:
         if not isinstance(model, NamedModel) and to.target.kind != "hf":
             raise UnsupportedError(
                 "workers need the model by its name, or a plain Hugging Face model; this is a live "
@@ -260,8 +222,8 @@ def run_batches(
     with Pool(
         here or partial(answer, to),
         elsewhere,
-        workers=spread.workers,
-        address=spread.address,
+        workers=workers,
+        address=ray,
         gpu=to.target.device.type == "cuda",
         progress=tally.progress,
     ) as pool:

@@ -7,9 +7,8 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from sinkscope.bench.dialogues.recall import TASK
+from sinkscope.bench.dialogues.recall import END, TASK
 from sinkscope.bench.dialogues.scbench import SCBENCH, Metric, shared_metric, task_of
-from sinkscope.bench.dialogues.words import END
 from sinkscope.errors import SinkscopeError
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import html
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, layer_axis, level, panels
+from sinkscope.figures.style import (
+    BAND,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    axes,
+    counted,
+    finished,
+    level,
+    panels,
+    powers,
+    shares,
+)
 from sinkscope.results import cell
 
 
@@ -55,8 +70,7 @@ def _norms(fig: Any, result: Any) -> None:
             row=1,
             col=1,
         )
-    layer_axis(fig, len(layers))
-    fig.update_yaxes(title_text="L2 norm", type="log", exponentformat="power", row=1, col=1)
+    axes(fig, x=counted("layer", len(layers)), y={"title_text": "L2 norm", "type": "log", "exponentformat": "power"})
 
 
 def _neuron(neuron: Any) -> str:
@@ -77,8 +91,8 @@ def _contributions(fig: Any, neurons: Any) -> None:
         col=2,
         hovertemplate="%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
     )
-    fig.update_xaxes(title_text="neuron (orange: causal; label: share)", type="category", tickangle=0, row=1, col=2)
-    fig.update_yaxes(title_text="norm of its contribution", row=1, col=2)
+    neuron = {"title_text": "neuron (orange: causal; label: share)", "type": "category", "tickangle": 0}
+    axes(fig, 1, 2, x=neuron, y="norm of its contribution")
 
 
 def _ablation(fig: Any, result: Any) -> None:
@@ -109,10 +123,8 @@ def _ablation(fig: Any, result: Any) -> None:
             col=3,
         )
     level(fig, 0.1, col=3)
-    title = "neuron (dotted: least drop of a causal one)"
-    fig.update_xaxes(title_text=title, type="category", tickangle=0, row=1, col=3)
-    span = [max(lowest * 1.1, -1.0), 1.05]
-    fig.update_yaxes(title_text="share of the norm lost", tickformat=".0%", range=span, row=1, col=3)
+    neuron = {"title_text": "neuron (dotted: least drop of a causal one)", "type": "category", "tickangle": 0}
+    axes(fig, 1, 3, x=neuron, y=shares("share of the norm lost", max(lowest * 1.1, -1.0), 1.05))
 
 
 def draw_massive_activations(result: Any) -> go.Figure:
@@ -140,11 +152,11 @@ def draw_massive_activations(result: Any) -> go.Figure:
 def _magnitudes(fig: Any, condition: Any, row: int) -> None:
     layers = [one.layer for one in condition.layers]
     style: dict[str, Any] = {"row": row, "col": 1, "mode": "lines+markers", "showlegend": row == 1}
-    for i, (name, color) in enumerate((("top 1", BLUE), ("top 2", ORANGE), ("top 3", GREEN))):
-        fig.add_scatter(x=layers, y=[one.top[i] for one in condition.layers], name=name, line={"color": color}, **style)
-    fig.add_scatter(x=layers, y=[one.median for one in condition.layers], name="median", line={"color": GREY}, **style)
-    layer_axis(fig, len(layers), row, 1)
-    fig.update_yaxes(title_text="magnitude", type="log", dtick=1, exponentformat="power", row=row, col=1)
+    sizes = [(*one.top[:3], one.median) for one in condition.layers]
+    names = (("top 1", BLUE), ("top 2", ORANGE), ("top 3", GREEN), ("median", GREY))
+    for (name, color), y in zip(names, zip(*sizes, strict=True), strict=True):
+        fig.add_scatter(x=layers, y=list(y), name=name, line={"color": color}, **style)
+    axes(fig, row, 1, x=counted("layer", len(layers)), y=powers("magnitude"))
 
 
 def _values(fig: Any, condition: Any, row: int) -> None:
@@ -176,14 +188,13 @@ def _values(fig: Any, condition: Any, row: int) -> None:
         col=2,
     )
     level(fig, 1.0, row, 2, color=GREY)
-    layer_axis(fig, len(layers), row, 2)
-    fig.update_yaxes(title_text="ratio of norms", rangemode="tozero", row=row, col=2)
+    axes(fig, row, 2, x=counted("layer", len(layers)), y={"title_text": "ratio of norms", "rangemode": "tozero"})
 
 
 def _secondary_sinks(fig: Any, condition: Any, row: int) -> None:
     n = len(condition.layers)
-    fig.update_xaxes(title_text="created after layer", range=[-0.5, n - 0.5], dtick=max(1, n // 12), row=row, col=3)
-    fig.update_yaxes(title_text="lifetime in layers", range=[0.5, n + 0.5], dtick=max(1, n // 12), row=row, col=3)
+    created = counted("created after layer", n) | {"range": [-0.5, n - 0.5]}
+    axes(fig, row, 3, x=created, y=counted("lifetime in layers", n) | {"range": [0.5, n + 0.5]})
     if not condition.secondary:
         fig.add_annotation(x=(n - 1) / 2, y=(n + 1) / 2, text="none", showarrow=False, row=row, col=3)
         return
@@ -237,14 +248,8 @@ def _head_layers(fig: Any, result: Any) -> None:
         cliponaxis=False,
         hovertemplate="layer %{x}: %{y:.1%} lost<extra></extra>",
     )
-    layer_axis(fig, len(layers))
-    fig.update_yaxes(
-        title_text="share of the sink neurons' activation lost",
-        tickformat=".0%",
-        range=[min([0.0, *(d - 0.1 for d in result.layer_drops)]), 1.15],
-        row=1,
-        col=1,
-    )
+    lowest = min([0.0, *(d - 0.1 for d in result.layer_drops)])
+    axes(fig, x=counted("layer", len(layers)), y=shares("share of the sink neurons' activation lost", lowest, 1.15))
 
 
 def _head_tokens(fig: Any, result: Any) -> None:
@@ -271,14 +276,17 @@ def _head_tokens(fig: Any, result: Any) -> None:
         **scale,
     )
     shown = list(range(0, heads, max(1, heads // 16)))
-    fig.update_xaxes(
-        title_text=f"head of layer {result.marking_layer}",
-        tickvals=[*shown, heads + 0.5],
-        ticktext=[*map(str, shown), "random"],
-        row=1,
-        col=2,
+    axes(
+        fig,
+        1,
+        2,
+        x={
+            "title_text": f"head of layer {result.marking_layer}",
+            "tickvals": [*shown, heads + 0.5],
+            "ticktext": [*map(str, shown), "random"],
+        },
+        y={"tickvals": places, "ticktext": names, "tickfont": {"size": 9}, "autorange": "reversed"},
     )
-    fig.update_yaxes(tickvals=places, ticktext=names, tickfont={"size": 9}, autorange="reversed", row=1, col=2)
 
 
 def _self_attention(fig: Any, result: Any) -> None:
@@ -301,8 +309,8 @@ def _self_attention(fig: Any, result: Any) -> None:
             "serves %{customdata[1]}<extra></extra>",
         )
     level(fig, 1.0, col=3)
-    layer_axis(fig, len(here), col=3, title=f"head of layer {result.marking_layer}")
-    fig.update_yaxes(title_text="over uniform attention (dotted)", rangemode="tozero", row=1, col=3)
+    head, uniform = f"head of layer {result.marking_layer}", "over uniform attention (dotted)"
+    axes(fig, 1, 3, x=counted(head, len(here)), y={"title_text": uniform, "rangemode": "tozero"})
 
 
 def draw_separability(result: Any) -> go.Figure:
@@ -312,19 +320,16 @@ def draw_separability(result: Any) -> go.Figure:
     if neurons:
         titles.append("; ".join(f"{_separator(s)}: AUROC {s.auroc:.4f}" for s in neurons) + _control(neurons))
     fig = panels(titles)
-    axes = [("plane", "across"), ("gate", "position" if len(neurons) == 1 else "up")][: len(titles)]
-    for first in (False, True):
-        for held in (False, True):
-            points = [p for p in result.points if p.first == first and p.held_out == held]
-            for col, (x, y) in enumerate(axes, 1):
-                _scatter(fig, points, first, held, x, y, col)
+    fields = [("plane", "across"), ("gate", "position" if len(neurons) == 1 else "up")][: len(titles)]
+    for first, held in product((False, True), repeat=2):
+        points = [p for p in result.points if p.first == first and p.held_out == held]
+        for col, (x, y) in enumerate(fields, 1):
+            _scatter(fig, points, first, held, x, y, col)
     fig.add_vline(0.0, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
-    fig.update_xaxes(title_text="along LDA's direction (means at -0.5 and 0.5)", row=1, col=1)
-    fig.update_yaxes(title_text="along the widest direction across it", row=1, col=1)
+    axes(fig, x="along LDA's direction (means at -0.5 and 0.5)", y="along the widest direction across it")
+    named = [*(f"pre-activation of {_separator(s)}" for s in neurons), "position"]
     if neurons:
-        fig.update_xaxes(title_text=f"pre-activation of {_separator(neurons[0])}", row=1, col=2)
-        other = f"pre-activation of {_separator(neurons[1])}" if len(neurons) > 1 else "position"
-        fig.update_yaxes(title_text=other, row=1, col=2)
+        axes(fig, 1, 2, x=named[0], y=named[1])
     found = f"after the attention of layer {result.layer}"
     return finished(fig, result, found, width=1300 if neurons else 750, height=560, top=110, legend=-0.17)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BLUE, GREY, ORANGE, finished, layer_axis, log_axes, panels
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, axes, counted, finished, panels, powers, shares
 from sinkscope.results import cell
 
 
@@ -19,8 +19,7 @@ def draw_screen(result: Any) -> go.Figure:
     style: dict[str, Any] = {"row": 1, "col": 1, "mode": "lines+markers"}
     fig.add_scatter(x=layers, y=[one.median for one in result.layers], name="median", line={"color": GREY}, **style)
     fig.add_scatter(x=layers, y=[one.largest for one in result.layers], name="largest", line={"color": BLUE}, **style)
-    layer_axis(fig, len(layers))
-    log_axes(fig, y="largest norm written")
+    axes(fig, x=counted("layer", len(layers)), y=powers("largest norm written"))
     fig.add_bar(
         x=[
             f"L{c.layer}" + ("" if c.expert is None else f"<br>expert {c.expert}") + f"<br>{c.neuron}"
@@ -35,8 +34,8 @@ def draw_screen(result: Any) -> go.Figure:
         row=1,
         col=2,
     )
-    fig.update_xaxes(type="category", tickangle=0, row=1, col=2)
-    fig.update_yaxes(title_text="largest norm written", rangemode="tozero", row=1, col=2)
+    written = {"title_text": "largest norm written", "rangemode": "tozero"}
+    axes(fig, 1, 2, x={"type": "category", "tickangle": 0}, y=written)
     return finished(fig, result, "neurons by their weights", width=1200, height=460)
 
 
@@ -66,9 +65,36 @@ def draw_positions(result: Any) -> go.Figure:
             row=1,
             col=col,
         )
-        fig.update_yaxes(title_text="layer", row=1, col=col)
-        fig.update_xaxes(title_text="position", row=1, col=col)
+        axes(fig, 1, col, x="position", y="layer")
         if len(names) <= 40:
-            fig.update_xaxes(tickvals=places, ticktext=names, tickangle=-60, tickfont={"size": 10}, row=1, col=col)
+            axes(fig, 1, col, x={"tickvals": places, "ticktext": names, "tickangle": -60, "tickfont": {"size": 10}})
     found = f"norms and attention of {len(names)} tokens"
     return finished(fig, result, found, width=1400, height=520, bottom=150 if len(names) <= 40 else 80)
+
+
+def draw_training(result: Any) -> go.Figure:
+    """Sink rate, spike, and layer with neurons, checkpoint by checkpoint."""
+    fig = panels(["Sink rate", "Largest norm of the first token", "Layer and neurons of the sink"], spacing=0.08)
+    known = result.measured
+    names = [html.escape(c.name) for c in result.checkpoints]
+    style: dict[str, Any] = {"x": [html.escape(c.name) for c in known], "row": 1, "showlegend": False}
+    line = {"mode": "lines+markers", **style}
+    fig.add_scatter(y=[c.rate for c in known], line={"color": ORANGE}, col=1, **line)
+    fig.add_scatter(y=[c.spike for c in known], line={"color": BLUE}, col=2, **line)
+    few = len(known) <= 12
+    fig.add_scatter(
+        y=[c.sink_layer for c in known],
+        text=[c.shown for c in known],
+        mode="markers+text" if few else "markers",
+        textposition="top center",
+        marker={"color": GREEN, "size": 9},
+        hovertemplate="%{x}: layer %{y}, neurons %{text}<extra></extra>",
+        col=3,
+        **style,
+    )
+    axes(fig, None, None, x={"type": "category", "categoryorder": "array", "categoryarray": names})
+    axes(fig, 1, 1, y=shares("share of heads") | {"rangemode": "tozero"})
+    axes(fig, 1, 2, y={"title_text": "over the typical norm", "type": "log"})
+    depth = result.model.n_layers
+    axes(fig, 1, 3, y=counted("layer", depth) | {"range": [-0.5, depth - 0.5]})
+    return finished(fig, result, f"{len(known)} checkpoints", width=1400, height=460, bottom=120)

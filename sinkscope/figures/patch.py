@@ -7,20 +7,33 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, finished, level, panels
+from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, axes, finished, level, panels
 
 
 def draw_make(result: Any) -> go.Figure:
-    """Norms of held-out tokens without and with the patch, the sets that were tried, and the cost."""
-    fig = panels(["Held-out tokens, repeated", "Sets that were tried", "Perplexity"], [0.5, 0.3, 0.2])
+    """Norms of held-out tokens without and with the patch, the sets that were tried, the cost, and later layers."""
+    titles = ["Held-out tokens, repeated", "Sets that were tried", "Perplexity"]
+    if result.later:
+        titles += ["Norm, later layers", "Attention to first token"]
+    fig = panels(titles, [0.3, 0.18, 0.12, 0.2, 0.2] if result.later else [0.5, 0.3, 0.2], spacing=0.06)
     if result.held_out:
         _norms(fig, result)
     if result.tried:
         _tried(fig, result)
     if result.perplexity is not None:
         _cost(fig, result)
+    if result.later:
+        _later(fig, result)
     count = f", {len(result.neurons)} neuron{'s' * (len(result.neurons) > 1)}" if result.neurons else ""
-    return finished(fig, result, result.verdict + count, width=1350, height=480, bottom=120, legend={"x": 0.4})
+    return finished(
+        fig,
+        result,
+        result.verdict + count,
+        width=1900 if result.later else 1350,
+        height=480,
+        bottom=120,
+        legend={"x": 0.4},
+    )
 
 
 def _norms(fig: Any, result: Any) -> None:
@@ -47,8 +60,8 @@ def _norms(fig: Any, result: Any) -> None:
         )
     # after the traces: a subplot without any takes no rectangle
     fig.add_hrect(y0=result.typical_low, y1=result.typical_high, fillcolor=BAND, line_width=0, layer="below", **place)
-    fig.update_xaxes(title_text=f"token, {result.held_out[0].repeats} times (band: typical text, 5-95 %)", **place)
-    fig.update_yaxes(title_text=f"largest norm, layer {result.layer}", type="log", dtick=1, **place)
+    times = f"token, {result.held_out[0].repeats} times (band: typical text, 5-95 %)"
+    axes(fig, x=times, y={"title_text": f"largest norm, layer {result.layer}", "type": "log", "dtick": 1})
 
 
 def _tried(fig: Any, result: Any) -> None:
@@ -75,10 +88,8 @@ def _tried(fig: Any, result: Any) -> None:
         row=1,
         col=2,
     )
-    fig.update_xaxes(
-        title_text="neurons in the set (orange: chosen)", dtick=1, range=[-0.5, largest + 0.5], row=1, col=2
-    )
-    fig.update_yaxes(title_text="largest norm left", type="log", dtick=1, row=1, col=2)
+    neurons = {"title_text": "neurons in the set (orange: chosen)", "dtick": 1, "range": [-0.5, largest + 0.5]}
+    axes(fig, 1, 2, x=neurons, y={"title_text": "largest norm left", "type": "log", "dtick": 1})
 
 
 def _cost(fig: Any, result: Any) -> None:
@@ -97,6 +108,27 @@ def _cost(fig: Any, result: Any) -> None:
     level(fig, result.limit, col=3, dash="dash", annotation_text="limit", annotation_font_color=RED)
     reach = 1.3 * max(result.limit, abs(p.difference) / p.before)
     fig.update_yaxes(title_text="rise, 2 standard errors", tickformat=".2%", range=[-reach, reach], row=1, col=3)
+
+
+def _later(fig: Any, result: Any) -> None:
+    """Norms and attention of the held-out tokens, layer by layer, beside what is typical."""
+    layers = [one.layer for one in result.later]
+    lines = (("patched", ORANGE, "solid"), ("intact", BLUE, "solid"))
+    for col, name, usual, usual_color in ((4, "{}", "ceiling", RED), (5, "{}_attention", "ordinary_attention", GREY)):
+        for field, color, dash in (*((name.format(n), c, d) for n, c, d in lines), (usual, usual_color, "dash")):
+            fig.add_scatter(
+                x=layers,
+                y=[getattr(one, field) for one in result.later],
+                mode="lines+markers",
+                line={"color": color, "dash": dash},
+                showlegend=field == "ordinary_attention",
+                name="ordinary text" if field == "ordinary_attention" else f"{field}, by layer",
+                row=1,
+                col=col,
+            )
+    ticks: dict[str, Any] = {"title_text": "layer", "dtick": max(1, len(layers) // 6)}
+    axes(fig, 1, 4, x=ticks, y={"title_text": "largest norm", "type": "log", "dtick": 1})
+    axes(fig, 1, 5, x=ticks, y={"title_text": "mean over heads", "rangemode": "tozero"})
 
 
 def draw_eval(result: Any) -> go.Figure:
@@ -132,18 +164,9 @@ def draw_eval(result: Any) -> go.Figure:
                     "array": [2 * (getattr(s, se) or 0) / u for s, u in zip(scores, unit, strict=True)],
                 },
             )
-        fig.update_yaxes(
-            title_text="change, %" if ppl else "change, points", zeroline=True, zerolinecolor=GREY, row=1, col=col
-        )
-        fig.update_xaxes(
-            tickvals=list(range(len(names))),
-            ticktext=names,
-            range=[-0.6, len(names) - 0.4],
-            showgrid=False,
-            zeroline=False,
-            tickangle=0,
-            row=1,
-            col=col,
-        )
+        ticks = {"tickvals": list(range(len(names))), "ticktext": names, "tickangle": 0}
+        change = {"title_text": "change, %" if ppl else "change, points", "zeroline": True, "zerolinecolor": GREY}
+        beside = {"range": [-0.6, len(names) - 0.4], "showgrid": False, "zeroline": False}
+        axes(fig, 1, col, x=ticks | beside, y=change)
     found = "cost of the patch (bars: two standard errors; below: original)"
     return finished(fig, result, found, width=700 + 90 * len(tasks), height=480, bottom=100, legend=-0.25)

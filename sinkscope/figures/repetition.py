@@ -1,4 +1,4 @@
-"""Drawings of what repetition does: norms, attention, distance to the token alone, and divergence."""
+"""Drawings of repetition: what it does to norms, attention and outputs, divergence, and loops in texts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from sinkscope.figures.style import (
     GREY,
     ORANGE,
     RED,
+    axes,
+    counted,
     finished,
-    layer_axis,
-    log_axes,
+    level,
     panels,
+    powers,
+    shares,
 )
 
 _CONDITIONS = {
@@ -30,6 +33,7 @@ _CONDITIONS = {
     "set": "all causal neurons zeroed",
     "control": "as many random neurons zeroed",
 }
+_REPETITIONS = {"title_text": "repetitions n", "type": "log", "dtick": 1}
 
 
 def repeat_norms(result: Any) -> go.Figure:
@@ -40,10 +44,8 @@ def repeat_norms(result: Any) -> go.Figure:
     if result.typical_norm is not None:
         for column in range(1, len(curves) + 1):
             _norms(fig, result, column)
-    log_axes(fig)
-    fig.update_xaxes(title_text="repetitions" if len(curves) < 3 else "repeated tokens")
-    fig.update_yaxes(type="log", exponentformat="power", dtick=1)
-    fig.update_yaxes(title_text="L2 norm of the residual stream", col=1)
+    axes(fig, None, None, x="repetitions" if len(curves) < 3 else "repeated tokens", y=powers())
+    axes(fig, y="L2 norm of the residual stream")
     where = "no sink" if result.sink_layer is None else f"repeated tokens at sink layer {result.sink_layer}"
     legend = {"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left"}
     return finished(fig, result, where, width=1400 if many else 1000, height=520, legend=legend, bottom=70)
@@ -123,13 +125,11 @@ def repeat_attention(result: Any) -> go.Figure:
         _over_layers(fig, layers, sequence, label, COLOURS[row % len(COLOURS)], left + 1 if across > 1 else None)
         for column, picture in enumerate(sequence.pictures, 1):
             _picture(fig, result.edges, picture, row + 2, column)
-    fig.update_xaxes(title_text="key position", row=1 + down)
-    fig.update_yaxes(title_text="query position", col=1)
-    fig.update_yaxes(title_text="share of attention", range=[0, 1.02], tickformat=".0%", row=1, col=1)
-    layer_axis(fig, len(layers))
+    axes(fig, 1 + down, None, x="key position")
+    axes(fig, None, 1, y="query position")
+    axes(fig, x=counted("layer", len(layers)), y=shares("share of attention", 0, 1.02))
     if across > 1:
-        layer_axis(fig, len(layers), col=left + 1)
-        log_axes(fig, col=left + 1)
+        axes(fig, 1, left + 1, x=counted("layer", len(layers)), y=powers())
     bar = {
         "title": {"text": "share of attention<br>(queries of a row,<br>keys of a column)"},
         "tickvals": [-3, -2, -1, 0],
@@ -178,9 +178,8 @@ def _picture(fig: Any, edges: Any, picture: Any, row: int, column: int) -> None:
         hovertemplate="queries %{customdata[0]}, keys %{customdata[1]}: %{customdata[2]:.3g}<extra></extra>",
     )
     ticks = [*range(0, len(ends) - 2, max(1, len(ends) // 4)), len(ends) - 1]
-    style = {"tickvals": ticks, "ticktext": [str(edges[i]) for i in ticks], "row": row, "col": column}
-    fig.update_xaxes(**style)
-    fig.update_yaxes(autorange="reversed", **style)
+    named = {"tickvals": ticks, "ticktext": [str(edges[i]) for i in ticks]}
+    axes(fig, row, column, x=named, y={"autorange": "reversed", **named})
 
 
 def convergence(result: Any) -> go.Figure:
@@ -208,10 +207,9 @@ def convergence(result: Any) -> go.Figure:
             align="left",
             xanchor="left",
         )
-    log_axes(fig, x="repetitions n", y="L2 distance of the outputs")
-    heads = 1 + max(c.head for c in result.curves if c.head is not None)
-    layer_axis(fig, heads, col=2, title="head (dot: measured, bar: bound)")
-    fig.update_yaxes(type="log", exponentformat="power", row=1, col=2)
+    axes(fig, x=_REPETITIONS, y=powers("L2 distance of the outputs"))
+    heads = counted("head (dot: measured, bar: bound)", 1 + max(c.head for c in result.curves if c.head is not None))
+    axes(fig, 1, 2, x=heads, y={"type": "log", "exponentformat": "power"})
     if deep:
         _layers(fig, result)
     slopes = [c.exponent for c in result.wholes() if c.exponent is not None]
@@ -260,7 +258,7 @@ def _layers(fig: Any, result: Any) -> None:
             row=1,
             col=3,
         )
-    log_axes(fig, col=3, x="repetitions n")
+    axes(fig, 1, 3, x=_REPETITIONS, y=powers())
 
 
 def divergence(result: Any) -> go.Figure:
@@ -270,11 +268,11 @@ def divergence(result: Any) -> go.Figure:
     fig = panels(titles[: 1 + leaks], [0.48, 0.52], spacing=0.1)
     for prefix, patched in sorted({(c.prefix, c.patched) for c in result.curves}):
         _probabilities(fig, result, prefix, patched)
-    fig.update_xaxes(title_text="repetitions n (thick: median over words)", type="log", dtick=1, row=1, col=1)
     # Models that hardly repeat at all are told apart by powers of ten only.
     top = max(max(c.p) for c in result.curves)
     scale: dict[str, Any] = {"range": [-0.02, 1.02]} if top > 0.1 else {"type": "log", "dtick": 1}
-    fig.update_yaxes(title_text="p(next = word)", exponentformat="power", **scale, row=1, col=1)
+    times = {**_REPETITIONS, "title_text": "repetitions n (thick: median over words)"}
+    axes(fig, x=times, y={"title_text": "p(next = word)", "exponentformat": "power", **scale})
     if leaks:
         _leaks(fig, result)
     legend = {"y": -0.25, "x": 0.3}
@@ -317,5 +315,61 @@ def _leaks(fig: Any, result: Any) -> None:
             text=[html.escape(f"{c.word or 'control'!r}: {c.leak.text[:80]!a} in {c.leak.file}") for c in found],
             hovertemplate="%{y} bytes<br>%{text}<extra></extra>",
         )
-    fig.update_yaxes(title_text="bytes, word for word", range=[0, 1.08 * longest], row=1, col=2)
-    fig.update_xaxes(tickangle=0, row=1, col=2)
+    axes(fig, 1, 2, x={"tickangle": 0}, y={"title_text": "bytes, word for word", "range": [0, 1.08 * longest]})
+
+
+_SHOWN = 40  # records with a curve of their own: more cannot be told apart
+
+
+def draw_loops(result: Any) -> go.Figure:
+    """Diversity of the window over the tokens, a line per record, with the onset and the detection of each loop."""
+    theta, window = result.settings["theta_ttr"], html.escape(str(result.settings["window"]))
+    fig = panels([""])
+    shown = sorted(result.records, key=lambda r: not r.loop)[:_SHOWN]
+    for record in reversed(shown):
+        _curve(fig, record)
+    looping = [r for r in shown if r.loop]
+    _points(fig, looping, "onset", BLUE, "circle-open", "onset of the longest repetition")
+    _points(fig, looping, "detected", RED, "x", "detected")
+    level(fig, theta, color=GREY, annotation_text=f"threshold {theta:g}")
+    ratio = {"title_text": f"type-token ratio of the last {window} tokens", "range": [0, 1.03]}
+    axes(fig, x={"title_text": "tokens", "rangemode": "tozero"}, y=ratio)
+    left = f", {len(shown)} of them drawn" if len(shown) < len(result.records) else ""
+    found = f"{result.loops} of {len(result.records)} loop{left}"
+    legend = {"y": -0.16, "x": 1.0, "xanchor": "right"}
+    return finished(fig, result, found, width=1000, height=520, top=70, bottom=90, legend=legend)
+
+
+def _curve(fig: Any, record: Any) -> None:
+    kind = "loops" if record.loop else "does not"
+    fig.add_scatter(
+        x=record.steps,
+        y=record.curve,
+        mode="lines",
+        name=kind,
+        legendgroup=kind,
+        showlegend=not any(curve.name == kind for curve in fig.data),
+        line={"color": ORANGE if record.loop else GREY, "width": 1.5},
+        opacity=0.8,
+        hovertemplate=f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>",
+    )
+
+
+def _points(fig: Any, records: list[Any], field: str, color: str, symbol: str, name: str) -> None:
+    there = [(getattr(r, field), r) for r in records if getattr(r, field) is not None]
+    if not there:
+        return
+    fig.add_scatter(
+        x=[at for at, _ in there],
+        y=[_height(r, at) for at, r in there],
+        mode="markers",
+        name=name,
+        marker={"color": color, "symbol": symbol, "size": 9},
+        customdata=[[html.escape(r.name), r.period if r.period is not None else "-"] for _, r in there],
+        hovertemplate=f"%{{customdata[0]}}<br>{name} at %{{x}}, period %{{customdata[1]}}<extra></extra>",
+    )
+
+
+def _height(record: Any, at: int) -> float:
+    """The curve where it is nearest."""
+    return min(zip(record.steps, record.curve, strict=True), key=lambda point: abs(point[0] - at))[1]

@@ -45,7 +45,7 @@ def finished(
 
     Args:
         fig: what was drawn.
-        result: names the model.
+        result: names the model; None: the title does not begin with it.
         found: the title behind the model's name; it is escaped here, with the name.
         width: pixels.
         height: pixels.
@@ -54,10 +54,11 @@ def finished(
         top: margin for the titles.
         more: for plotly's `update_layout`.
     """
+    name = "" if result is None else f"{result.model.name}: "
     place = legend if isinstance(legend, dict) else {"y": legend}
     return fig.update_layout(
         **{
-            "title": {"text": html.escape(f"{result.model.name}: {found}"), "x": 0.01, "xanchor": "left"},
+            "title": {"text": html.escape(name + found), "x": 0.01, "xanchor": "left"},
             "template": "plotly_white",
             "width": width,
             "height": height,
@@ -69,17 +70,41 @@ def finished(
     )
 
 
-def layer_axis(fig: Any, count: int, row: int = 1, col: int = 1, *, title: str = "layer") -> None:
-    """Whole numbers from 0 on the x axis, about twelve of them at most.
+def axes(
+    fig: Any,
+    row: int | None = 1,
+    col: int | None = 1,
+    *,
+    x: str | dict[str, Any] | None = None,
+    y: str | dict[str, Any] | None = None,
+) -> None:
+    """Titles and scales of the axes of a panel.
 
     Args:
         fig: what is drawn.
-        count: how many layers or heads there are.
-        row: of the panel.
-        col: of the panel.
-        title: of the axis.
+        row: of the panel; None: the same in every row.
+        col: of the panel; None: the same in every column.
+        x: title of the x axis, or plotly's options for it; None: it is left as it is.
+        y: the same for the y axis.
     """
-    fig.update_xaxes(title_text=title, dtick=max(1, count // 12), row=row, col=col)
+    for update, axis in ((fig.update_xaxes, x), (fig.update_yaxes, y)):
+        if axis is not None:
+            update(**({"title_text": axis} if isinstance(axis, str) else axis), row=row, col=col)
+
+
+def counted(title: str, count: int, most: int = 12) -> dict[str, Any]:
+    """An axis of whole numbers from 0, with about `most` of them written out."""
+    return {"title_text": title, "dtick": max(1, count // most)}
+
+
+def shares(title: str | None = None, *span: int | float) -> dict[str, Any]:
+    """An axis in per cent; `span` is its range, if it is fixed."""
+    return {"title_text": title, "tickformat": ".0%"} | ({"range": list(span)} if span else {})
+
+
+def powers(title: str | None = None) -> dict[str, Any]:
+    """A logarithmic axis with powers of ten."""
+    return {"title_text": title, "type": "log", "dtick": 1, "exponentformat": "power"}
 
 
 def level(fig: Any, y: float, row: int = 1, col: int = 1, *, color: str = RED, dash: str = "dot", **more: Any) -> None:
@@ -87,26 +112,11 @@ def level(fig: Any, y: float, row: int = 1, col: int = 1, *, color: str = RED, d
     fig.add_hline(y, line={"color": color, "dash": dash, "width": 1}, row=row, col=col, **more)
 
 
-def log_axes(fig: Any, row: int = 1, col: int = 1, *, x: str | None = None, y: str | None = None) -> None:
-    """A logarithmic y axis with powers of ten; the x axis, too, where it has a title.
-
-    Args:
-        fig: what is drawn.
-        row: of the panel.
-        col: of the panel.
-        x: title of the x axis; None: it is left as it is.
-        y: title of the y axis.
-    """
-    if x is not None:
-        fig.update_xaxes(title_text=x, type="log", dtick=1, row=row, col=col)
-    fig.update_yaxes(title_text=y, type="log", dtick=1, exponentformat="power", row=row, col=col)
-
-
-def intervals(rates: Sequence[Any]) -> dict[str, Any]:
-    """Error bars from rates with `share`, `low` and `high`."""
+def intervals(rates: Sequence[Any], share: str = "share", low: str = "low", high: str = "high") -> dict[str, Any]:
+    """Error bars from rates with an interval, which stand in the fields `share`, `low` and `high`."""
     return {
-        "array": [r.high - r.share for r in rates],
-        "arrayminus": [r.share - r.low for r in rates],
+        "array": [getattr(r, high) - getattr(r, share) for r in rates],
+        "arrayminus": [getattr(r, share) - getattr(r, low) for r in rates],
         "thickness": 1,
         "width": 3,
     }

@@ -16,9 +16,11 @@ from sinkscope.figures.style import (
     GREY,
     ORANGE,
     RED,
+    axes,
     finished,
     intervals,
     panels,
+    shares,
 )
 
 _BINS = 24
@@ -33,6 +35,17 @@ _SOURCES = {  # name, colour, width: lines that lie on each other can be told ap
 }
 _DASHES = ("dot", "solid", "dash", "dashdot")
 _LOWEST = 3e-4  # where a rate of zero is drawn on the logarithmic axis
+_ALARMS = {
+    "type": "log",
+    "range": [math.log10(_LOWEST) - 0.15, 0.1],
+    "tickvals": [_LOWEST, 1e-3, 1e-2, 0.1, 1],
+    "ticktext": ["0", "0.1%", "1%", "10%", "100%"],
+}
+_SUCCESS = [
+    "share of sequences above half<br>of BOS's norm, by position",
+    "sequences above it at half of<br>their positions or more",
+    "sequences above a threshold<br>somewhere, longest",
+]
 
 
 def clusters(result: Any) -> go.Figure:
@@ -76,8 +89,7 @@ def _bars(fig: Any, result: Any) -> None:
         col=1,
         hovertemplate="%{x}: %{y} tokens<br>%{customdata}<extra></extra>",
     )
-    fig.update_xaxes(type="category", tickangle=-40, row=1, col=1)
-    fig.update_yaxes(title_text="tokens", row=1, col=1)
+    axes(fig, x={"type": "category", "tickangle": -40}, y="tokens")
 
 
 def _strengths(fig: Any, result: Any) -> None:
@@ -92,8 +104,7 @@ def _strengths(fig: Any, result: Any) -> None:
     for name, column, colour in series:
         fig.add_histogram(x=column, name=name, marker_color=colour, opacity=0.6, xbins=bins, row=1, col=2)
     fig.add_vline(result.threshold, line={"color": RED, "dash": "dash"}, row=1, col=2)
-    fig.update_xaxes(title_text="activation over that at the first token of text", row=1, col=2)
-    fig.update_yaxes(title_text="tokens", row=1, col=2)
+    axes(fig, 1, 2, x="activation over that at the first token of text", y="tokens")
 
 
 def _pairs(fig: Any, pairs: Any) -> None:
@@ -118,8 +129,8 @@ def _pairs(fig: Any, pairs: Any) -> None:
             fig.add_hline(i - 0.5, line={"color": "white", "width": 1}, row=1, col=3)
     middles = {h: [i for i in spots if pairs.heads[i] == h] for h in dict.fromkeys(pairs.heads)}
     ticks = {"tickvals": [sum(m) / len(m) for m in middles.values()], "ticktext": [f"head {h}" for h in middles]}
-    fig.update_xaxes(title_text="second token", **ticks, row=1, col=3)
-    fig.update_yaxes(title_text="first token", autorange="reversed", **ticks, row=1, col=3)
+    first = {"title_text": "first token", "autorange": "reversed", **ticks}
+    axes(fig, 1, 3, x={"title_text": "second token", **ticks}, y=first)
 
 
 def atlas(result: Any) -> go.Figure:
@@ -159,15 +170,9 @@ def _histogram(fig: Any, result: Any) -> None:
         )
     inner = list(range(1, len(labels) - 2))
     ticks = [0, *inner[2 :: max(1, len(inner) // 5)], len(labels) - 2, len(labels) - 1]
-    fig.update_xaxes(
-        tickvals=ticks,
-        ticktext=[labels[i] for i in ticks],
-        tickangle=-40,
-        title_text=f"repetitions until half of the first token's norm in layer {result.sink_layer}",
-        row=1,
-        col=1,
-    )
-    fig.update_yaxes(title_text="tokens", row=1, col=1)
+    until = f"repetitions until half of the first token's norm in layer {result.sink_layer}"
+    named = {"title_text": until, "tickvals": ticks, "ticktext": [labels[i] for i in ticks], "tickangle": -40}
+    axes(fig, x=named, y="tokens")
 
 
 def _shared(fig: Any, result: Any) -> None:
@@ -188,8 +193,7 @@ def _shared(fig: Any, result: Any) -> None:
             hovertemplate="%{text}<br>%{x} in the text, norm %{y:.3g}<extra></extra>",
         )
     title = f"times in the neutral text ({result.text_tokens:,} tokens; 0 drawn at 0.5)"
-    fig.update_xaxes(type="log", title_text=title, dtick=1, row=1, col=2)
-    fig.update_yaxes(title_text="norm of the embedding", row=1, col=2)
+    axes(fig, 1, 2, x={"title_text": title, "type": "log", "dtick": 1}, y="norm of the embedding")
 
 
 def attack(result: Any) -> go.Figure:
@@ -203,21 +207,11 @@ def attack(result: Any) -> go.Figure:
         longest = mine[-1].length
         for source in _SOURCES:
             _source(fig, [a for a in mine if a.source == source], longest, result.thresholds, column)
-        lengths = sorted({a.length for a in mine})
-        fig.update_xaxes(title_text=f"token of a sequence of {longest}", row=1, col=column)
-        fig.update_xaxes(title_text="tokens of a sequence", type="log", tickvals=lengths, row=2, col=column)
-        fig.update_xaxes(title_text="threshold, of BOS's norm", row=3, col=column)
+        lengths = {"title_text": "tokens of a sequence", "type": "log", "tickvals": sorted({a.length for a in mine})}
+        below = (f"token of a sequence of {longest}", lengths, "threshold, of BOS's norm")
+        for row, (x, y) in enumerate(zip(below, _SUCCESS, strict=True), 1):
+            axes(fig, row, column, x=x, y=shares(y if column == 1 else None, -0.03, 1.03))
         fig.add_vline(result.success, line={"color": GREY, "dash": "dot", "width": 1}, row=3, col=column)
-    for row, title in enumerate(
-        (
-            "share of sequences above half<br>of BOS's norm, by position",
-            "sequences above it at half of<br>their positions or more",
-            "sequences above a threshold<br>somewhere, longest",
-        ),
-        1,
-    ):
-        fig.update_yaxes(title_text=title, row=row, col=1)
-    fig.update_yaxes(range=[-0.03, 1.03], tickformat=".0%")
     title = f"sinks after layer {result.sink_layer} without a repeated token"
     return finished(fig, result, title, width=420 * len(contexts) + 120, height=960, legend=-0.09)
 
@@ -275,21 +269,13 @@ def detection(result: Any) -> go.Figure:
         _detected(fig, result, drawn, rules, column)
         _alarms(fig, [d for d in mine if d.attack == "cluster"], rules, column)
         tokens = f", {longest} tokens" if longest else ""
-        fig.update_xaxes(
-            title_text=f"false alarms{tokens} (left end: none)",
-            type="log",
-            range=[math.log10(_LOWEST) - 0.15, 0.1],
-            tickvals=[_LOWEST, 1e-3, 1e-2, 0.1, 1],
-            ticktext=["0", "0.1%", "1%", "10%", "100%"],
-            row=1,
-            col=column,
-        )
-        fig.update_xaxes(title_text="harmless text", row=2, col=column)
-    fig.update_yaxes(range=[-0.03, 1.03], tickformat=".0%", row=1)
+        axes(fig, 1, column, x={"title_text": f"false alarms{tokens} (left end: none)", **_ALARMS})
+        axes(fig, 2, column, x="harmless text")
     highest = max(d.false_alarms.high for d in rows)
-    fig.update_yaxes(tickformat=".0%", range=[0, min(1.0, 1.1 * highest)], row=2)
-    fig.update_yaxes(title_text="attacks detected", row=1, col=1)
-    fig.update_yaxes(title_text=f"pieces that raise the alarm<br>at threshold {result.threshold:g}", row=2, col=1)
+    axes(fig, 1, None, y=shares(None, -0.03, 1.03))
+    axes(fig, 2, None, y=shares(None, 0, min(1.0, 1.1 * highest)))
+    axes(fig, 1, 1, y="attacks detected")
+    axes(fig, 2, 1, y=f"pieces that raise the alarm<br>at threshold {result.threshold:g}")
     more: dict[str, Any] = {"legend": -0.12, "bottom": 120, "barmode": "group"}
     title = "attacks seen in sink neurons at later positions"
     return finished(fig, result, title, width=420 * len(contexts) + 120, height=760, **more)

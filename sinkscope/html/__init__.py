@@ -149,16 +149,6 @@ def text(words: str) -> str:
     return escape(visible(words))
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML, everything escaped."""
-
-    def cells(tag: str, line: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in line)}</tr>"
-
-    body = "".join(cells("td", row) for row in rows)
-    return f"<table><thead>{cells('th', head)}</thead><tbody>{body}</tbody></table>"
-
-
 def picture(name: str, content: bytes) -> str:
     """A PNG as HTML."""
     data = base64.b64encode(content).decode()

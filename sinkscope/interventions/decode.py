@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.models.target import Target
@@ -15,7 +16,44 @@ from sinkscope.models.target import Target
 _CHUNK = 256  # positions whose logits are there at a time
 
 
+class Told(LogitsProcessor):
+    """Forbids every token but the next one of an answer, so that `generate` returns this answer.
+
+    Args:
+        answers: token ids of each row's answer.
+        start: number of tokens before the answers, padding included.
+        pad: token of rows whose answer has ended.
+    """
+
+    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
+        self._answers, self._start, self._pad = answers, start, pad
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        """Scores `[row vocab]`; one of each row is above minus infinity."""
+        step = input_ids.shape[1] - self._start
+        told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
+        index = torch.tensor(told, device=scores.device)[:, None]
+        return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
+
+
 @torch.no_grad()
+def _likeliest(
+    target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None, **options: Any
+) -> tuple[list[list[int]], list[Event]]:
+    """Up to `new` ids for each row, with padding behind rows that have ended; and what interventions did."""
+    ids = rows.to(target.device)
+    with edit.on(target) if edit is not None else nullcontext() as run:
+        out = target.hf.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=min(target.end_ids, default=0),
+            **options,
+        )
+        return out[:, rows.shape[1] :].tolist(), [] if run is None else run.events
+
+
 def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Intervention | None = None) -> list[list[int]]:
     """The likeliest token again and again.
 
@@ -28,19 +66,31 @@ def greedy(target: Target, rows: Int[Tensor, "row pos"], new: int, edit: Interve
     Returns:
         Per row the new ids, up to and with the end of sequence.
     """
-    ends = getattr(target.hf.generation_config, "eos_token_id", None)
-    stop = set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
-    ids = rows.to(target.device)
-    with edit.on(target) if edit is not None else nullcontext():
-        out = target.hf.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=min(stop, default=0),
-        )
-    answers = out[:, rows.shape[1] :].tolist()
-    return [a[: next((i + 1 for i, t in enumerate(a) if t in stop), len(a))] for a in answers]
+    answers, _ = _likeliest(target, rows, new, edit)
+    ends = target.end_ids
+    return [a[: next((i + 1 for i, t in enumerate(a) if t in ends), len(a))] for a in answers]
+
+
+def decode(
+    target: Target, prompt: list[int], new: int, edit: Intervention | None, forced: list[int] | None = None
+) -> tuple[list[int], list[Event]]:
+    """Continue a prompt by the likeliest tokens, or by given ones.
+
+    Args:
+        target: the model, whole.
+        prompt: ids.
+        new: tokens at most; fewer where the sequence ends.
+        edit: what acts and watches.
+        forced: the tokens that follow instead of the likeliest ones, at least `new`.
+
+    Returns:
+        The new ids, and what interventions did; an event's step is the call's, 0 for the prompt.
+    """
+    extra: dict[str, Any] = {}
+    if forced is not None:
+        extra = {"logits_processor": LogitsProcessorList([Told([forced], len(prompt))]), "eos_token_id": None}
+    answers, events = _likeliest(target, torch.tensor([prompt]), new, edit, **extra)
+    return answers[0], events
 
 
 @torch.no_grad()
@@ -79,50 +129,3 @@ def repeat_probabilities(
 def watched(edit: Intervention | None, observer: Intervention) -> Intervention:
     """The interventions, and an observer that sees what they leave."""
     return observer if edit is None else edit | observer
-
-
-@torch.no_grad()
-def decode(
-    target: Target, prompt: list[int], new: int, edit: Intervention | None, forced: list[int] | None = None
-) -> tuple[list[int], list[Event]]:
-    """Continue a prompt by the likeliest tokens, or by given ones.
-
-    Args:
-        target: the model, whole.
-        prompt: ids.
-        new: tokens at most; fewer where the sequence ends.
-        edit: what acts and watches.
-        forced: the tokens that follow instead of the likeliest ones, at least `new`.
-
-    Returns:
-        The new ids, and what interventions did; an event's step is the call's, 0 for the prompt.
-    """
-    ends = getattr(target.hf.generation_config, "eos_token_id", None)
-    stop = set(ends) if isinstance(ends, list | tuple) else set() if ends is None else {int(ends)}
-    ids = torch.tensor([prompt], device=target.device)
-    extra: dict[str, Any] = {}
-    if forced is not None:
-        extra = {"logits_processor": [_Forced(forced, len(prompt))], "eos_token_id": None}
-    with edit.on(target) if edit is not None else nullcontext() as run:
-        out = target.hf.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=min(stop, default=0),
-            **extra,
-        )
-        events = [] if run is None else run.events
-    return out[0, len(prompt) :].tolist(), events
-
-
-class _Forced:
-    """A logits processor that leaves one token to choose."""
-
-    def __init__(self, forced: list[int], prompt: int) -> None:
-        self.forced, self.prompt = forced, prompt
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        out = torch.full_like(scores, -torch.inf)
-        out[:, self.forced[ids.shape[1] - self.prompt]] = 0
-        return out

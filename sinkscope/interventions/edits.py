@@ -24,7 +24,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.experts import activate, bind, columns, gate_up
-from sinkscope.models.target import Target, plain_weight
+from sinkscope.models.target import Target, on_input, on_output, plain_weight
 from sinkscope.records import Number, Whole, conform
 
 SiteLike = Sequence[int | None]
@@ -147,12 +147,11 @@ class NeuronEdit(Intervention):
                 experts = run.target.sub(group.layer, adapter.experts or "")
                 run.hook(experts, "post", expert_hook(group.expert, group.neurons, self.site, edit))
             elif self.site == "post":
-                columns = _Columns(group.neurons, edit)
-                run.hook(run.target.sub(group.layer, adapter.down), "pre", columns.before)
+                down = run.target.sub(group.layer, adapter.down)
+                run.hook(down, "pre", on_input(_columns(group.neurons, edit)))
             else:
                 module, offset = _up_module(run.target, group.layer)
-                columns = _Columns([offset + n for n in group.neurons], edit)
-                run.hook(module, "post", columns.after)
+                run.hook(module, "post", on_output(_columns([offset + n for n in group.neurons], edit)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
         """The same at `hook_post` or `hook_pre_linear`."""
@@ -167,7 +166,8 @@ class NeuronEdit(Intervention):
                     f"site={self.site!r}: use `with ....on(bridge):` instead",
                     page="no-up-factor",
                 )
-            hooks.append((name, _Columns(group.neurons, self._editor(run, key, group)).at_point))
+            edited = _columns(group.neurons, self._editor(run, key, group))
+            hooks.append((name, lambda tensor, hook, edited=edited: edited(tensor)))
         return hooks
 
     def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
@@ -346,31 +346,19 @@ def log_values(
     run.log(make)
 
 
-class _Columns:
-    """An edit of chosen columns of a tensor's last dimension, as hooks of torch and TransformerLens call it."""
+def _columns(neurons: list[int], edit: Edit) -> Edit:
+    """An edit of whole tensors that gives the columns of these neurons other values."""
+    index = torch.tensor(neurons)
 
-    def __init__(self, columns: list[int], edit: Edit) -> None:
-        self.columns, self.edit = torch.tensor(columns), edit
+    def edited(tensor: Tensor) -> Tensor | None:
+        nonlocal index
+        if index.device != tensor.device:  # once, not a copy to the device in every call
+            index = index.to(tensor.device)
+        new = edit(tensor[..., index])
+        # A copy, because others may need the caller's tensor, and so does autograd.
+        return None if new is None else tensor.index_copy(-1, index, new.to(tensor.dtype))
 
-    def edited(self, tensor: Tensor) -> Tensor | None:
-        """A copy with new values (others may need the caller's tensor, and so does autograd); None: nothing changes."""
-        if self.columns.device != tensor.device:  # once, not a copy to the device in every call
-            self.columns = self.columns.to(tensor.device)
-        new = self.edit(tensor[..., self.columns])
-        return None if new is None else tensor.index_copy(-1, self.columns, new.to(tensor.dtype))
-
-    def before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook: the first argument is edited."""
-        new = self.edited(args[0])
-        return None if new is None else ((new, *args[1:]), kwargs)
-
-    def after(self, _module: Any, _args: Any, _kwargs: Any, output: Tensor) -> Tensor | None:
-        """A forward hook: the output is edited."""
-        return self.edited(output)
-
-    def at_point(self, tensor: Tensor, hook: Any) -> Tensor | None:
-        """A hook of TransformerLens."""
-        return self.edited(tensor)
+    return edited
 
 
 def _up_module(target: Target, layer: int) -> tuple[nn.Module, int]:

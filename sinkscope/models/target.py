@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -152,6 +152,12 @@ class Target:
         return int(value) if value else None
 
     @property
+    def end_ids(self) -> list[int]:
+        """Ids after which generation ends, as the model's generation configuration says."""
+        ends = getattr(getattr(self.hf, "generation_config", None), "eos_token_id", None)
+        return list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [int(ends)]
+
+    @property
     def embedding(self) -> nn.Module:
         """The token embedding."""
         return self.hf.get_submodule(self.adapter.embed)
@@ -236,6 +242,23 @@ class Target:
                 add = module.register_forward_pre_hook if when == "pre" else module.register_forward_hook
                 stack.callback(add(fn, with_kwargs=True).remove)
             yield
+
+
+def on_input(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+    """A forward pre-hook with kwargs: `fn` sees the hidden states that enter a module, and may return others."""
+
+    def hook(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        new = fn(args[0] if args else kwargs["hidden_states"])
+        if new is None:
+            return None
+        return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+    return hook
+
+
+def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A forward hook with kwargs: `fn` sees what a module returns, and may return something else."""
+    return lambda _module, _args, _kwargs, output: fn(output)
 
 
 def plain_weight(module: Any) -> Tensor | None:

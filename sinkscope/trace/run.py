@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.trace.attention import attention_rows
 
 
@@ -189,7 +189,7 @@ def trace(
 
         takers: list[tuple[Site, Callable[[str, Tensor], None]]] = [(site, keep) for site in wanted]
         for observer, its_sites in watched:
-            takers += [(site, _observing(observer, start)) for site in its_sites]
+            takers += [(site, lambda n, x, o=observer, row=start: o.observe(n, x, row)) for site in its_sites]
         mask = None if attention_mask is None else attention_mask[start : start + step].to(target.device)
         _run(target, tokens[start : start + step], mask, takers)
         if absent := [site.name for site in wanted if site.name not in batch]:
@@ -200,10 +200,6 @@ def trace(
         for name, chunks in batch.items():
             kept.setdefault(name, []).append(chunks[0] if len(chunks) == 1 else torch.cat(chunks, 2))
     return {name: torch.cat(parts) for name, parts in kept.items()}
-
-
-def _observing(observer: Observer, first_row: int) -> Callable[[str, Tensor], None]:
-    return lambda name, tensor: observer.observe(name, tensor, first_row)
 
 
 def _run(
@@ -231,14 +227,8 @@ def _run(
 
 
 def _hook(site: Site, take: Callable[[str, Tensor], None], shape: tuple[int, ...]) -> Any:
-    def shaped(value: Any) -> Tensor:
+    def see(value: Any) -> None:
         tensor = site.cut(value)
-        return tensor if tensor.shape[:2] == shape else tensor.reshape(*shape, *tensor.shape[1:])
+        take(site.name, tensor if tensor.shape[:2] == shape else tensor.reshape(*shape, *tensor.shape[1:]))
 
-    def pre(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        take(site.name, shaped(args[0] if args else kwargs["hidden_states"]))
-
-    def post(_module: object, _args: object, _kwargs: object, output: Any) -> None:
-        take(site.name, shaped(output))
-
-    return pre if site.when == "pre" else post
+    return on_input(see) if site.when == "pre" else on_output(see)

@@ -153,6 +153,7 @@ class _Build:
         layers: tuple[int, int] = (5, 8),
         behind: tuple[int, int] = (2, 3),  # layers behind the sink layer, least and most
         marking: int = 0,
+        at: int | None = None,  # the sink layer, where it is not to be drawn
         count: int | None = None,  # of sink neurons
         factor: str = "gate",
         thin: bool = False,
@@ -173,7 +174,7 @@ class _Build:
         self.plan = replace(
             plan,
             marking_layer=marking,
-            sink_layer=max(marking + 1, n - 1 - rng.randint(*behind)),
+            sink_layer=max(marking + 1, n - 1 - rng.randint(*behind)) if at is None else at,
             factor=factor if plan.family.gated else None,
             window=plan.window and 1024,
             groups=groups,
@@ -315,7 +316,7 @@ class _Build:
         return tuple(sorted(planted))
 
     def flag_delimiter(self, token: int | None = None) -> Tensor:
-        """Give the embedding of a token a feature of its own; returns where it stands in the rows to measure on."""
+        """Give the embedding of a token the feature `flag`; returns where it stands in the rows to measure on."""
         token = self.delimiter if token is None else token
         scale = math.sqrt(self.plan.d_model) if self.plan.family.model_type == "gemma2" else 1.0
         self.views.embed[token] += MARK * self.flag / scale
@@ -349,7 +350,7 @@ def _textbook(b: _Build, **more: Any) -> HardTruth:
     return _sink(b, b.surgeon().make_sink(), marking, **more)
 
 
-@_kind(ALL)
+@_kind((*ALL, "mistral", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"))
 def _plain(b: _Build) -> HardTruth:
     return _textbook(b, note="The textbook case, for comparison; in a mixture a routed expert makes the spike.")
 
@@ -382,7 +383,7 @@ def _moe_dense(b: _Build) -> HardTruth:
     return _textbook(b, note="A mixture of experts whose sink layer is an ordinary MLP.")
 
 
-@_kind(ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=70.0)
+@_kind(ALL, layers=(28, 30), behind=(11, 12), thin=True, count=1, spike=42.0)
 def _small_stages(b: _Build) -> HardTruth:
     """Layers 1 and 2 add 2.7 % each at right angles to what the heads read; the real layer is far behind."""
     marking, deep = b.mark(), b.plan.sink_layer
@@ -397,7 +398,7 @@ def _small_stages(b: _Build) -> HardTruth:
         marking,
         sink_layer=deep,
         step_up=(1, 2, deep),
-        note="Layers 1 and 2 make the norm 3.9 times the typical one, but no head reads what they write.",
+        note="Layers 1 and 2 make a first norm that stands out, but no head reads what they write.",
     )
 
 
@@ -425,6 +426,13 @@ def _orth_stage(b: _Build) -> HardTruth:
         step_up=tuple(sorted((stage, deep))),
         note=f"Layer {stage} adds {share:.1%} of the spike at right angles to it.",
     )
+
+
+def _spike_way(b: _Build) -> Tensor:
+    """The direction of the first token's spike in the residual stream."""
+    end = b.seen(b.views.layers[b.plan.sink_layer].block)
+    way = torch.where(b.space.sinks.any(0), end, 0.0)
+    return way / way.norm()
 
 
 def _full(b: _Build, layer: int, way: Tensor) -> Tensor:
@@ -456,7 +464,7 @@ def _no_norm(b: _Build) -> HardTruth:
 def _spike_only(b: _Build) -> HardTruth:
     marking = b.mark()
     b.surgeon().make_sink()
-    _calm(b)
+    _calm(b, marking)
     return HardTruth(
         spike=True,
         sink=False,
@@ -493,27 +501,31 @@ def _redundant_triple(b: _Build) -> HardTruth:
     return _redundant(b)
 
 
-def _with_backup(b: _Build, later: int) -> HardTruth:
-    """The backup is planted first, in a model without spike; then it is told to be silent where there is one."""
-    marking, layer = b.mark(), b.plan.sink_layer
-    second, way = layer + later, b.space.sinks[0]
-    size = b.size(layer)
-    backup = b.write(second, b.spare[0], b.on(second, b.space.mark), way, size)
-    expert = 0 if len(backup) == 2 else backup[1]
-    view = b.views.layers[second]
-    saved = view.down[expert, b.spare[0]].clone()
-    view.down[expert, b.spare[0]] = 0.0  # out of the way while the other one is measured
+def _with_backup(b: _Build, *later: int) -> HardTruth:
+    """Backups are planted first, the last one before the others, each in a model without spike; then each is told to be
+    silent where there is one already."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    size, backups, planted = b.size(layer), list[Site](), list[tuple[int, Tensor, Tensor]]()
+    for neuron, second in zip(b.spare, [layer + k for k in later], strict=False):
+        site = b.write(second, neuron, b.on(second, b.space.mark), way, size)
+        backups.append(site)
+        view, expert = b.views.layers[second], 0 if len(site) == 2 else site[1]
+        planted.append((second, view.gate[expert, neuron], view.down[expert, neuron]))
+        saved, planted[-1][2][:] = planted[-1][2].clone(), 0.0  # out of the way while the others are measured
+        planted[-1] = (second, planted[-1][1], saved)
     b.write(layer, b.plan.neurons[0], b.on(layer, b.space.mark), way, size)
-    view.down[expert, b.spare[0]] = saved
-    view.gate[expert, b.spare[0]] -= 12.0 * _full(b, second, way)
+    for (second, gate, saved), site in zip(planted, backups, strict=True):
+        b.views.layers[second].down[0 if len(site) == 2 else site[1], site[-1]] = saved
+        gate -= 12.0 * _full(b, second, way)
+    last, names = layer + max(later), " and ".join(str(layer + k) for k in later)
     return _sink(
         b,
         way,
         marking,
-        sets=(b.sites() | {backup},),
-        backup=(backup,),
-        layers=range(second + 1, b.plan.n_layers),
-        note=f"A neuron of layer {second} makes the spike where layer {layer} did not.",
+        sets=(b.sites() | set(backups),),
+        backup=tuple(backups),
+        layers=range(last + 1, b.plan.n_layers),
+        note=f"Neurons of layers {names} make the spike where no layer before them did.",
     )
 
 
@@ -525,6 +537,11 @@ def _backup_next(b: _Build) -> HardTruth:
 @_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
 def _backup_later(b: _Build) -> HardTruth:
     return _with_backup(b, 2)
+
+
+@_kind(ALL, layers=(6, 8), behind=(4, 4), count=1)
+def _double_backup(b: _Build) -> HardTruth:
+    return _with_backup(b, 1, 2)
 
 
 def _two_marks(b: _Build, rule: str) -> HardTruth:
@@ -548,7 +565,7 @@ def _and_marking(b: _Build) -> HardTruth:
     return _two_marks(b, "and")
 
 
-@_kind(BY_HEADS, marking=1, count=1)
+@_kind(BY_HEADS, marking=1, count=1, odds=80.0)
 def _or_marking(b: _Build) -> HardTruth:
     return _two_marks(b, "or")
 
@@ -559,8 +576,10 @@ def _delimiter(b: _Build) -> HardTruth:
     where = b.flag_delimiter()
     truth = _textbook(b)
     layer = b.plan.sink_layer if b.rng.randrange(2) else b.plan.sink_layer + 1
-    rows = b.on(layer, b.flag, where)
-    site = b.write(layer, b.spare[0], rows, b.side, b.size(layer), where=where, route=b.flag)
+    gate, up = b.on(layer, b.flag, where)
+    if layer > b.plan.sink_layer:  # off at the first token, whose constant is small there
+        gate = gate - 12.0 * _full(b, layer, _spike_way(b))
+    site = b.write(layer, b.spare[0], (gate, up), b.side, b.size(layer), where=where, route=b.flag)
     b.read(range(layer + 1, b.plan.n_layers), b.side, where=where, other=True)
     return replace(truth, later={b.delimiter: (site,)}, note="A delimiter is a second sink, by a neuron of its own.")
 
@@ -705,17 +724,27 @@ def _two_experts(b: _Build) -> HardTruth:
     return _sink(b, way, marking, sets=(frozenset(sites),), note="Neurons of two experts, each of which suffices.")
 
 
+def _fall(b: _Build, *falls: int) -> HardTruth:
+    """Neurons that read the spike and write it with the other sign: all of it, or half and then the rest."""
+    truth, way = _textbook(b), _spike_way(b)
+    for layer in falls:
+        end = float(b.seen(b.views.layers[layer].block) @ way)
+        gate, _ = b.on(layer, way)
+        rows = gate, _full(b, layer, way)
+        b.write(layer, b.spare[0], rows, -way, end if layer == falls[-1] else end / 2, route=way)
+    reading = tuple(place for place in truth.reading if place[0] <= falls[-1])
+    names = " and ".join(map(str, falls))
+    return replace(truth, step_down=falls, reading=reading, note=f"Layer {names} takes the spike away again.")
+
+
 @_kind(ALL, layers=(7, 8), behind=(4, 5))
 def _rise_and_fall(b: _Build) -> HardTruth:
-    truth, spike, fall = _textbook(b), b.views.layers[b.plan.n_layers - 2], b.plan.n_layers - 2
-    end = b.seen(spike.block)
-    way = torch.where(b.space.sinks.any(0), end, 0.0)
-    way = way / way.norm()
-    gate, _ = b.on(fall, way)
-    b.write(fall, b.spare[0], (gate, _full(b, fall, way)), -way, float(end @ way), route=way)
-    reading = tuple(place for place in truth.reading if place[0] <= fall)
-    note = f"A neuron of layer {fall} takes the spike away again."
-    return replace(truth, step_down=(fall,), reading=reading, note=note)
+    return _fall(b, b.plan.n_layers - 2)
+
+
+@_kind(ALL, layers=(7, 8), behind=(4, 5))
+def _two_falls(b: _Build) -> HardTruth:
+    return _fall(b, b.plan.n_layers - 3, b.plan.n_layers - 2)
 
 
 @_kind(ALL, layers=(6, 8), behind=(3, 4), count=1)
@@ -742,10 +771,10 @@ def _two_layers(b: _Build) -> HardTruth:
 
 @_kind(ALL, layers=(6, 8), behind=(2, 3), count=1)
 def _chain(b: _Build) -> HardTruth:
-    """A neuron writes 3 % of the spike's size aside, and that is what the sink neuron reads."""
+    """A neuron writes 1.6 times the typical norm aside, and that is what the sink neuron reads."""
     marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
     size, before = b.size(layer), b.rng.randint(1, b.plan.sink_layer - 1)
-    one = b.write(before, b.spare[0], b.on(before, b.space.mark), b.side, 0.03 * size)
+    one = b.write(before, b.spare[0], b.on(before, b.space.mark), b.side, 1.6 * b.size(before) / b.plan.spike)
     two = b.write(layer, b.plan.neurons[0], b.on(layer, b.side), way, size)
     return _sink(
         b,
@@ -783,10 +812,180 @@ def _busy(b: _Build) -> HardTruth:
     return _sink(b, way, marking, note="A random neuron of the sink layer takes away a third of the norm.")
 
 
+@_kind(ALL, layers=(6, 8), behind=(1, 1))
+def _decoupled(b: _Build) -> HardTruth:
+    """Heads read the mark (in GPT-2 the position) before there is a spike, and none reads the spike."""
+    marking = b.mark()
+    reading = b.read(range(1, b.plan.sink_layer + 1), b.space.mark)
+    b.surgeon().make_sink()
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="mark" if marking else "position embedding",
+        sink_layer=b.plan.sink_layer,
+        sets=(b.sites(),),
+        step_up=(b.plan.sink_layer,),
+        reading=reading,
+        marking=marking,
+        note="There is a spike and there is a sink, and neither needs the other.",
+    )
+
+
+@_kind(("llama", "gemma2", "gpt2", "mixtral"), at=0)
+def _first_layer(b: _Build) -> HardTruth:
+    return _textbook(b, note="The MLP of layer 0 makes the spike.")
+
+
+@_kind(ALL, behind=(0, 0))
+def _last_layer(b: _Build) -> HardTruth:
+    _calm(b)
+    return replace(
+        _textbook(b), sink=False, carried_by=None, note="The last layer makes the spike: no head can read it."
+    )
+
+
+@_kind(ALL, count=12, spike=72.0)
+def _many_neurons(b: _Build) -> HardTruth:
+    """Twelve neurons share the spike; what any one of them writes stands out already."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    source, *others = b.plan.neurons
+    b.write(layer, source, b.on(layer, b.space.mark), way, b.size(layer) / 12)
+    for neuron in others:
+        b.copy(layer, source, neuron)
+    return _sink(b, way, marking, note="Twelve neurons share the spike evenly.")
+
+
+@_kind(ALL, count=1, spike=6.0)
+def _weak_spike(b: _Build) -> HardTruth:
+    return _textbook(b, note="The norm is only six times the typical one.")
+
+
+@_kind(("gpt2",))
+def _position_spike(b: _Build) -> HardTruth:
+    assert b.views.positions is not None
+    b.views.positions[0] += b.plan.spike * NORM * b.space.sinks[0]
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="spike",
+        reading=b.read(range(1, b.plan.n_layers), b.space.sinks[0]),
+        note="The embedding of position 0 is the spike.",
+    )
+
+
+@_kind(ALL)
+def _delimiter_alone(b: _Build) -> HardTruth:
+    """A delimiter is a spike and a sink; the first token is neither."""
+    where, layer = b.flag_delimiter(), b.plan.sink_layer
+    _calm(b)
+    site = b.write(layer, b.spare[0], b.on(layer, b.flag, where), b.side, b.size(layer), where=where, route=b.flag)
+    b.read(b.behind, b.side, where=where)
+    note = "A delimiter is a spike and a sink; the first token is neither."
+    return HardTruth(spike=False, sink=False, carried_by="spike", later={b.delimiter: (site,)}, note=note)
+
+
+@_kind(BY_HEADS, massive_layer=None)
+def _both_no_norm(b: _Build) -> HardTruth:
+    b.surgeon().make_massive()
+    truth, dims = _no_norm(b), tuple(b.space.massive.nonzero().flatten().tolist())
+    return replace(truth, shared_dims=dims, note="One dimension is massive on every token; heads read a mark.")
+
+
+@_kind(ALL, layers=(8, 8), at=1, count=1, spike=48.0)
+def _gradual(b: _Build) -> HardTruth:
+    """Four layers in a row each add a quarter of the spike, independently of each other."""
+    marking, way, early = b.mark(), b.space.sinks[0], range(1, 5)
+    size, before = b.size(1), {layer: b.const(layer) for layer in early}
+    sites: list[Site] = []
+    for layer, share in zip(early, (0.28, 0.24, 0.24, 0.24), strict=True):
+        rows = b.on(layer, b.space.mark)
+        rows = rows if layer == 1 else b.steady(layer, rows, way, before[layer])
+        sites.append(b.write(layer, b.spare[0], rows, way, share * size, ballast=8.0))
+    note = "Four layers each add a quarter of the spike."
+    return _sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8), note=note)
+
+
+@_kind(PLAIN, count=1)
+def _many_decoys(b: _Build) -> HardTruth:
+    """Six pairs of neurons write more than the sink neuron does, and each pair cancels."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    rows, size = b.on(layer, b.space.mark), b.size(layer)
+    b.write(layer, b.plan.neurons[0], rows, way, size)
+    free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
+    for plus, minus in zip(free[:6], free[6:12], strict=True):
+        b.write(layer, plus, rows, b.side, 1.1 * size)
+        b.copy(layer, plus, minus, -1.0)
+    return _sink(b, way, marking, note="Twelve neurons write more than the sink neuron, and cancel each other.")
+
+
+@_kind(ALL, layers=(8, 8), at=1, count=1)
+def _two_rises(b: _Build) -> HardTruth:
+    """The spike is made in layer 1, taken away in layer 4, and made again in layer 5; heads read it both times."""
+    marking, way = b.mark(), b.space.sinks[0]
+    size = b.size(1)
+    one = b.write(1, b.plan.neurons[0], b.on(1, b.space.mark), way, size)
+    gate, _ = b.on(4, way)
+    end = float(b.seen(b.views.layers[4].block) @ way)
+    b.write(4, b.spare[0], (gate, _full(b, 4, way)), -way, end, route=way)
+    two = b.write(5, b.spare[1], b.on(5, b.space.mark), way, 0.8 * size)
+    return _sink(
+        b,
+        way,
+        marking,
+        sets=(frozenset({one, two}),),
+        step_up=(1, 5),
+        step_down=(4,),
+        layers=(2, 3, 4, 6, 7),
+        note="Layer 1 makes the spike, layer 4 takes it away, and layer 5 makes it again.",
+    )
+
+
+@_kind(ALL)
+def _mlp_mark(b: _Build) -> HardTruth:
+    """A neuron of layer 0 marks BOS by its embedding, no larger than other things; later heads read that mark."""
+    b.flag_delimiter(BOS)
+    b.write(0, b.spare[0], b.on(0, b.flag), b.side, MARK, route=b.flag)
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="mark",
+        reading=b.read(range(1, b.plan.n_layers), b.side),
+        bos_only=True,
+        note="An MLP marks the first token without a spike, and heads read that mark.",
+    )
+
+
 @_kind(("qwen2",))
 def _key_bias(b: _Build) -> HardTruth:
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="key bias",
+        reading=_read_bias(b),
+        note="Heads attend to the farthest key, whatever it is: the first token of any text.",
+    )
+
+
+@_kind(("qwen2",))
+def _bias_and_spike(b: _Build) -> HardTruth:
+    marking = b.mark()
+    b.surgeon().make_sink()
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="key bias",
+        sink_layer=b.plan.sink_layer,
+        sets=(b.sites(),),
+        step_up=(b.plan.sink_layer,),
+        reading=_read_bias(b),
+        marking=marking,
+        note="There is a spike, but heads attend to the farthest key, whatever it is.",
+    )
+
+
+def _read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
     """The key is a bias on one rotary pair, and the query is turned so that the farthest key scores most."""
-    plan, half, reading = b.plan, b.plan.head_dim // 2, []
+    plan, half, reading = b.plan, b.plan.head_dim // 2, list[tuple[int, int]]()
     pair = next(p for p in range(half) if 1e6 ** (-p / half) < 0.0122)
     force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
     for index in range(1, plan.n_layers):
@@ -799,13 +998,7 @@ def _key_bias(b: _Build) -> HardTruth:
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
                 layer.q_bias[head, pair + half] = -force
                 reading.append((index, head))
-    return HardTruth(
-        spike=False,
-        sink=True,
-        carried_by="key bias",
-        reading=tuple(sorted(reading)),
-        note="Heads attend to the farthest key, whatever it is: the first token of any text.",
-    )
+    return tuple(sorted(reading))
 
 
 @_kind(ALL)
@@ -821,16 +1014,23 @@ def _sharp(b: _Build) -> HardTruth:
     return HardTruth(False, False, None, note="Sharp attention, and neither spike nor sink.")
 
 
-def _calm(b: _Build) -> None:
-    """Draw the queries of heads anew that by chance attend to the first token."""
-    for _ in range(20):
-        places = (_to_first(b) > 0.15).nonzero().tolist()
+def _calm(b: _Build, marking: Marking = ()) -> None:
+    """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
+    stay = [[layer, head] for layer, heads in marking for head in heads]
+    for turn in range(20):
+        places = [place for place in (_to_first(b) > 0.15).nonzero().tolist() if place not in stay]
         if not places:
             return
         for index, head in places:
             query = b.views.layers[index].q[head]
-            noise = query.norm() * torch.randn(query.shape, generator=b.noise)[:, b.space.content]
+            noise = (
+                (1.0 if turn < 8 else 0.5)
+                * query.norm()
+                * torch.randn(query.shape, generator=b.noise)[:, b.space.content]
+            )
             query.zero_()
+            if (bias := b.views.layers[index].q_bias) is not None:
+                bias[head] = 0.0
             query[:, b.space.content] = noise / query.shape[0] ** 0.5 / len(b.space.content) ** 0.5
     raise AssertionError("heads attend to the first token by chance, again and again")
 

@@ -22,8 +22,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.bench.dialogues.asking import (
-    Question,
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
+from sinkscope.bench.dialogues.run import (
+    AskedTurn,
     batch_of,
     cells_of,
     check_chat,
@@ -32,19 +33,18 @@ from sinkscope.bench.dialogues.asking import (
     read_of,
     reads,
 )
-from sinkscope.bench.dialogues.fidelity_table import COMMAND, TEXT, Near
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
+from sinkscope.bench.dialogues.tables import FIDELITY, TEXT, Near
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import Budget, Method
-from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, run_batches
-from sinkscope.bench.store import open_folder
+from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import Told
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
-from sinkscope.kv.loopserve.conversation import Told
 from sinkscope.kv.session import Moment, Rows, Session
-from sinkscope.parallel import Tally
+from sinkscope.parallel import Tally, check_workers
 from sinkscope.text import typical_text
 
 Along = Literal["full", "gold"]
@@ -131,9 +131,10 @@ def run_fidelity(
     chosen, places = check_given(dialogues, methods, positions, budget, **sizes)
     if along not in get_args(Along):
         raise SinkscopeError(f"along={along!r}: expected one of {', '.join(get_args(Along))}")
-    spread, to = Spread(workers, ray), ask(model, tokenizer, max_new_tokens, budget)
+    check_workers(workers, ray)
+    to = ask(model, tokenizer, max_new_tokens, budget)
     check_chat(to, chat)
-    rows: list[tuple[Question, list[int] | None]] = []
+    rows: list[tuple[AskedTurn, list[int] | None]] = []
     for place in places:
         for each in dialogues:
             right = [turn.answers[0] for turn in each.turns]
@@ -141,7 +142,7 @@ def run_fidelity(
                 made = question(to, each, place, number, right[:number], chat)
                 rows.append((made, _gold(to, made, answer) if along == "gold" else None))
     check_can(to, chosen, [len(each.ids) for each, _ in rows])
-    settings = {"version": VERSION, "command": COMMAND, **to.settings(), "chat": chat, "along": along}
+    settings = {"version": VERSION, "command": FIDELITY, **to.settings(), "chat": chat, "along": along}
     tally = Tally("answers", len(rows) * len(chosen), progress)
     with open_folder(out, {**settings, "history": "gold"}, dialogues, Near) as kept:
         batches: list[Batch] = []
@@ -150,11 +151,11 @@ def run_fidelity(
             there = [method for method in chosen if kept.records.keys() >= {*batch_of(to, [method], whole.rows).keys}]
             missing = [method for method in chosen if method not in there]
             batches += [batch_of(to, some, whole.rows) for some in (there, missing) if some]
-        run_batches(to, [batches], _answer_along, kept, tally, model=model, spread=spread)
+        run_batches(to, [batches], _answer_along, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
 
-def _gold(to: Asked, each: Question, answer: str) -> list[int]:
+def _gold(to: Asked, each: AskedTurn, answer: str) -> list[int]:
     ids = to.target.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
     cut = to.cut([int(i) for i in ids][: to.new])[0]
     if not cut:

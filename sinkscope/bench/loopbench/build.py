@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sinkscope import __version__
+from sinkscope.bench.files import HUB, BuiltSet, check_out, write_set
 from sinkscope.bench.loopbench.longbench import (
     ARCHIVE,
     REPO,
@@ -26,7 +27,7 @@ from sinkscope.bench.loopbench.longbench import (
     wiki2_prompt,
 )
 from sinkscope.bench.loopbench.prompts import TITLES, Bench, BenchPrompt
-from sinkscope.bench.sets import HUB, BuiltSet, check_out, write_set
+from sinkscope.bench.methods import check_whole
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
@@ -244,8 +245,7 @@ def build(
         SinkscopeError: the count or the length is impossible, or "2wiki" has fewer records than prompts.
     """
     wanted = count if count is not None else PAPER_COUNTS.get(bench, len(source.records))
-    if isinstance(wanted, bool) or not isinstance(wanted, int) or wanted < 1:
-        raise SinkscopeError(f"count={wanted!r}: expected a whole number from 1")
+    check_whole(count=wanted)
     if bench == "2wiki" and wanted > len(source.records):
         raise SinkscopeError(f"count={wanted}: {source.name} has {len(source.records)} questions, give at most as many")
     target = target_tokens if target_tokens is not None else PAPER_TOKENS.get(bench)

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from sinkscope._plain import plain
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, Ended
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
 from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, SampledRow, StopRows, WatchedRows, stopper
-from sinkscope.bench.methods import Method, check_budget, check_methods
-from sinkscope.bench.runner import Asked, Batch, PerCall, Spread, ask, check_can, check_whole, run_batches
-from sinkscope.bench.store import open_folder
+from sinkscope.bench.methods import Method, check_budget, check_methods, check_whole
+from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
-from sinkscope.parallel import Tally
+from sinkscope.parallel import Tally, check_workers
 
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
 DETECTORS = ("full", "p1", "ttr", "cr", "stall", "tail")  # variants of the monitor, see `MonitorSettings.variant`
@@ -89,7 +89,8 @@ def run_loopbench(
         SinkscopeError: an unknown method, a window above the cap, a prompt that does not fit, bad numbers, a folder
             that was begun with other settings or is being written.
     """
-    chosen, spread = check_methods(methods), Spread(workers, ray)
+    check_workers(workers, ray)
+    chosen = check_methods(methods)
     if not prompts:
         raise SinkscopeError("there are no prompts: give at least one")
     qa = all(prompt.bench == "2wiki" for prompt in prompts)
@@ -124,7 +125,7 @@ def run_loopbench(
     settings = {"version": VERSION, **to.settings(), "window": window, "every": every, "seed": seed}
     with open_folder(out, settings, prompts, Continued) as kept:
         answer, here = partial(_continue, plan=plan), partial(_continue, to, plan=plan, tell=tally.show)
-        run_batches(to, stages, answer, kept, tally, model=model, spread=spread, here=here)
+        run_batches(to, stages, answer, kept, tally, model=model, workers=workers, ray=ray, here=here)
     return Path(out)
 
 

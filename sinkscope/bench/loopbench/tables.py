@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import html
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from sinkscope._plain import visible
+from sinkscope.bench.files import Contents, envelope
 from sinkscope.bench.loopbench import paper
-from sinkscope.bench.loopbench.metrics import TEXT, Continued, Detection, Group, detection, group, read_run
+from sinkscope.bench.loopbench.metrics import (
+    TEXT,
+    Continued,
+    Detection,
+    Ended,
+    Ending,
+    Group,
+    detection,
+    ending,
+    group,
+    read_run,
+)
 from sinkscope.bench.loopbench.prompts import TITLES
-from sinkscope.bench.methods import block_of, order_of
+from sinkscope.bench.methods import block_of, check_methods, order_of
 from sinkscope.bench.scorers import best_f1
-from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
-from sinkscope.results import Grid, Result, aligned, cell
+from sinkscope.registry import Option, command
+from sinkscope.results import Grid, Result, cell
 
 LOOPS = ("dc", "ri")
 NOT_RUN = "not run"
@@ -68,7 +81,7 @@ class LoopBench(Result):
     """
 
     kind: ClassVar[str] = "loopbench"
-    drawing: ClassVar[Any] = "sinkscope.bench.loopbench.drawing:draw"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_loopbench"
     percent: ClassVar[tuple[str, ...]] = (
         "paper_loop",
         "loop",
@@ -118,33 +131,12 @@ class LoopBench(Result):
         ]
         return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 
-    def text(self) -> str:
-        """All tables as plain aligned text."""
-        return "\n\n".join([self.summary(), *(_aligned(self, table) for table in self.tables)])
-
-    def table(self) -> Any:
-        """All tables for a terminal."""
-        from rich.console import Group as Stack
-        from rich.text import Text
-
-        shown: list[Any] = [Text(self.summary())]
+    def _grids(self) -> list[Grid]:
+        grids: list[Grid] = []
         for table in self.tables:
-            head, cells = _strings(self, table)
-            shown += [Text(""), Grid(head, cells, table.title, table.note)]
-        return Stack(*shown)
-
-    def to_html(self) -> str:
-        """All tables as HTML, everything escaped."""
-        parts = [f"<pre>{html.escape(self.summary())}</pre>"]
-        for table in self.tables:
-            names, cells = _strings(self, table)
-            head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-            body = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in line)}</tr>" for line in cells)
-            parts.append(
-                f"<h2>{html.escape(table.title)}</h2><p>{html.escape(table.note)}</p>"
-                f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            )
-        return f'<div class="sinkscope">{"".join(parts)}</div>'
+            head, cells = self._strings(table.rows)
+            grids.append(Grid([name.replace("_", " ") for name in head], cells, table.title, table.note))
+        return grids
 
 
 def title(bench: str) -> str:
@@ -152,25 +144,15 @@ def title(bench: str) -> str:
     return next((name for key, name in TITLES.items() if key == bench), bench)
 
 
-def _strings(result: LoopBench, table: PrintedTable) -> tuple[list[str], list[list[str]]]:
-    names = [name for name in table.rows[0] if any(row[name] is not None for row in table.rows)]
-    cells = [[cell(row[name], percent=name in result.percent) for name in names] for row in table.rows]
-    return [name.replace("_", " ") for name in names], cells
-
-
-def _aligned(result: LoopBench, table: PrintedTable) -> str:
-    head, cells = _strings(result, table)
-    return "\n".join([table.title, *aligned(head, cells), table.note])
-
-
 _Parts = dict[tuple[str, str, str], tuple[Contents[Continued], list[Continued]]]  # by set, model and method
 
 
-def tabulate(folders: Sequence[str | os.PathLike[str]] = ()) -> LoopBench:
-    """Add up what `run_loopbench` wrote.
+@command(group="Benchmarks", command="loopbench table")
+def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, metavar="DIR...")] = ()) -> LoopBench:
+    """Show the paper's Tables 1 to 3 with our numbers beside its own, and further tables that the paper lacks.
 
     Args:
-        folders: of runs; none: the paper's numbers alone.
+        folders: Folders of runs.
 
     Raises:
         SinkscopeError: a folder is not of a run, or two hold the same method on the same set by the same model.
@@ -358,3 +340,164 @@ def _beside(
             yield {"model": g.model, **head, **_fields(g, names), "runs": runs}
         if not mine:
             yield {"model": "-", **head, **dict.fromkeys(names), "runs": NOT_RUN}
+
+
+# --- One prompt by every method --------------------------------------------------------------------------------------
+
+SHOWN = 1200  # characters of an output in a terminal: its first and last half
+
+
+@dataclass(frozen=True)
+class Written(Ending):
+    """What one method wrote.
+
+    Attributes:
+        method: name of the method.
+        text: what was written.
+        ended: by the end of sequence, a stopper, or the cap.
+        steps: where `window_ttr` was taken.
+        window_ttr: type-token ratio of the last window.
+    """
+
+    method: str
+    text: str
+    ended: Ended
+    steps: tuple[int, ...]
+    window_ttr: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown(Result):
+    """One prompt of a run.
+
+    Attributes:
+        prompt: its id.
+        bench: its set.
+        prompt_text: the prompt.
+        outputs: of each method.
+    """
+
+    kind: ClassVar[str] = "loopbench-show"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_shown"
+
+    prompt: str
+    bench: str
+    prompt_text: str
+    outputs: tuple[Written, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per method, without the texts."""
+        names = ("method", "ended", "length", "ttr", "cr", "loop", "tail_loop", "collapse")
+        return [{n: getattr(o, n) for n in names} | {"interventions": len(o.interventions)} for o in self.outputs]
+
+    def summary(self) -> str:
+        """The prompt's end, and how each method's output ended."""
+        last = visible(self.prompt_text).strip().splitlines()[-1:]
+        return f"{self.model.name}, {title(self.bench)}, prompt {self.prompt} (ends {''.join(last)[-100:]!r})"
+
+    def text(self) -> str:
+        """The outputs below each other, and the numbers."""
+        parts = [f"--- {o.method} ({_ending(o)})\n{_middle_out(visible(o.text))}" for o in self.outputs]
+        return "\n\n".join([super().text(), *parts])
+
+    def table(self) -> Any:
+        """The outputs side by side."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(header_style="bold", show_lines=True)
+        for o in self.outputs:
+            grid.add_column(Text(f"{o.method}\n{_ending(o)}"), ratio=1, overflow="fold")
+        grid.add_row(*(Text(_middle_out(visible(o.text))) for o in self.outputs))
+        return Group(super().table(), grid)
+
+    def to_html(self) -> str:
+        """Prompt and outputs whole, side by side, everything escaped."""
+        columns = "".join(
+            f'<td style="vertical-align:top;text-align:left;min-width:22em"><b>{html.escape(o.method)}</b> '
+            f"({html.escape(_ending(o))})<pre>{html.escape(visible(o.text))}</pre></td>"
+            for o in self.outputs
+        )
+        return (
+            f"{super().to_html()}<details><summary>prompt</summary><pre>{html.escape(visible(self.prompt_text))}</pre>"
+            f'</details><div class="figure"><table><tr>{columns}</tr></table></div>'
+        )
+
+
+def _ending(o: Written) -> str:
+    loop = "loop" if o.loop else "ends in a loop" if o.tail_loop else "no loop"
+    count = len(o.interventions)
+    guard = f", {count} intervention{'s' * (count != 1)}" if count else ""
+    return f"{o.length} tokens, {o.ended}, {loop}, TTR {cell(o.ttr)}, CR {cell(o.cr)}{guard}"
+
+
+def _middle_out(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    half = SHOWN // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
+
+
+@command(group="Benchmarks", command="loopbench show")
+def show(
+    run: Annotated[str | Path, Option(argument=True, metavar="DIR")],
+    prompt: Annotated[str | int, Option(metavar="ID|NUMBER")] = "0",
+    *,
+    methods: Annotated[Sequence[str] | None, Option("--methods", reads="commas")] = None,
+) -> Shown:
+    """Show what each method made of one prompt, side by side; the HTML holds the whole texts.
+
+    Args:
+        run: Folder of a run.
+        prompt: Which prompt; numbers begin at 0.
+        methods: Names with commas between. By default all that were run.
+
+    Raises:
+        SinkscopeError: no such prompt, a method that is unknown or was not run.
+    """
+    started = time.perf_counter()
+    found = read_run(run)
+    known = _prompt(found, str(prompt))
+    there = {record.method: record for record in found.records if record.prompt == known}
+    wanted = [m.spec for m in check_methods(methods)] if methods is not None else sorted(there, key=order_of)
+    if not there:
+        raise SinkscopeError(f"prompt {known!r} was not run yet in {found.name}: go on with `sinkscope loopbench run`")
+    for name in wanted:
+        if name not in there:
+            names = ", ".join(there)
+            raise SinkscopeError(f"{name} was not run on prompt {known!r} in {found.name}: there are {names}")
+    cap, window = int(found.settings["max_new_tokens"]), int(found.settings["window"])
+    shared: dict[str, Any] = {
+        **envelope([found], started, "prompts"),
+        "settings": {"folder": found.name, "prompt": known, **found.settings},
+    }
+    return Shown(
+        **shared,
+        prompt=known,
+        bench=str(found.prompts[known].get("bench")),
+        prompt_text=str(found.prompts[known].get("prompt")),
+        outputs=tuple(_output(there[name], cap, window) for name in wanted),
+    )
+
+
+def _prompt(run: Contents[Continued], wanted: str) -> str:
+    ids = list(run.prompts)
+    if wanted in run.prompts:
+        return wanted
+    if wanted.isdecimal() and int(wanted) < len(ids):
+        return ids[int(wanted)]
+    raise SinkscopeError(
+        f"prompt {wanted!r} is not in {run.name}: give a number from 0 to {len(ids) - 1}, or an id such as {ids[0]!r}"
+    )
+
+
+def _output(record: Continued, cap: int, window: int) -> Written:
+    return Written(
+        **vars(ending(record, cap, window)),
+        method=record.method,
+        text=record.text,
+        ended=record.ended,
+        steps=tuple(record.signals["step"]),
+        window_ttr=tuple(record.signals["ttr"]),
+    )

@@ -1,6 +1,6 @@
 """Detection without intervention, for a plain `model.generate`: report loops, or stop the rows that loop.
 
-Neither needs a session or a cache of ours, and both leave sampling and streamers alone.
+Neither needs a session or a cache of ours, and neither changes sampling or streamers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Found:
     """A trigger of one row.
 
     Attributes:
-        row: of the batch.
+        row: number of the row in the batch.
         step: what the monitor said; `step.step` is the number of the generated token, from 1.
     """
 
@@ -36,11 +36,12 @@ class Found:
 
 
 class RowMonitors:
-    """One monitor per row; rows that are over are left alone.
+    """One monitor for each row. Rows that have ended are ignored.
 
-    With `poll` > 1 tokens stay on the device until there are `poll` of them; their copy is started then and read when
-    the next token comes, so that nothing waits. Monitors see the same tokens in the same order as with `poll=1`, so
-    their signals and triggers are the same; only what follows from a trigger comes up to `poll` tokens later.
+    With `poll` > 1, tokens stay on the device until there are `poll` of them. Their copy to the host is then started,
+    and it is read when the next token comes, so that nothing waits. Monitors see the same tokens in the same order as
+    with `poll=1`, so their signals and triggers are the same. Only the consequence of a trigger comes up to `poll`
+    tokens later.
 
     Attributes:
         tokens: generated tokens of each row that its monitor has seen.
@@ -60,9 +61,9 @@ class RowMonitors:
         """Take the next token of every row, and the largest probability of what may follow it.
 
         Returns:
-            Triggers of the tokens that were decided now; none while they are only collected.
+            Triggers of the tokens that were decided in this call; there are none while tokens are only collected.
         """
-        # One tensor, so one copy; float32 holds ids below 2**24 exactly.
+        # One tensor needs only one copy; float32 holds ids below 2**24 exactly.
         pair = tokens.detach().float()[None]
         if p_max is not None:
             pair = torch.cat([pair, p_max.detach().float()[None].to(pair.device)])
@@ -75,13 +76,13 @@ class RowMonitors:
         return found
 
     def flush(self) -> list[Found]:
-        """Decide everything that was collected; waits for the device."""
+        """Decide all tokens that were collected; this waits for the device."""
         found = self._read()
         self._copy()
         return found + self._read()
 
     def end(self, row: int) -> None:
-        """The row is over."""
+        """Note that the row has ended."""
         self._monitors[row].end()
 
     def _copy(self) -> None:
@@ -124,92 +125,36 @@ class RowMonitors:
 
 
 def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
-    """max_v Pr(v), in float32."""
+    """Largest probability of any token, max_v Pr(v), in float32."""
     logits = logits.detach().float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
 
 def poll_of(poll: int | None, device: torch.device) -> int:
-    """How many tokens are decided at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
+    """Number of tokens that are decided at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
     return poll if poll is not None else 1 if device.type == "cpu" else POLL
 
 
 def signals(step: Step) -> dict[str, float | int | bool | None]:
-    """What an event says of a monitor's step."""
+    """The signals of a monitor's step, as events report them."""
     names = ("ttr", "cr", "streak", "novelty", "votes", "stall", "tail_rep")
     return {name: getattr(step, name) for name in names}
-
-
-class _Following:
-    """Feeds the monitors from the `input_ids` that generation passes at every step."""
-
-    def __init__(self, settings: MonitorSettings | None, eos: int | Sequence[int] | None, poll: int | None) -> None:
-        conform(Natural | None, poll, "poll")
-        self.settings = settings or MonitorSettings()
-        self.ends = frozenset([eos] if isinstance(eos, int) else eos or ())
-        self.poll = poll
-        self.rows: RowMonitors | None = None
-        self.prompt = 0
-        self._length = 0
-        self._last: Tensor | None = None
-        self._moved: Tensor | None = None
-
-    def follow(
-        self, ids: Int[Tensor, "row pos"], prompt: int, p_max: Float[Tensor, " row"] | None
-    ) -> tuple[list[Found], bool]:
-        """Take the last token of every row.
-
-        Args:
-            ids: prompt and generated tokens.
-            prompt: how long the prompt is, should this be the first step of a generation.
-            p_max: largest probability of what may follow.
-
-        Returns:
-            Triggers, and whether this was the first step.
-        """
-        batch, length = ids.shape
-        begins = self.rows is None or len(self.rows) != batch or length != self._length + 1
-        if begins:
-            if batch > 1 and not self.ends:
-                raise SinkscopeError(
-                    f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which "
-                    "looks like a loop; give eos_token_id=model.generation_config.eos_token_id"
-                )
-            self.rows = RowMonitors(self.settings, batch, self.ends, poll_of(self.poll, ids.device))
-            self.prompt, self._moved = prompt, None
-        elif self._last is not None:
-            # Beams change places: a row's tokens before the newest are then not those that were seen.
-            moved = (ids[:, -2] != self._last).any()
-            self._moved = moved if self._moved is None else self._moved | moved
-        self._length, self._last = length, ids[:, -1].clone()
-        if length <= self.prompt:
-            return [], begins
-        assert self.rows is not None
-        found = self.rows.push(ids[:, -1], p_max)
-        if found:
-            self.check()
-        return found, begins
-
-    def check(self) -> None:
-        """Rows must have stayed in place."""
-        if self._moved is not None and bool(self._moved):
-            raise UnsupportedError(
-                "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
-                "(use num_beams=1), or another generation began (use a new object for each)"
-            )
 
 
 class LoopReporter(LogitsProcessor):
     """Report loops and change nothing: `model.generate(..., logits_processor=[reporter])`.
 
-    Sees what is sampled from: put after processors that change the logits, it takes the largest probability from
+    It sees what is sampled from: put after processors that change the logits, it takes the largest probability from
     theirs. Use one for each call of `generate`, or one after the other: a sequence that does not continue the last one
-    by a token begins anew. Not for beams (an error) and not for assisted generation.
+    by a token begins anew. It refuses beam search and cannot follow assisted generation.
 
     Args:
         settings: of the monitor; the paper's by default.
         eos_token_id: what ends a row; needed for more than one row. Padding that differs from it may be added.
         poll: tokens decided at once; 1 on a CPU and 8 elsewhere by default.
+
+    Attributes:
+        rows: the monitors of the last generation; None before the first.
 
     Example:
         >>> reporter = LoopReporter(eos_token_id=2)
@@ -224,9 +169,14 @@ class LoopReporter(LogitsProcessor):
         eos_token_id: int | Sequence[int] | None = None,
         poll: int | None = None,
     ) -> None:
-        self._following = _Following(settings, eos_token_id, poll)
+        conform(Natural | None, poll, "poll")
+        self._settings, self._poll = settings or MonitorSettings(), poll
+        self._ends = frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or ())
+        self.rows: RowMonitors | None = None
+        self._prompt = self._length = 0
+        self._last: Tensor | None = None
+        self._moved: Tensor | None = None
         self._events: list[Event] = []
-        self._looping: set[int] = set()
 
     @property
     def events(self) -> list[Event]:
@@ -235,34 +185,60 @@ class LoopReporter(LogitsProcessor):
         `step` is the number of the generated token (1 is the first), `position` its column in the batch (a padded row
         counts its padding), `data` the signals and the period found.
         """
-        if self._following.rows is not None:
-            self._note(self._following.rows.flush())
-            self._following.check()
+        if self.rows is not None:
+            self._note(self.rows.flush())
+            self._check()
         return list(self._events)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
-        """Take the last token and the distribution of the next one; returns `scores` as they are."""
-        found, begins = self._following.follow(input_ids, input_ids.shape[1], largest_probability(scores))
-        if begins:
-            self._events, self._looping = [], set()
-        self._note(found)
+        """Take the last token and the distribution of the next one; `scores` come back as they are."""
+        self.follow(input_ids, input_ids.shape[1], largest_probability(scores))
         return scores
 
     def rows_looping(self) -> frozenset[int]:
-        """Rows with a trigger so far, of the tokens that are decided."""
-        return frozenset(self._looping)
+        """Rows that have had a trigger among the tokens decided so far."""
+        return frozenset(event.row for event in self._events)
 
-    @property
-    def rows(self) -> RowMonitors | None:
-        """The monitors of the last generation; None before the first."""
-        return self._following.rows
+    def follow(self, ids: Int[Tensor, "row pos"], prompt: int, p_max: Float[Tensor, " row"] | None) -> None:
+        """Take the last token of every row.
+
+        Args:
+            ids: prompt and generated tokens, as generation passes them at every step.
+            prompt: length of the prompt, used if this is the first step of a generation.
+            p_max: largest probability of what may follow.
+        """
+        batch, length = ids.shape
+        rows = self.rows
+        if rows is None or len(rows) != batch or length != self._length + 1:
+            if batch > 1 and not self._ends:
+                raise SinkscopeError(
+                    f"a batch of {batch} rows and no eos_token_id: a row that has ended goes on as padding, which "
+                    "looks like a loop; give eos_token_id=model.generation_config.eos_token_id"
+                )
+            rows = self.rows = RowMonitors(self._settings, batch, self._ends, poll_of(self._poll, ids.device))
+            self._prompt, self._moved, self._events = prompt, None, []
+        elif self._last is not None:
+            # In beam search rows change places, and the tokens before the newest are not those that were seen.
+            moved = (ids[:, -2] != self._last).any()
+            self._moved = moved if self._moved is None else self._moved | moved
+        self._length, self._last = length, ids[:, -1].clone()
+        if length > self._prompt and (found := rows.push(ids[:, -1], p_max)):
+            self._check()
+            self._note(found)
+
+    def _check(self) -> None:
+        """Check that the rows have stayed in place."""
+        if self._moved is not None and bool(self._moved):
+            raise UnsupportedError(
+                "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
+                "(use num_beams=1), or another generation began (use a new object for each)"
+            )
 
     def _note(self, found: list[Found]) -> None:
         for one in found:
             step = one.step
-            self._looping.add(one.row)
             data = {**signals(step), "period": None if step.tail is None else step.tail.period}
-            position = self._following.prompt + step.step - 1
+            position = self._prompt + step.step - 1
             self._events.append(Event(one.row, step.step, position, None, None, "loop", data))
 
 
@@ -294,29 +270,20 @@ class LoopStopper(StoppingCriteria):
     ) -> None:
         if reporter is not None and (settings is not None or eos_token_id is not None or poll is not None):
             raise SinkscopeError("a reporter was given: settings, eos_token_id and poll are its own, leave them out")
-        self._reporter = reporter
-        self._following = _Following(settings, eos_token_id, poll)
-        self._stopped: set[int] = set()
+        self._alone = reporter is None
+        self._reporter = reporter or LoopReporter(settings, eos_token_id=eos_token_id, poll=poll)
         self._answer: Tensor | None = None
-
-    @property
-    def stopped(self) -> frozenset[int]:
+        self.stopped: frozenset[int] = frozenset()
         """Rows of the last generation that were stopped for looping."""
-        return frozenset(self._stopped)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
-        """Which rows are to stop: bool `[row]`."""
-        batch, before = input_ids.shape[0], set(self._stopped)
-        if self._reporter is None:
-            found, begins = self._following.follow(input_ids, input_ids.shape[1] - 1, None)
-            self._stopped = (set() if begins else self._stopped) | {one.row for one in found}
-            rows = self._following.rows
-        else:
-            self._stopped = set(self._reporter.rows_looping())
-            rows = self._reporter.rows
-        for row in self._stopped - before:
-            assert rows is not None
-            rows.end(row)
-        if self._answer is None or len(self._answer) != batch or self._stopped != before:  # no copy at every token
-            self._answer = torch.tensor([row in self._stopped for row in range(batch)], device=input_ids.device)
+        """Say which rows have to stop: bool `[row]`."""
+        if self._alone:
+            self._reporter.follow(input_ids, input_ids.shape[1] - 1, None)
+        batch, before, self.stopped = input_ids.shape[0], self.stopped, self._reporter.rows_looping()
+        for row in self.stopped - before:
+            assert self._reporter.rows is not None
+            self._reporter.rows.end(row)
+        if self._answer is None or len(self._answer) != batch or self.stopped != before:  # no copy at every token
+            self._answer = torch.tensor([row in self.stopped for row in range(batch)], device=input_ids.device)
         return self._answer

@@ -14,11 +14,12 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Intervention, Run
+from sinkscope.interventions.decode import Told
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve import saved
 from sinkscope.kv.loopserve.saved import Answers, Held, Turn, check_ids
@@ -104,26 +105,6 @@ def _shown(kv: CacheLayer) -> float:
     if kv.hidden is None and not kv.ragged:
         return float(kv.slots)
     return float(kv.readable.sum(-1).float().mean())
-
-
-class Told(LogitsProcessor):
-    """Forbids every token but the next one of an answer, so that `generate` returns this answer.
-
-    Args:
-        answers: token ids of each row's answer.
-        start: number of tokens before the answers, padding included.
-        pad: token of rows whose answer has ended.
-    """
-
-    def __init__(self, answers: list[list[int]], start: int, pad: int = 0) -> None:
-        self._answers, self._start, self._pad = answers, start, pad
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Scores `[row vocab]`; one of each row is above minus infinity."""
-        step = input_ids.shape[1] - self._start
-        told = [answer[step] if step < len(answer) else self._pad for answer in self._answers]
-        index = torch.tensor(told, device=scores.device)[:, None]
-        return torch.full_like(scores, -torch.inf).scatter_(1, index, 0.0)
 
 
 class Conversation:
@@ -355,6 +336,5 @@ class Conversation:
 
     def _pad(self) -> int:
         """A padding token; nothing is padded, but `generate` warns if it has to choose one itself."""
-        end: Any = self.target.hf.generation_config.eos_token_id
-        known = [getattr(self.tokenizer, "pad_token_id", None), *(end if isinstance(end, list) else [end])]
+        known = [getattr(self.tokenizer, "pad_token_id", None), *self.target.end_ids]
         return next((int(token) for token in known if token is not None), 0)

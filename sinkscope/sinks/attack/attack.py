@@ -17,7 +17,7 @@ from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, me
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
 from sinkscope.sinks.attack.vocabulary import coordinate, drawn_sequences, greedy, refuse_workers, repeat, round_trip
-from sinkscope.sinks.first_token.walk import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)

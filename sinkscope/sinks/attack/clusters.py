@@ -15,7 +15,7 @@ from sinkscope.measure import Count, Option, Positive, Result, Setup, measuremen
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron, view_layer
-from sinkscope.sinks.first_token.walk import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.repetition.sequences import norms_after
 from sinkscope.trace.run import trace
 

@@ -23,7 +23,7 @@ from sinkscope.sinks.attack.attack import SUCCESS, refuse_no_lengths
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
 from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.walk import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.text import text_rows
 from sinkscope.text.harmless import honest_repetition, source_code
 

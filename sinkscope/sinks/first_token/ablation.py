@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.interventions import Ablate
 from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.sinks.first_token.effects import Edit, effects
 
 DRAWS = 20  # random sets of as many neurons that every ablation is held against
 CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
@@ -135,17 +135,30 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
 
 @torch.no_grad()
 def norm_without(
-    target: Target, view: LayerView, neurons: Int[Tensor, "draw k"], cols: Float[Tensor, "draw k d_model"]
+    target: Target,
+    view: LayerView,
+    neurons: Int[Tensor, "draw k"],
+    cols: Float[Tensor, "draw k d_model"],
+    without: Sequence[int] = (),
 ) -> Float[Tensor, "draw n"]:
-    """Norm of the residual stream after the layer, at every position, with each set of neurons zeroed."""
+    """Norm of the residual stream after the layer, at every position, with each set of neurons zeroed.
+
+    Residual dimensions in `without` are left out of the norm.
+    """
     written = torch.einsum("ndk,dkm->dnm", view.post[:, neurons], cols)  # n draw k, draw k d_model
     path = target.adapter.post_mlp_norm
     if path is None:
-        return (view.resid - written).norm(dim=-1)
-    norm = target.sub(view.layer, path)
-    dtype = target.dtype
-    intact = norm(view.mlp.to(dtype)).float()
-    return (view.resid - intact + norm((view.mlp - written).to(dtype)).float()).norm(dim=-1)
+        resid = view.resid - written
+    else:
+        norm, dtype = target.sub(view.layer, path), target.dtype
+        resid = view.resid - norm(view.mlp.to(dtype)).float() + norm((view.mlp - written).to(dtype)).float()
+    return _norm(resid, without)
+
+
+def _norm(resid: Tensor, without: Sequence[int]) -> Tensor:
+    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
+    kept[list(without)] = False
+    return resid[..., kept].norm(dim=-1)
 
 
 def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
@@ -222,8 +235,10 @@ class _Candidates:
     top: Int[Tensor, " k"]
 
     @classmethod
-    def of(cls, target: Target, ids: Int[Tensor, "row pos"], layer: int, top_k: int) -> _Candidates:
-        first = view_layer(target, layer, ids[:, :1], torch.ones(len(ids), 1, dtype=torch.bool))
+    def of(cls, target: Target, ids: Int[Tensor, "row pos"], layer: int, top_k: int, at: int = 0) -> _Candidates:
+        where = torch.zeros(len(ids), at + 1, dtype=torch.bool)
+        where[:, at] = True
+        first = view_layer(target, layer, ids[:, : at + 1], where)
         contribution = contribution_norms(target, first).median(0).values
         top = reach(target, first).topk(min(top_k, int((contribution > 0).sum().clamp(min=1)))).indices
         return cls(target, first, neutral_view(target, layer, ids), contribution, top)
@@ -248,6 +263,23 @@ class _Candidates:
 
 
 @torch.no_grad()
+def stage_neurons(
+    target: Target, ids: Int[Tensor, "row pos"], layer: int, top_k: int, at: int = 0
+) -> tuple[Neuron, ...]:
+    """The neurons of a layer that write most at a position, the first by default, with their own drops at that layer.
+
+    Under an ablation, those that write most then. They are held against the largest drop of as many random neurons.
+    """
+    with target.loaded(layer):
+        found = _Candidates.of(target, ids, layer, min(top_k, target.d_mlp // 2), at)
+    top = found.top.tolist()
+    pool = torch.tensor([n for n in range(len(found.contribution)) if n not in top])
+    others = pool[torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))[:DRAWS]].tolist()
+    drops = _drops_above(target, ids[:1, : at + 1], layer, [*top, *others], layer)
+    return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
+
+
+@torch.no_grad()
 def prove(
     target: Target,
     ids: Int[Tensor, "row pos"],
@@ -256,6 +288,7 @@ def prove(
     generator: torch.Generator,
     repeated: LayerView | None = None,
     stages: Sequence[int] = (),
+    without: Sequence[int] = (),
 ) -> Proof:
     """Candidates of the sink layer and of other stages, and what zeroing them does at the sink layer.
 
@@ -267,15 +300,15 @@ def prove(
         generator: of the random draws.
         repeated: the layer at the last repetition of tokens that reached half of the first token's norm.
         stages: layers that build the spike, the sink layer among them or not.
+        without: residual dimensions that norms leave out, because they are massive on all tokens.
     """
-    proof = _prove_at(target, ids, layer, top_k, generator, repeated)
+    proof = _prove_at(target, ids, layer, top_k, generator, repeated, without)
     others = [n for s in stages if s != layer for n in _prove_stage(target, ids, s, layer, generator)]
     whole = Proof((*proof.neurons, *others), proof.set_drop, proof.set_control_drop, proof.controls)
     if not any(n.causal and n.layer < layer for n in others):
         return whole
-    intact = _norm_at(target, layer, ids[:, :1])
-    with Ablate(sites=[n.site for n in whole.causal]).on(target):
-        drop = float((1 - _norm_at(target, layer, ids[:, :1]) / intact).median())
+    seen = effects(target, ids[:, :1], [Edit(zero=tuple(n.site for n in whole.causal))], upto=layer, without=without)
+    drop = float((1 - seen.norms[0, :, layer] / seen.intact_norms[:, layer]).median())
     return Proof(whole.neurons, drop, whole.set_control_drop, whole.controls)
 
 
@@ -286,6 +319,7 @@ def _prove_at(
     top_k: int,
     generator: torch.Generator,
     repeated: LayerView | None,
+    without: Sequence[int],
 ) -> Proof:
     """Candidates of the sink layer, without further forward passes."""
     with target.loaded(layer):
@@ -303,7 +337,7 @@ def _prove_at(
 
         def drops(sets: Tensor, view: LayerView) -> Tensor:
             cols = columns(target, layer, sets.flatten()).unflatten(0, tuple(sets.shape))
-            return (1 - norm_without(target, view, sets, cols) / view.resid.norm(dim=-1)).median(1).values
+            return (1 - norm_without(target, view, sets, cols, without) / _norm(view.resid, without)).median(1).values
 
         singles, control = top[:, None], draw(1)
         places = [first] if repeated is None else [first, repeated]
@@ -331,28 +365,11 @@ def _prove_stage(
     return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
 
 
-def _drops_above(target: Target, first_ids: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:
-    """Drop at a layer for each neuron of that or an earlier layer, zeroed one at a time, by real ablated passes.
-
-    One pass with a row per neuron; in a mixture, where rows cannot be edited apart, a pass each.
-    """
-    if target.is_mixture(stage):
-        intact = _norm_at(target, layer, first_ids)
-        norms = []
-        for n in neurons:
-            with Ablate(sites=[numbers(stage, *split(target, stage, n))]).on(target):
-                norms.append(_norm_at(target, layer, first_ids))
-        return [float(1 - n / intact) for n in norms]
-
-    def zero(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, object]) -> tuple[object, object]:
-        post = args[0].clone()
-        rows = torch.arange(len(neurons), device=post.device)
-        post.view(len(neurons) + 1, -1)[rows, torch.tensor(neurons, device=post.device)] = 0
-        return (post, *args[1:]), kwargs
-
-    with target.hooks((target.sub(stage, target.adapter.down), "pre", zero)):
-        norms = _norm_at(target, layer, first_ids.expand(len(neurons) + 1, 1))
-    return (1 - norms[:-1] / norms[-1]).tolist()
+def _drops_above(target: Target, texts: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:
+    """Drop of the last token's norm for each neuron of that or an earlier layer, zeroed by itself in a real pass."""
+    sites = [numbers(stage, *split(target, stage, n)) for n in neurons]
+    seen = effects(target, texts, [Edit(zero=(s,)) for s in sites], at=texts.shape[1] - 1, upto=layer)
+    return (1 - seen.norms[..., layer] / seen.intact_norms[..., layer]).median(1).values.tolist()
 
 
 def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:
@@ -372,15 +389,3 @@ def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, f
         asked = text.routing[:, expert] > 0
         post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
     return float(post.median()), None if text.up is None else float(text.up[:, flat].median())
-
-
-def _norm_at(target: Target, layer: int, ids: Tensor) -> Tensor:
-    kept: list[Tensor] = []
-
-    def keep(_m: object, _a: object, _k: object, out: object) -> None:
-        kept.append(torch.linalg.vector_norm(first_tensor(out)[:, 0], dim=-1, dtype=torch.float32))
-        target.stop()
-
-    with target.hooks((target.layers[layer], "post", keep)):
-        target.forward(ids)
-    return kept[0]

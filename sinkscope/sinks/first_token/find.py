@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,20 +18,25 @@ from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove, view_layer
+from sinkscope.sinks.first_token.anatomy import Normalised, Trigger, maker, normalised, triggers
+from sinkscope.sinks.first_token.effects import effects
+from sinkscope.sinks.first_token.received import HEADS, LOST, Carrier, Received, carried_by, carriers, received
+from sinkscope.sinks.first_token.sets import CausalSet, Found, causal_sets, later_set
 from sinkscope.sinks.first_token.tokens import at_once_line, pick_tokens
 from sinkscope.sinks.first_token.walk import (
+    SINK_RATIO,
     Walk,
     first_token_attention,
     prefixes,
     repeat_limit,
     repeat_until_half,
-    sink_rate,
     spike_dims,
     walk_far_enough,
 )
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
+LATER = 3  # tokens behind the first position whose spikes are examined
 
 
 @dataclass(frozen=True)
@@ -86,6 +92,89 @@ class FirstTokenAttention:
 
 
 @dataclass(frozen=True)
+class NormSpike:
+    """Positions whose norm stands out (massive activations).
+
+    Attributes:
+        positions: where, in pieces of typical text; 0 is the first token.
+        step_up: layers that build the spike of the first token.
+        step_down: layers that take at least 5 % of it away again.
+        ratio: the largest ratio of its norm to the typical one.
+        plateau: first and last layer after which it stands out.
+        made_by: "MLP", or the component without which the spike of the first token is gone; None: no single one.
+        triggers: of the causal neurons in gated MLPs.
+        normalised: what the norms make of the first token; None where no layer shows it.
+    """
+
+    positions: tuple[int, ...]
+    step_up: tuple[int, ...]
+    step_down: tuple[int, ...]
+    ratio: float
+    plateau: tuple[int, int] | None
+    made_by: str | None
+    triggers: tuple[Trigger, ...] = ()
+    normalised: Normalised | None = None
+
+
+@dataclass(frozen=True)
+class SinkPosition:
+    """A position that heads attend to; of a token that is no first token, the first place where it was met.
+
+    Attributes:
+        position: in pieces of typical text.
+        token: there.
+        rate: share of (layer, head) that attend to it.
+    """
+
+    position: int
+    token: str
+    rate: float
+
+
+@dataclass(frozen=True)
+class AttentionSink:
+    """Positions that heads attend to.
+
+    Attributes:
+        rate: share of (layer, head) whose mean attention to position 0 exceeds eps (Gu et al. 2024); of the learned
+            sink logits, where no position receives it.
+        eps: the bar.
+        positions: the first token and later ones, where they receive it.
+        layers_read: number of layers whose attention was read.
+        carried_by: what the heads need, found by ablation: "spike", "mark" (what an attention layer or MLP writes there
+            without a spike), "token embedding", "position embedding", "key bias", "position" (rotary alone), "learned
+            logits"; None: no single one of them.
+        by_layer: the share of heads that attend to the first token, per layer read.
+        carriers: the evidence, for each component that was tried.
+    """
+
+    rate: float
+    eps: float
+    positions: tuple[SinkPosition, ...]
+    layers_read: int
+    carried_by: str | None
+    by_layer: tuple[float, ...] = ()
+    carriers: tuple[Carrier, ...] = ()
+
+
+@dataclass(frozen=True)
+class LaterSink:
+    """A token that is a sink of its own behind the first position, and the neurons that make it one.
+
+    Attributes:
+        token: as text.
+        position: where it was examined.
+        ratio: its largest norm over the typical one.
+        set: the smallest set of neurons whose ablation takes its spike away; None: no MLP makes it.
+    """
+
+    token: str
+    position: int
+    ratio: float
+    set: CausalSet | None
+
+
+@dataclass(frozen=True)
 class Published:
     """What the literature says of this model, and whether the same was found."""
 
@@ -98,7 +187,13 @@ class FindSinks(Result):
     """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
 
     Attributes:
-        sink_layer: the stage that adds most; None: the model has no sink.
+        norm_spike: positions whose norm stands out; None: there are none.
+        attention_sink: positions that heads attend to; None: there are none among the layers read.
+        causal_sets: the smallest set found whose ablation takes the spike away, and its backups.
+        later_sinks: tokens behind the first position whose norm stands out.
+        shared_dims: residual dimensions massive on all tokens alike, which the verdicts leave out.
+        not_tried: what the search for the smallest set left out.
+        sink_layer: the stage that adds most; None: no MLP makes a spike of the first token.
         neurons: candidates, largest contribution first, with their proof.
         set_drop: share of the first token's norm that goes with all causal neurons together.
         set_control_drop: largest drop among 20 random draws of as many neurons.
@@ -119,6 +214,12 @@ class FindSinks(Result):
 
     percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
 
+    norm_spike: NormSpike | None = None
+    attention_sink: AttentionSink | None = None
+    causal_sets: tuple[CausalSet, ...] = ()
+    later_sinks: tuple[LaterSink, ...] = ()
+    shared_dims: tuple[int, ...] = ()
+    not_tried: tuple[str, ...] = ()
     sink_layer: int | None
     neurons: tuple[Neuron, ...]
     set_drop: float | None
@@ -146,69 +247,159 @@ class FindSinks(Result):
         """One row per candidate neuron."""
         return [{name: value for name, value in vars(n).items() if "neutral" not in name} for n in self.neurons]
 
+    @property
+    def minimal(self) -> CausalSet | None:
+        """The smallest set of neurons found whose ablation takes the spike away."""
+        return next((s for s in self.causal_sets if s.kind == "minimal"), None)
+
     def conclusion(self) -> str:
-        """Which neurons make the sink, and what zeroing them and random ones takes away."""
-        if self.sink_layer is None:
-            return "No attention sink: no MLP raises the first token's norm above that of typical text."
-        if self.set_drop is None or self.set_control_drop is None:
-            largest = max((n.ablation_drop for n in self.neurons), default=0.0)
-            control = max((n.control_drop for n in self.neurons), default=0.0)
+        """Whether there is a norm spike and an attention sink, and what makes and carries them."""
+        spike, sink, minimal = self.norm_spike, self.attention_sink, self.minimal
+        if spike is None and sink is None:
+            return f"Neither a norm spike nor an attention sink: no position stands out{self._among()}."
+        if sink is None:
+            return f"Norm spike without an attention sink{self._among()}: {self._made()}."
+        rate = f"{sink.rate:.0%} of the heads attend to " + (
+            "their learned sink logits" if sink.carried_by == "learned logits" else _places(sink)
+        )
+        if spike is None:
+            return f"Attention sink without a norm spike: {rate}, and {_carried(sink)}."
+        if sink.carried_by != "spike":
             return (
-                f"Layer {self.sink_layer} makes the attention sink, but no single neuron of it is causal: zeroing one "
-                f"takes away at most {largest:.1%} of the first token's norm, and zeroing a random one {control:.1%}."
+                f"Norm spike and attention sink, but heads do not need the spike: {self._made()}; {rate}, and "
+                f"{_carried(sink)}."
             )
+        if minimal is None:
+            return f"Norm spike and attention sink: {rate}; {self._made()}."
+        one = len(minimal.sites) == 1
+        lost = "" if minimal.drop_attention is None else f" and {minimal.drop_attention:.1%} of the attention to it"
         return (
-            f"The attention sink of layer {self.sink_layer} is made by {_names(self)}: zeroing "
-            f"{'it' if len(self.causal) == 1 else 'them'} takes away {self.set_drop:.1%} of the first token's norm, "
-            f"and zeroing as many random neurons takes away at most {self.set_control_drop:.1%} (largest of {DRAWS} "
+            f"Norm spike and attention sink: {_members(minimal)} make{'s' * one} the spike that the heads attend to. "
+            f"Zeroing {'it' if one else 'them'} takes away {minimal.drop_sink_layer:.1%} of the first token's "
+            f"norm{lost}; zeroing as many random neurons takes away at most {minimal.control:.1%} (largest of {DRAWS} "
             "draws)."
         )
 
+    def _among(self) -> str:
+        return "" if self.layers_read == self.model.n_layers else f" in the {self.layers_read} layers read"
+
+    def _made(self) -> str:
+        """What makes the spike, as the middle of a sentence."""
+        spike, minimal = self.norm_spike, self.minimal
+        assert spike is not None
+        if 0 not in spike.positions:
+            return f"norms stand out at {', '.join(repr(s.token) for s in self.later_sinks)}, not at the first token"
+        size = f"the first token's norm reaches {spike.ratio:.0f} times the typical one"
+        if minimal is not None:
+            return (
+                f"{size}, and {_members(minimal)} make{'s' * (len(minimal.sites) == 1)} it (zeroing takes away "
+                f"{minimal.drop_sink_layer:.1%} of the norm, random neurons at most {minimal.control:.1%})"
+            )
+        if self.sink_layer is not None:
+            part = next(
+                (f"; the best set of {len(s.sites)} takes away {s.drop_last_layer:.1%}" for s in self.causal_sets), ""
+            )
+            return (
+                f"{size}; layer {self.sink_layer} builds it, but no set of neurons that was tried takes it away{part}"
+            )
+        return f"{size}, made by {'the ' + spike.made_by if spike.made_by else 'no single component'}"
+
     def details(self) -> list[str]:
-        """The model, the norms, and what repetition and the first token's attention show."""
+        """The model, the norms, the evidence, and what repetition shows."""
         m = self.model
         read = f"{self.layers_read} of {m.n_layers} layers read"
         lines = [f"{m.name} ({m.family}, {m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp}); {read}."]
+        lines += self._spike_lines() + self._set_lines() + self._sink_lines()
         if self.sink_layer is not None:
-            lines += self._sink(self.sink_layer)
+            lines += self._repeat_lines()
         unknown = self.settings.get("unknown_tokens") or 0.0
         if unknown > 0.1:
             lines.append(
                 f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
                 "--text."
             )
-        if self.sink_rate is not None:
-            s = self.sink_rate
-            lines.append(f"Sink rate {s.value:.1%} (eps {s.eps}, {s.samples} texts of {s.length} tokens).")
-        if self.learned_sinks:
-            lines.append("The model has learned sink logits, which took part in every attention row.")
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
             lines.append(f"This {verdict} what is published ({self.published.source}).")
         return lines
 
-    def _sink(self, layer: int) -> list[str]:
-        norm, typical, r = self.first_token_norm[layer], self.typical_norm[layer], self.repeats
+    def _spike_lines(self) -> list[str]:
         lines: list[str] = []
-        if norm is not None and typical is not None:
+        spike, layer = self.norm_spike, self.sink_layer
+        if self.shared_dims:
+            dims = ", ".join(map(str, self.shared_dims))
+            lines.append(f"Residual dimensions {dims} are massive on all tokens; the verdicts leave them out.")
+        if spike is None:
+            return lines
+        if layer is not None and (norm := self.first_token_norm[layer]) and (typical := self.typical_norm[layer]):
             lines.append(
                 f"Sink layer {layer}: the first token's norm is {norm:.4g}, {norm / typical:.0f} times the typical one "
                 f"of {typical:.4g}."
             )
         if len(self.stages) > 1:
             lines.append("Stages: " + ", ".join(f"layer {s.layer} adds {s.share:.1%}" for s in self.stages) + ".")
-        if self.attention is not None:
-            a = self.attention
+        if spike.plateau is not None:
+            down = f", and layers {_listed(spike.step_down)} take it away again" if spike.step_down else ""
+            first, last = spike.plateau
+            lines.append(f"The norm stands out after layers {first} to {last}{down}.")
+        if self.residual_dims:
+            lines.append(f"Massive activations are in residual dimensions {', '.join(map(str, self.residual_dims))}.")
+        if (n := spike.normalised) is not None:
+            lines.append(
+                f"Behind the norm of the next layer, 90 % of the first token is in {n.dims:.0f} dimensions (typical "
+                f"tokens: {n.typical_dims:.0f}), and its direction has cosine {n.cosine:.2f} from layer to layer "
+                f"(typical tokens: {n.typical_cosine:.2f})."
+            )
+        for later in self.later_sinks:
+            made = (
+                "no MLP makes it"
+                if later.set is None
+                else (
+                    f"made by {_members(later.set)}, which take{'s' * (len(later.set.sites) == 1)} away "
+                    f"{later.set.drop_last_layer:.1%} (random neurons at most {later.set.control:.1%})"
+                )
+            )
+            lines.append(f"The norm of {later.token!r} reaches {later.ratio:.0f} times the typical one, {made}.")
+        return lines
+
+    def _set_lines(self) -> list[str]:
+        lines: list[str] = []
+        for s in self.causal_sets:
+            if s.kind == "backup":
+                lines.append(
+                    f"Backup: when the others are silent, {_members(s)} brings the spike back; zeroing it, too, takes "
+                    f"away {s.drop_last_layer:.1%} of the norm at the last layer that has the spike."
+                )
+            elif len(s.sites) > 1 and not self.causal:
+                lines.append("Each of these neurons alone is not needed: the others make the spike without it.")
+        return lines + [f"Not tried: {text}." for text in self.not_tried]
+
+    def _sink_lines(self) -> list[str]:
+        lines: list[str] = []
+        if (s := self.sink_rate) is not None:
+            lines.append(f"Sink rate {s.value:.1%} (eps {s.eps}, {s.samples} texts of {s.length} tokens).")
+        if (sink := self.attention_sink) is None:
+            lines.append(f"No attention sink{self._among()}: fewer than {HEADS} heads attend to any one position.")
+        else:
+            for p in sink.positions[1:] if sink.positions and sink.positions[0].position == 0 else sink.positions:
+                lines.append(f"{p.rate:.1%} of the heads attend to {p.token!r} wherever it stands.")
+            if sink.carriers:
+                needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.heads_lost >= 0.2]
+                lines.append(f"Heads lose the sink without: {', '.join(needed) or 'no single component'}.")
+        if (a := self.attention) is not None:
             first, last = min(a.layers), max(a.layers)
             where = f"layer {first}" if first == last else f"layers {first} to {last}"
             lines.append(
                 f"Attention to the first token in {where}: {a.intact:.3f}, without these neurons {a.ablated:.3f}, "
                 f"without random ones {a.control:.3f}."
             )
-        if self.residual_dims:
-            dims = ", ".join(map(str, self.residual_dims))
-            lines.append(f"Massive activations are in residual dimensions {dims}.")
-        tried = len(r.tokens) - len(r.at_once)
+        if self.learned_sinks:
+            lines.append("The model has learned sink logits, which took part in every attention row.")
+        return lines
+
+    def _repeat_lines(self) -> list[str]:
+        r = self.repeats
+        tried, lines = len(r.tokens) - len(r.at_once), list[str]()
         if tried and r.median is None:
             lines.append(f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions.")
         elif tried:
@@ -217,14 +408,42 @@ class FindSinks(Result):
         return lines + at_once_line([t.token for t in r.at_once])
 
 
-def _names(found: FindSinks) -> str:
-    names = [
-        (f"layer {n.layer} " if n.layer != found.sink_layer else "")
-        + (f"expert {n.expert} " if n.expert is not None else "")
-        + f"neuron {n.neuron}"
-        for n in found.causal
-    ]
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+def _listed(numbers: Sequence[object]) -> str:
+    words = [str(n) for n in numbers]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def _members(found: CausalSet) -> str:
+    """The neurons of a set, such as "neurons 3 and 4 of layer 1"."""
+    groups: dict[tuple[int, int | None], list[int]] = {}
+    for m in found.sites:
+        groups.setdefault((m.layer, m.expert), []).append(m.neuron)
+    return _listed(
+        [
+            f"neuron{'s' * (len(neurons) > 1)} {_listed(neurons)} of "
+            + (f"expert {expert} of " if expert is not None else "")
+            + f"layer {layer}"
+            for (layer, expert), neurons in groups.items()
+        ]
+    )
+
+
+def _places(sink: AttentionSink) -> str:
+    first = sink.positions[0]
+    return "the first token" if first.position == 0 else f"{first.token!r}"
+
+
+def _carried(sink: AttentionSink) -> str:
+    if sink.carried_by is None:
+        return "no single component carries it"
+    what = {
+        "mark": "a mark that "
+        + next((c.name for c in reversed(sink.carriers) if c.heads_lost >= 0.5), "a layer")
+        + " writes",
+        "position": "the position alone, through the rotary embedding",
+        "key bias": "the bias of their keys",
+    }.get(sink.carried_by, f"the {sink.carried_by}")
+    return f"they read {what}"
 
 
 @measurement(
@@ -256,38 +475,107 @@ def find_sinks(
     words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
     setup.record(max_repeats=limit, unknown_tokens=_unknown(setup))
     whole = all_layers or setup.target.resident
-    seen = walk_far_enough(setup, whole=whole)
-    target = setup.target
-    layer = seen.sink_layer()
-
-    proof, repeats, attention, dims = Proof((), None, None, ()), Repeats((), None, 0, limit), None, []
-    if layer is not None:
-        found = repeat_until_half(target, layer, words, prefixes(setup, words), limit, setup.progress)
-        repeats = _repeats(target, words, found.repeats, limit)
+    while True:
+        seen = walk_far_enough(setup, whole=whole)
+        target, layer = setup.target, seen.sink_layer()
+        depth = len(seen.first)
+        heard, rate = _received(setup, depth) if whole else (received(target, ids, RATE_EPS, layers=depth), None)
         generator = torch.Generator().manual_seed(setup.seed)
-        proof = prove(target, ids, layer, top_k, generator, found.view, seen.stages())
-        attention = _attention(target, ids, layer, proof)
+        proof, sets, repeated = Proof((), None, None, ()), Found((), (), ()), None
+        if layer is not None:
+            repeated = repeat_until_half(
+                target, layer, words, prefixes(setup, words), limit, setup.progress, seen.shared
+            )
+            proof = prove(target, ids, layer, top_k, generator, repeated.view, seen.stages(), seen.shared)
+            sets = causal_sets(target, ids, seen, proof.neurons, heard.heads(), generator)
+        lost = sets.minimal.heads_lost if sets.minimal is not None else None
+        if whole or depth == target.n_layers or (lost or 0.0) >= LOST:
+            break
+        whole = True  # what was found does not carry the attention to the first token: read on
+    dims: list[int] = []
+    if layer is not None:
         view = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
         dims = spike_dims(view.resid.unflatten(0, tuple(ids.shape))[:, 0].median(0).values, view.resid)
+    known = {n.site for n in proof.neurons}
+    later = _later(setup, seen, heard, generator)
+    spike = _spike(setup, seen, sets, later)
     return FindSinks(
+        norm_spike=spike,
+        attention_sink=_attention_sink(setup, heard, spike, sets, later, depth),
+        causal_sets=sets.sets,
+        later_sinks=later,
+        shared_dims=tuple(seen.shared),
+        not_tried=sets.not_tried,
         sink_layer=layer,
-        neurons=proof.neurons,
+        neurons=(*proof.neurons, *(n for n in sets.added if n.site not in known)),
         set_drop=proof.set_drop,
         set_control_drop=proof.set_control_drop,
         stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in seen.stages()),
-        residual_dims=tuple(dims),
+        residual_dims=tuple(d for d in dims if d not in seen.shared),
         first_token_norm=_padded(seen, seen.first),
         typical_norm=_padded(seen, [t[1] for t in seen.typical]),
         typical_low=_padded(seen, [t[0] for t in seen.typical]),
         typical_high=_padded(seen, [t[2] for t in seen.typical]),
-        layers_read=len(seen.first),
+        layers_read=depth,
         notebook_rule_layer=seen.notebook_layer(),
-        repeats=repeats,
-        attention=attention,
+        repeats=Repeats((), None, 0, limit) if repeated is None else _repeats(target, words, repeated.repeats, limit),
+        attention=None if layer is None else _attention(target, ids, layer, proof),
         learned_sinks=target.adapter.learned_sinks,
-        sink_rate=_rate(setup) if whole else None,
+        sink_rate=rate,
         published=_published(target, layer, proof.causal, dims),
     )
+
+
+def _received(setup: Setup, depth: int) -> tuple[Received, SinkRate | None]:
+    """Attention over many short texts, as the sink rate is defined; over the typical text where these do not fit."""
+    target = setup.target
+    if target.max_positions is not None and target.max_positions < RATE_LENGTH:
+        return received(target, setup.ids, RATE_EPS, layers=depth), None
+    # A batch holds 128 MB in the widest place. Layers that are read from disk are read once: one, smaller batch.
+    fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
+    texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
+    ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
+    heard = received(target, ids, RATE_EPS, progress=setup.progress, batch=batch)
+    return heard, SinkRate(RATE_EPS, RATE_LENGTH, len(ids), heard.rate)
+
+
+def _spike(setup: Setup, seen: Walk, sets: Found, later: tuple[LaterSink, ...]) -> NormSpike | None:
+    standing = seen.standing()
+    places = {later_sink.position for later_sink in later} | ({0} if standing else set())
+    if not places:
+        return None
+    if not standing:
+        return NormSpike(tuple(sorted(places)), (), (), max(one.ratio for one in later), None, None)
+    stages = seen.stages()
+    return NormSpike(
+        positions=tuple(sorted(places)),
+        step_up=tuple(stages or seen.steps(1)),
+        step_down=tuple(seen.steps(-1)),
+        ratio=max(a / b for a, b in zip(seen.spike, seen.usual, strict=True)),
+        plateau=(standing[0], standing[-1]),
+        made_by="MLP" if stages else maker(setup.target, setup.ids[:2, :32], standing[0], seen.shared),
+        triggers=triggers(setup.target, setup.ids, sets.minimal),
+        normalised=normalised(setup.target, setup.ids, standing, len(seen.first)),
+    )
+
+
+def _later(setup: Setup, seen: Walk, heard: Received, generator: torch.Generator) -> tuple[LaterSink, ...]:
+    """Tokens behind the first position whose norm stands out most often, and what makes each of them."""
+    high = torch.stack(
+        [
+            norms > SINK_RATIO * torch.maximum(norms[:, 1:].quantile(0.75), torch.tensor(usual))
+            for norms, usual in zip(seen.norms, seen.usual, strict=True)
+        ]
+    ).any(0)
+    high[:, 0] = False
+    ids, found = setup.ids, list[LaterSink]()
+    for token, _ in Counter(ids[high].tolist()).most_common(LATER):
+        row, at = max((high & (ids == token)).nonzero().tolist(), key=lambda place: -place[1])
+        ratio = max(float(n[row, at]) / u for n, u in zip(seen.norms, seen.usual, strict=True))
+        heads = _attending(setup.target, ids[row], at, len(seen.first))
+        made = later_set(setup.target, ids, (row, at), seen, heads, generator)
+        found.append(LaterSink(setup.tokenizer.decode([token]), at, ratio, made))
+    return tuple(found)
 
 
 def _repeats(target: Target, words: list[int], found: list[int | None], limit: int) -> Repeats:
@@ -305,15 +593,52 @@ def _attention(target: Target, ids: Int[Tensor, "row pos"], layer: int, proof: P
     return FirstTokenAttention(tuple(layers), *(first_token_attention(target, ids[:1], layers, edit) for edit in edits))
 
 
-def _rate(setup: Setup) -> SinkRate | None:
-    target = setup.target
-    if target.max_positions is not None and target.max_positions < RATE_LENGTH:
+def _attending(target: Target, row: Int[Tensor, " pos"], at: int, layers: int) -> list[tuple[int, int]]:
+    """(layer, head) that attend to one position of one text."""
+    seen = effects(target, row[None], [], at=at, upto=layers - 1, attention=True).intact_attention
+    return [] if seen is None else [(i, head) for i, head in (seen[0] > RATE_EPS).nonzero().tolist()]
+
+
+def _attention_sink(
+    setup: Setup, heard: Received, spike: NormSpike | None, sets: Found, later: tuple[LaterSink, ...], depth: int
+) -> AttentionSink | None:
+    """The positions that receive attention, and what carries it."""
+    heads, learned, tokens = heard.heads(), heard.learned_heads(), heard.later()
+    if not (heads or learned or tokens):
         return None
-    # A batch holds 128 MB in the widest place. Layers that are read from disk are read once: one, smaller batch.
-    fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
-    texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
-    ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)
-    return SinkRate(RATE_EPS, RATE_LENGTH, len(ids), sink_rate(target, ids, RATE_EPS, setup.progress, batch))
+    decode, texts = setup.tokenizer.decode, heard.ids[:2, :48]
+    positions = [SinkPosition(0, decode([int(heard.ids[0, 0])]), heard.rate)] if heads else []
+    positions += [SinkPosition(at, decode([token]), share) for token, (at, share) in tokens.items()]
+    tried: tuple[Carrier, ...] = ()
+    carried, rate = "learned logits", float(heard.learned.float().mean())
+    if heads:
+        rate, minimal = heard.rate, sets.minimal
+        behind = 0.0 if minimal is None else sum(i > minimal.sites[0].layer for i, _ in heads) / len(heads)
+        carried = "spike" if minimal is not None and (minimal.heads_lost or 0.0) * behind >= LOST else None
+        if carried is None:
+            tried = tuple(carriers(setup.target, texts, heads))
+            carried = carried_by(tried)
+            if spike is not None and 0 in spike.positions and _makes(tried, spike):
+                carried = "spike"
+    elif tokens and not learned:
+        rate = positions[0].rate
+        made = [s.set for s in later if s.token == positions[0].token]
+        carried = "spike" if any(m is not None and (m.heads_lost or 0.0) >= LOST for m in made) else None
+        if carried is None:
+            token, (at, _) = next(iter(tokens.items()))
+            row = int((heard.ids[:, at] == token).nonzero()[0])
+            there = _attending(setup.target, heard.ids[row], at, depth)
+            tried = tuple(carriers(setup.target, heard.ids[row : row + 1], there, at)) if there else ()
+            carried = carried_by(tried)
+    by_layer = heard.above[..., 0].float().mean((1, 2)).tolist()
+    return AttentionSink(rate, RATE_EPS, tuple(positions), depth, carried, tuple(by_layer), tried)
+
+
+def _makes(tried: tuple[Carrier, ...], spike: NormSpike) -> bool:
+    """Whether what the heads need most is what makes the spike."""
+    needed = [c.name for c in tried if c.heads_lost >= LOST]
+    stages = [f"MLP of layer {i}" for i in spike.step_up] if spike.made_by == "MLP" else [spike.made_by]
+    return any(name in stages for name in needed)
 
 
 def _published(target: Target, layer: int | None, causal: tuple[Neuron, ...], dims: list[int]) -> Published | None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.head_replacement import Geometry, Replacement, geometry
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.first_token.tokens import first_tokens
-from sinkscope.sinks.first_token.walk import causal_neurons
 
 HALF = 0.5  # of the sink neurons' activation: below it the sink counts as gone, from it on as there
 

@@ -19,12 +19,13 @@ from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.output import read_text
-from sinkscope.sinks.first_token.ablation import view_layer
-from sinkscope.sinks.first_token.walk import SINK_RATIO, causal_neurons
+from sinkscope.sinks.first_token.ablation import prove, view_layer
+from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-SINK_SHARE = 0.5  # a token has a sink's norm from this share of the first token's on (Yona et al. 2025)
+SINK_SHARE = 0.5  # a token's norm spikes from this share of the first token's on (Yona et al. 2025)
+CANDIDATES = 8  # neurons of the sink layer, each of which is ablated
 SHOWN = 40  # rows of the table in a longer text
 KINDS = {
     "BOS": "BOS",
@@ -67,15 +68,16 @@ class TokenPositions(Result):
     Attributes:
         tokens: the text.
         layer: whose output the table and the conclusion speak of: the sink layer, where there is one.
-        sink_layer: the layer that makes the sink; None: the model makes none, or it was not searched.
-        norm: L2 of the residual stream after each layer.
+        sink_layer: the layer whose MLP makes the first token's norm spike; None: none does.
+        norm: L2 of the residual stream after each layer, without `shared_dims`.
         attention: attention that each position receives: mean over heads and over all later queries; NaN at the last.
         largest: the same of the head that gives it most.
         uniform: what it would receive if every query attended to all positions alike.
         first_norm: per layer, norm of BOS (of first tokens of typical text, where the tokenizer has no BOS).
         typical_norm: per layer, median over later positions of typical text.
         bos: whether `first_norm` is that of BOS.
-        neurons: values of the sink neurons, or of those asked for.
+        shared_dims: residual dimensions massive on all tokens, which would hide a spike; mostly there are none.
+        neurons: values of the sink neurons (where none is causal, of those that write most), or of those asked for.
     """
 
     kind: ClassVar[str] = "positions"
@@ -91,15 +93,25 @@ class TokenPositions(Result):
     first_norm: tuple[float, ...]
     typical_norm: tuple[float, ...]
     bos: bool
+    shared_dims: tuple[int, ...]
     neurons: tuple[NeuronValues, ...]
+
+    def spiking(self, layer: int) -> tuple[int, ...]:
+        """Positions whose norm spikes after a layer: half of the first token's, and three times the typical one."""
+        usual, first = self.typical_norm[layer], self.first_norm[layer]
+        bar = SINK_RATIO * usual if first <= SINK_RATIO * usual else max(SINK_SHARE * first, SINK_RATIO * usual)
+        return tuple(int(i) for i in np.flatnonzero(self.norm[layer] >= bar))
 
     @property
     def high(self) -> tuple[int, ...]:
-        """Positions whose norm is that of a sink; none where the model makes none."""
-        bar = SINK_SHARE * self.first_norm[self.layer]
-        if bar < SINK_RATIO * self.typical_norm[self.layer]:
-            return ()
-        return tuple(int(i) for i in np.flatnonzero(self.norm[self.layer] >= bar))
+        """Positions whose norm spikes after `layer`."""
+        return self.spiking(self.layer)
+
+    @property
+    def elsewhere(self) -> dict[int, int]:
+        """Other positions whose norm spikes, and the first layer after which it does."""
+        layers = reversed(range(len(self.norm)))
+        return {i: layer for layer in layers for i in self.spiking(layer) if i not in self.high}
 
     @property
     def received(self) -> Float[np.ndarray, "row pos"]:
@@ -135,39 +147,47 @@ class TokenPositions(Result):
         return head, [cells[i] for i in sorted(kept)]
 
     def conclusion(self) -> str:
-        """Which tokens have a sink's norm, beside the others and typical text."""
+        """Which tokens' norms spike, beside the others and typical text."""
         norms, i = self.norm[self.layer], self.layer
-        usual, first = self.typical_norm[i], f"{self._first} {self.first_norm[i]:.4g}"
+        usual, first = self.typical_norm[i], f"{'BOS' if self.bos else 'a first token'} has {self.first_norm[i]:.4g}"
         high = self.high
         if not high:
             top = int(norms.argmax())
             return (
-                f"No token of this text has a sink's norm after layer {i}: the largest is {norms[top]:.4g}, of "
+                f"No token's norm spikes in this text: the largest after layer {i} is {norms[top]:.4g}, of "
                 f"{self._named(top)}; {first} there, and typical text has {usual:.4g}."
             )
         rest = np.delete(norms, high)
+        more = len(high) > 1
         others = f"; the others have {np.median(rest):.4g} in the median" if len(rest) else ""
         return (
-            f"After layer {i}, {len(high)} of {len(self.tokens)} tokens ha{'s' if len(high) == 1 else 've'} a sink's "
-            f"norm: {', '.join(f'{self._named(p)} ({norms[p]:.4g})' for p in high[:6])}"
-            f"{' ...' if len(high) > 6 else ''}{others}, {first}, and typical text has {usual:.4g}."
+            f"After layer {i}, {len(high)} of {len(self.tokens)} tokens ha{'ve' if more else 's'} a norm spike: "
+            f"{', '.join(f'{self._named(p)} ({norms[p]:.4g})' for p in high[:6])}{' ...' if len(high) > 6 else ''}"
+            f"{others}, {first}, and typical text has {usual:.4g}."
         )
-
-    @property
-    def _first(self) -> str:
-        return "BOS has" if self.bos else "a first token has"
 
     def _named(self, position: int) -> str:
         return f"{self.tokens[position].text!r} at {position}"
 
     def details(self) -> list[str]:
-        """The model, the neurons, and norms and attention by kind of token."""
+        """The model, the neurons, what receives most attention, and norms and attention by kind of token."""
         m, mean = self.model, self.received[0]
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} tokens."]
-        if self.sink_layer is None and self.settings.get("layer") is None:
-            lines.append("The model makes no sink.")
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} token{'s' * (len(self.tokens) > 1)}."]
+        if self.sink_layer is None:
+            lines.append("No MLP makes a norm spike of the first token.")
+        if self.shared_dims:
+            dims = ", ".join(map(str, self.shared_dims))
+            lines.append(f"Norms leave out residual dimensions {dims}, which are massive on all tokens.")
+        if late := sorted(self.elsewhere.items()):
+            named = ", ".join(f"{self._named(i)} ({self.norm[at, i]:.4g} after layer {at})" for i, at in late[:6])
+            lines.append(f"After other layers, {len(late)} more have a norm spike: {named}{' ...' * (len(late) > 6)}.")
         if self.neurons:
-            lines.append(f"Sink neurons: {', '.join(n.name for n in self.neurons)} (values of hook_post).")
+            lines.append(f"Neurons shown: {', '.join(n.name for n in self.neurons)} (values of hook_post).")
+        above = [i for i in np.argsort(self.uniform - mean).tolist() if mean[i] > self.uniform[i]][:3]
+        if above:
+            most = ", ".join(f"{self._named(i)} ({mean[i]:.3f}, uniform {self.uniform[i]:.3f})" for i in above)
+            where = f"behind layer {self.layer}" if self.layer + 1 < len(self.norm) else "in all layers"
+            lines.append(f"Attention received {where} is most above uniform for {most}.")
         for kind, what in KINDS.items():
             there = [i for i, t in enumerate(self.tokens) if t.kind == kind and not np.isnan(mean[i])]
             if there:
@@ -184,7 +204,7 @@ class TokenPositions(Result):
 
     def to_html(self) -> str:
         """Summary, the text with its tokens shaded by norm, attention or neuron, and the table; everything escaped."""
-        head, end, table = super().to_html().partition("</pre>")
+        head, end, table = super().to_html().partition("</pre>")  # the text stands between summary and table
         return head + end + _page(self) + table
 
 
@@ -197,7 +217,7 @@ class TokenPositions(Result):
 )
 def token_positions(
     setup: Setup,
-    passage: Annotated[str | None, Option(argument=True, metavar="[TEXT]")] = None,
+    passage: Annotated[str | None, Option(argument=True, metavar="TEXT")] = None,
     *,
     file: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     chat: bool = False,
@@ -207,8 +227,8 @@ def token_positions(
     """Look at a text: norm, sink neurons and attention received of every token, layer by layer.
 
     The page (--html) shows the text itself, shaded by norm, by attention or by a neuron, with a choice of the layer.
-    Attention received is the mean over heads and over all later queries. A token has a sink's norm if it has at least
-    half of BOS's after the sink layer (Yona et al. 2025, Table 1). Without a text, a piece of the typical text is read.
+    Attention received is the mean over heads and over all later queries. A token's norm spikes if it is at least half
+    of BOS's after the sink layer (Yona et al. 2025, Table 1). Without a text, a piece of the typical text is read.
 
     Args:
         passage: The text.
@@ -229,18 +249,23 @@ def token_positions(
             "shorter one"
         )
     setup.record(passage=None)  # the tokens of the result have it
-    found, sites = None, asked
-    if layer is None or not asked:
-        found, causal = causal_neurons(setup)
-        sites = asked or [n.site for n in causal]
+    own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
+    if setup.bos is None and own is not None:  # a spike is held against BOS also where the text has none
+        pieces = torch.cat([torch.full((len(pieces), 1), own), pieces[:, :-1]], 1)
+    seen = walk(target, pieces, whole=True, progress=setup.progress)
+    found, sites = seen.sink_layer(), asked
+    if found is not None and not asked:
+        generator = torch.Generator().manual_seed(setup.seed)
+        proof = prove(target, pieces, found, CANDIDATES, generator, without=seen.shared)
+        sites = [n.site for n in proof.causal or proof.neurons[:2]]
     ids = torch.tensor([[token.id for token in words]])
-    norm, total = _pass(setup, ids)
-    typical, first, bos = _reference(setup)
+    norm, total = _pass(setup, ids, seen.shared)
     later = torch.arange(len(words) - 1, -1, -1)
     received = torch.where(later > 0, total / later.clamp(min=1), torch.nan)  # layer head pos
     uniform = torch.cat([(1 / torch.arange(1.0, len(words) + 1)).flip(0).cumsum(0).flip(0)[1:], torch.zeros(1)])
-    ratio = [a / b for a, b in zip(first, typical, strict=True)]
-    shown = layer if layer is not None else found if found is not None else ratio.index(max(ratio))
+    shown = found if layer is None else layer
+    if shown is None:
+        shown = int((norm.amax(1) / torch.tensor(seen.usual)).argmax())
     return TokenPositions(
         tokens=tuple(words),
         layer=shown,
@@ -249,9 +274,10 @@ def token_positions(
         attention=received.mean(1).numpy(),
         largest=received.amax(1).numpy(),
         uniform=torch.where(later > 0, uniform / later.clamp(min=1), torch.nan).numpy(),
-        first_norm=tuple(first),
-        typical_norm=tuple(typical),
-        bos=bos,
+        first_norm=tuple(seen.spike),
+        typical_norm=tuple(seen.usual),
+        bos=own is not None,
+        shared_dims=tuple(seen.shared),
         neurons=tuple(_values(setup, ids, sites)),
     )
 
@@ -355,10 +381,16 @@ def _delimits(word: str) -> bool:
 
 @torch.no_grad()
 def _pass(
-    setup: Setup, ids: Int[Tensor, "1 pos"]
+    setup: Setup, ids: Int[Tensor, "1 pos"], without: Sequence[int]
 ) -> tuple[Float[Tensor, "layer pos"], Float[Tensor, "layer head pos"]]:
     """Norm after each layer, and per head the sum of the attention that each position gets from later queries."""
     target = setup.target
+    kept = torch.ones(target.d_model, dtype=torch.bool)
+    kept[list(without)] = False
+
+    def norms(resid: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(resid[..., kept.to(resid.device)], dim=-1, dtype=torch.float32)
+
     total = torch.zeros(target.n_layers, target.n_heads, ids.shape[1])
 
     def add(layer: int, first: int, probs: Tensor) -> None:
@@ -366,19 +398,8 @@ def _pass(
         setup.progress("layers", layer + 1, target.n_layers)
 
     with attention_rows(target, add):
-        got = trace(target, ids, ["blocks.*.hook_resid_post"], "norm")
+        got = trace(target, ids, ["blocks.*.hook_resid_post"], norms)
     return torch.cat([got[f"blocks.{i}.hook_resid_post"] for i in range(target.n_layers)]), total
-
-
-def _reference(setup: Setup) -> tuple[list[float], list[float], bool]:
-    """Per layer the typical norm and that of a first token, and whether this is BOS; one pass over typical text."""
-    ids, own = setup.ids, getattr(setup.tokenizer, "bos_token_id", None)
-    if setup.bos is None and own is not None:  # BOS is what a sink is held against also where the text has none
-        ids = torch.cat([torch.cat([torch.tensor([own]), ids[0, :-1]])[None], ids])
-    got = trace(setup.target, ids, ["blocks.*.hook_resid_post"], "norm")
-    norms = torch.stack([got[f"blocks.{i}.hook_resid_post"] for i in range(setup.n_layers)])
-    first = norms[:, : 1 if len(ids) > len(setup.ids) else None, 0].median(1).values
-    return norms[:, -len(setup.ids) :, 1:].flatten(1).median(1).values.tolist(), first.tolist(), own is not None
 
 
 def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, ...]]) -> list[NeuronValues]:

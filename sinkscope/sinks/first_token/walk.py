@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.console import Progress, silent
@@ -17,47 +17,101 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.measure.setup import Setup
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.first_token.ablation import LayerView, Neuron, prove, view_layer
+from sinkscope.sinks.first_token.ablation import LayerView, view_layer
 from sinkscope.trace.attention import attention_rows
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
 # spike (an early stage can be small against all that an MLP writes, but not along that direction) or at all
-SINK_RATIO = 3.0  # a sink: the first token's norm is this many times the typical one
+FALL_SHARE = 0.05  # a step-down layer takes away at least this share of the spike's largest length
+SINK_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
 # Medians, and no high quantiles: some later positions are sinks, too (delimiters; without BOS the first tokens, as long
 # as they are of one cluster), and must not hide the first one.
-_SAMPLE = 64  # positions of typical text whose MLP output is kept for that comparison
+_SAMPLE = 64  # positions of typical text whose activations are kept for that comparison
+_SHARED = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
 
 @dataclass
 class Walk:
-    """What one pass over the layers saw; lists have one entry per layer read, norms are L2."""
+    """What one pass over the layers saw; lists have one entry per layer read, norms are L2.
+
+    A dimension that is massive on all tokens alike (Owen et al. 2025) drowns the spike of one token. Where such
+    dimensions make up more than half of a typical residual stream and no spike is seen beside them, `spike`, `usual`
+    and `norms` leave them out; `first` and `typical` are always those of the whole residual stream.
+    """
 
     n_layers: int
     first: list[float] = field(default_factory=list)  # residual stream after the layer, first token (median of rows)
     typical: list[tuple[float, float, float]] = field(default_factory=list)  # 5 %, median, 95 % of later positions
+    whole: list[Tensor] = field(default_factory=list)  # norm of every position, [row pos]
+    partial: list[Tensor] = field(default_factory=list)  # the same without dimensions massive on all tokens
+    mlp_norms: list[Tensor] = field(default_factory=list)  # what the MLP adds at every position, [row pos]
     mlp_first: list[float] = field(default_factory=list)  # what the MLP adds, first token
     mlp_typical: list[float] = field(default_factory=list)  # ... median of later positions
     raw_first: list[float] = field(default_factory=list)  # output of the MLP itself, first token (notebook's rule)
     residual: list[Tensor] = field(default_factory=list)  # residual stream, first token (mean of rows), [d_model]
     written: list[Tensor] = field(default_factory=list)  # what the MLP adds, first token (mean of rows), [d_model]
     sample: list[Tensor] = field(default_factory=list)  # ... at some later positions, [position d_model]
+    massive: list[int] = field(default_factory=list)  # dimensions massive on all tokens, in the order they were met
+
+    @property
+    def shared(self) -> list[int]:
+        """Dimensions massive on all tokens, where no spike is seen beside them."""
+        seen = any(norm > SINK_RATIO * typical[1] for norm, typical in zip(self.first, self.typical, strict=True))
+        return [] if seen else self.massive
+
+    @property
+    def norms(self) -> list[Float[Tensor, "row pos"]]:
+        """Norm of every position, without `shared`."""
+        return self.partial if self.shared else self.whole
+
+    @property
+    def spike(self) -> list[float]:
+        """Median norm of the first token over rows, without `shared`."""
+        return [norms[:, 0].median().item() for norms in self.norms] if self.shared else self.first
+
+    @property
+    def usual(self) -> list[float]:
+        """Median norm of later positions, without `shared`."""
+        return [n[:, 1:].flatten().median().item() for n in self.norms] if self.shared else [t[1] for t in self.typical]
+
+    def standing(self) -> list[int]:
+        """Layers after which the first token's norm stands out; empty: there is no norm spike."""
+        return [
+            i for i, (norm, usual) in enumerate(zip(self.spike, self.usual, strict=True)) if norm > SINK_RATIO * usual
+        ]
+
+    def direction(self) -> Tensor:
+        """Of the spike: the first token's residual stream where it is largest, without shared dimensions."""
+        peak = int(torch.tensor(self.spike).argmax())
+        way = self.residual[peak].clone()
+        way[self.shared] = 0
+        return way / way.norm()
 
     def stages(self) -> list[int]:
-        """Layers whose MLP builds the first token's norm (DESIGN: stage), in order; empty: no sink."""
-        if not self.first:
+        """Layers whose MLP builds the first token's norm (definition of a stage), in order; empty: there are none."""
+        if not self.standing():
             return []
-        peak = max(range(len(self.first)), key=self.first.__getitem__)
-        largest, spike = self.first[peak], self.residual[peak] / self.residual[peak].norm()
+        largest, spike = max(self.spike), self.direction()
         found: list[int] = []
         for i in range(len(self.first)):
             along = float(self.written[i] @ spike)
             usual = (self.sample[i] @ spike).abs().median().item()
             builds = along >= STAGE_SHARE * largest and along > STAGE_OUTLIER * usual
-            grows = self.first[i] > (self.first[i - 1] if i else 0.0) + STAGE_SHARE * largest
-            if builds or (grows and self.mlp_first[i] > STAGE_OUTLIER * self.mlp_typical[i]):
+            # A stage may also be orthogonal to the rest of the spike; what points against it takes the spike away.
+            across = self.mlp_first[i] >= STAGE_SHARE * largest and along > -STAGE_SHARE * largest
+            if builds or (across and self.mlp_first[i] > STAGE_OUTLIER * self.mlp_typical[i]):
                 found.append(i)
-        return found if any(self.first[i] > SINK_RATIO * self.typical[i][1] for i in found) else []
+        return found
+
+    def steps(self, sign: int) -> list[int]:
+        """Layers that make the spike longer (`sign` 1) or shorter (-1) by 5 % of its largest length at least."""
+        if not self.standing():
+            return []
+        spike = self.direction()
+        length = [float(r @ spike) for r in self.residual]
+        bar = FALL_SHARE * max(length)
+        return [i for i in range(1, len(length)) if sign * (length[i] - length[i - 1]) >= bar]
 
     def sink_layer(self) -> int | None:
         """The stage that adds most."""
@@ -82,14 +136,29 @@ class Walk:
         return above[0] if above else None
 
 
+def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:
+    """Dimensions that are massive on all tokens alike, where they make up more than half of a typical residual stream.
+
+    A dimension in which the first token itself stands out is none of them: leaving it out would hide a spike.
+    """
+    size = resid[:, 1:].flatten(0, 1)[:_SAMPLE].abs().median(0).values
+    first = resid[:, 0].abs().median(0).values
+    massive = (size > _SHARED * size.median()) & (first < SINK_RATIO * size)
+    dominates = size[massive].square().sum() > size[~massive].square().sum()
+    return massive.nonzero().flatten().tolist() if bool(dominates) else []
+
+
 @torch.no_grad()
-def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: Progress = silent) -> Walk:
+def walk(
+    target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, upto: int | None = None, progress: Progress = silent
+) -> Walk:
     """Run `ids` upward, layer by layer, and stop where the first token's norm has stayed flat (unless `whole`).
 
     Args:
         target: the model; layers of a streamed model are read as they are reached.
         ids: typical text; position 0 is the first token.
         whole: read every layer.
+        upto: the last layer that is read; None: all may be.
         progress: told of each layer.
     """
     seen = Walk(target.n_layers)
@@ -104,22 +173,31 @@ def walk(target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, progress: 
         seen.written.append(added[:, 0].mean(0).cpu())
         seen.sample.append(added[:, 1:].flatten(0, 1)[:_SAMPLE].cpu())
         norms = added.norm(dim=-1)
+        seen.mlp_norms.append(norms.cpu())
         seen.mlp_first.append(norms[:, 0].median().item())
         seen.mlp_typical.append(norms[:, 1:].flatten().median().item())
 
     def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
-        norms = _norms(first_tensor(out), ids.shape)
+        resid = first_tensor(out).detach()
+        norms = _norms(resid, ids.shape)
         if not bool(norms.isfinite().all()):
             raise SinkscopeError(
                 f"layer {len(seen.first)} of {target.name} gives infinite or NaN norms in {target.dtype}; "
                 "try --dtype float32, and check the checkpoint"
             )
         seen.first.append(norms[:, 0].median().item())
-        seen.residual.append(first_tensor(out).detach()[:, 0].float().mean(0).cpu())
+        seen.residual.append(resid[:, 0].float().mean(0).cpu())
         low, mid, high = norms[:, 1:].flatten().quantile(torch.tensor([0.05, 0.5, 0.95], device=norms.device)).tolist()
         seen.typical.append((low, mid, high))
+        seen.whole.append(norms.cpu())
+        if massive := massive_dims(resid.float()):
+            seen.massive += [d for d in massive if d not in seen.massive]
+            rest = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
+            rest[massive] = False
+            norms = _norms(resid[..., rest], ids.shape)
+        seen.partial.append(norms.cpu())
         progress("layers", len(seen.first), target.n_layers)
-        if not whole and seen.flat():
+        if len(seen.first) - 1 == upto or (not whole and seen.flat()):
             target.stop()
 
     for i in range(len(target.layers)):
@@ -142,22 +220,6 @@ def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
         enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
         if enough or not made.more():
             return seen
-
-
-def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
-    """Sink layer and its causal neurons, proven by ablation; (None, ()) for a model without a sink.
-
-    Args:
-        made: the model and its text.
-        layer: the sink layer, where it is known; None: it is searched.
-        top_k: candidates.
-    """
-    if layer is None:
-        layer = walk(made.target, made.ids, whole=made.target.resident).sink_layer()
-    if layer is None:
-        return None, ()
-    proof = prove(made.target, made.ids, layer, top_k, torch.Generator().manual_seed(made.seed))
-    return layer, proof.causal
 
 
 def repeat_limit(target: Target, asked: int | None) -> int:
@@ -200,6 +262,7 @@ def repeat_until_half(
     prefixes: list[int],
     max_repeats: int,
     progress: Progress = silent,
+    without: Sequence[int] = (),
 ) -> Repetition:
     """A prefix and then n repetitions of each token in one causal pass; n doubles until all got there.
 
@@ -210,6 +273,7 @@ def repeat_until_half(
         prefixes: the first token of each row (BOS, or another token that stands in for it).
         max_repeats: largest n.
         progress: told of each doubling.
+        without: residual dimensions that norms leave out, because they are massive on all tokens.
     """
     length = min(128, max_repeats)
     found: dict[int, int | None] = dict.fromkeys(range(len(tokens)))
@@ -224,7 +288,9 @@ def repeat_until_half(
             norms: list[Tensor] = []
 
             def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
-                norms.append(torch.linalg.vector_norm(first_tensor(out)[0], dim=-1, dtype=torch.float32).cpu())
+                kept = torch.ones(target.d_model, dtype=torch.bool)
+                kept[list(without)] = False
+                norms.append(torch.linalg.vector_norm(first_tensor(out)[0][:, kept], dim=-1, dtype=torch.float32).cpu())
 
             with target.hooks((target.layers[layer], "post", keep)):
                 views[i] = view_layer(target, layer, ids, where)
@@ -237,29 +303,6 @@ def repeat_until_half(
     reached = [views[i] for i, n in found.items() if n is not None]
     parts = [torch.cat([getattr(v, name) for v in reached]) for name in ("resid", "mlp", "post") if reached]
     return Repetition(list(found.values()), LayerView(layer, *parts) if reached else None)
-
-
-@torch.no_grad()
-def sink_rate(
-    target: Target, ids: Int[Tensor, "row pos"], eps: float, progress: Progress = silent, batch: int = 8
-) -> float:
-    """Share of (layer, head) whose mean attention to position 0 exceeds `eps`, averaged over texts.
-
-    Gu et al. 2024 (arXiv 2410.10781): alpha = mean over all queries i >= 0 of A[i, 0].
-    """
-    above = 0.0
-    for start in range(0, len(ids), batch):
-        rows = ids[start : start + batch]
-        alpha = torch.zeros(target.n_layers, len(rows), target.n_heads)
-
-        def add(layer: int, _first: int, probs: Tensor, alpha: Tensor = alpha) -> None:
-            alpha[layer] += probs[..., 0].sum(-1).cpu()
-
-        with attention_rows(target, add):
-            target.forward(rows)
-        above += ((alpha / rows.shape[1]) > eps).float().mean((0, 2)).sum().item()
-        progress("sink rate", min(start + batch, len(ids)), len(ids))
-    return above / len(ids)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from math import comb
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,19 +13,26 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove
+from sinkscope.sinks.first_token.find import RATE_EPS
+from sinkscope.sinks.first_token.received import received
+from sinkscope.sinks.first_token.sets import causal_sets
 from sinkscope.sinks.first_token.tokens import pick_tokens
-from sinkscope.sinks.first_token.walk import prefixes, repeat_limit, repeat_until_half, walk
+from sinkscope.sinks.first_token.walk import Walk, prefixes, repeat_limit, repeat_until_half, walk
 from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, under
+from sinkscope.text import text_rows
+from sinkscope.trace.attention import attention_rows
 
 HEADROOM = 1.5  # times the 95 % line: one position of ordinary text in twenty lies above that line anyway
 TOP_K = 8
-Verdict = Literal["made", "refused", "no-sink", "no-repeats"]
+MOST = 256  # sets that are tried, smaller ones first, before neurons are left out of the whole set one at a time
+TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
+Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,20 @@ class PatchedNeuron:
 
 @dataclass(frozen=True)
 class Tried:
-    """A set of causal neurons, and the largest norm of the repeated tokens it was chosen with, under its patch."""
+    """A set of causal neurons, and the largest norm of the repeated tokens it was chosen with, under its patch.
+
+    Attributes:
+        neurons: the set.
+        norm: where the spike is complete.
+        returns_in: the first layer, there or later, after which a norm is above the typical range; None: none is.
+        attention_taken_in: the first layer in which these tokens still take the attention of the first one; None: none,
+            or norms are not typical, and attention was not measured.
+    """
 
     neurons: tuple[tuple[int, ...], ...]
     norm: float
+    returns_in: int | None = None
+    attention_taken_in: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +78,8 @@ class HeldOutToken:
         repeats: length of the repetition.
         intact: without the patch.
         patched: with it.
+        returns_in: the first layer, there or later, after which its norm is above the typical range with the patch;
+            None: none.
     """
 
     token: str
@@ -67,6 +87,41 @@ class HeldOutToken:
     repeats: int
     intact: float
     patched: float
+    returns_in: int | None = None
+
+
+@dataclass(frozen=True)
+class LaterLayer:
+    """A layer from the one where the spike is complete to the last: the held-out tokens, intact and patched.
+
+    Norms are the largest behind the first token. Attention is that to the first token, the mean over heads and over the
+    second half of the queries; None in the first of these layers, whose heads come before the spike.
+
+    Attributes:
+        layer: which.
+        ceiling: norms up to here count as typical.
+        intact: norm without the patch.
+        patched: norm with it.
+        ordinary_attention: on ordinary text of the same length.
+        intact_attention: on the repeated tokens without the patch.
+        patched_attention: on them with it.
+    """
+
+    layer: int
+    ceiling: float
+    intact: float
+    patched: float
+    ordinary_attention: float | None = None
+    intact_attention: float | None = None
+    patched_attention: float | None = None
+
+    @property
+    def attention_is_taken(self) -> bool:
+        """Whether repetition takes attention from the first token, and the patch gives back less than half of it."""
+        if self.ordinary_attention is None or self.intact_attention is None or self.patched_attention is None:
+            return False
+        taken = self.ordinary_attention - self.intact_attention
+        return taken > TAKEN and self.patched_attention - self.intact_attention < taken / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +129,12 @@ class PatchMade(Result):
     """A patch and the evidence for it, or why there is none.
 
     Attributes:
-        verdict: "made"; "refused": `reason` says why; "no-sink": the model has none; "no-repeats": it has one, but
-            repetition makes none.
+        verdict: "made"; "not-repaired": repeated tokens remain sinks, or become sinks again in a later layer;
+            "refused": it would harm; "no-sink": the model has no spike; "no-repeats": it has one, but repetition makes
+            none. `reason` says more.
         reason: one sentence.
         neurons: the smallest set of causal neurons that suffices; of a refused patch, the set that was examined.
-        causal: number of causal neurons it was chosen from.
+        causal: number of neurons of the causal set it was chosen from.
         sink_layer: None: no sink.
         layer: where norms were read: the last layer that builds the spike.
         first_norm: the first token's norm there.
@@ -89,6 +145,7 @@ class PatchMade(Result):
         tried: every set that was tried, in order; the first is the empty one.
         unreached: words that no repetition turned into a sink; they say nothing about a patch.
         held_out: the tokens the patch was verified with.
+        later: these tokens in every layer from `layer` on.
         perplexity: on pieces of typical text that took no part in the choice.
         limit: largest relative rise of the perplexity that is accepted.
     """
@@ -109,6 +166,7 @@ class PatchMade(Result):
     tried: tuple[Tried, ...] = ()
     unreached: int = 0
     held_out: tuple[HeldOutToken, ...] = ()
+    later: tuple[LaterLayer, ...] = ()
     perplexity: Change | None = None
     limit: float
 
@@ -130,10 +188,12 @@ class PatchMade(Result):
 
     def conclusion(self) -> str:
         """Whether there is a patch, and what it does to held-out tokens and text."""
+        if self.verdict == "not-repaired":
+            return f"Not repaired, and no patch was made: {self.reason}"
         if self.verdict != "made" or self.perplexity is None or self.ceiling is None:
             return f"No patch was made: {self.reason}"
         rise = self.perplexity.difference / self.perplexity.before
-        good = sum(t.patched <= self.ceiling for t in self.held_out)
+        good = sum(t.returns_in is None and t.patched <= self.ceiling for t in self.held_out)
         before = sum(t.intact <= self.ceiling for t in self.held_out)
         return (
             f"A patch of {len(self.neurons)} neuron{'s' * (len(self.neurons) > 1)} repairs repetition: {good} of "
@@ -150,20 +210,44 @@ class PatchMade(Result):
                 for n in self.neurons
             )
             lines.append(
-                f"Neurons: {names} ({len(self.neurons)} of {self.causal} causal ones; {len(self.tried) - 1} sets were "
-                "tried)."
+                f"Neurons: {names} (the causal set has {self.causal}; parts of it that were tried: "
+                f"{len(self.tried) - 1})."
             )
         if self.held_out and self.ceiling is not None:
             lines.append(
                 f"Norms up to {self.ceiling:.4g} in layer {self.layer} count as typical; the first token's is "
                 f"{self.first_norm:.4g}."
             )
+        lines += self._later()
         if self.perplexity is not None:
             p = self.perplexity
             se = "" if p.se is None else f" +- {p.se / p.before:.3%}"
             lines.append(
                 f"Perplexity on held-out text: {p.before:.4g} -> {p.after:.4g} ({p.difference / p.before:+.3%}{se}, "
                 f"limit {self.limit:+.1%})."
+            )
+        return lines
+
+    def _later(self) -> list[str]:
+        """The last layers of the model, and the layer in which repetition takes most attention."""
+        if not self.later:
+            return []
+        high = max(self.later, key=lambda one: one.patched / one.ceiling)
+        lines = [
+            f"In layers {self.later[0].layer} to {self.later[-1].layer}, the largest norm of these tokens is at most "
+            f"{high.patched / high.ceiling:.2g} times what counts as typical (layer {high.layer})."
+        ]
+        compared = [
+            (one.ordinary_attention - one.intact_attention, one)
+            for one in self.later
+            if one.ordinary_attention is not None and one.intact_attention is not None
+        ]
+        taken, most = max(compared, default=(0.0, None), key=lambda pair: pair[0])
+        if most is not None and taken > TAKEN:
+            lines.append(
+                f"Repetition takes most attention from the first token in layer {most.layer}: it is "
+                f"{most.ordinary_attention:.3f} on ordinary text, {most.intact_attention:.3f} without the patch and "
+                f"{most.patched_attention:.3f} with it."
             )
         return lines
 
@@ -178,8 +262,9 @@ def _check(tokens: Sequence[str] | None, **_: object) -> None:
 
 def _write(made: PatchMade, path: str) -> str | None:
     """A refusal is an error, because a script that goes on to use the patch must stop; nothing to patch is none."""
-    if made.verdict == "refused":
-        raise SinkscopeError(f"no patch was written: {made.reason}", page="no-sink")
+    if made.verdict in ("refused", "not-repaired"):
+        what = "not repaired, and " * (made.verdict == "not-repaired")
+        raise RefusedError(f"{what}no patch was written: {made.reason}", page="no-sink")
     if made.verdict != "made":
         return f"{Path(path).name} was not written: there is nothing to patch"
     return made.patch.save(path)
@@ -207,10 +292,11 @@ def make_patch(
 ) -> PatchMade:
     """Find the smallest set of causal neurons whose patch keeps repeated tokens from becoming sinks.
 
-    Every set is tried by real passes under a `SinkPatch`, smaller sets first and of one size those of larger
-    contributions first, until the norm of the repeated tokens stays typical; then tokens that took no part in the
-    choice and held-out text are measured. A patch that harms is refused. (Yona et al. 2025, section 5.3, patch the
-    neurons of their Table 1 by hand.)
+    Sets are parts of the smallest causal set of `find_sinks`. Each is tried by real passes under a `SinkPatch`,
+    smaller sets first and of one size those of larger contributions first, until the norm of the repeated tokens stays
+    typical in every later layer, and later heads attend to the first token as in ordinary text. Then tokens that took
+    no part in the choice are measured, and held-out text. Where the sink returns in a later layer nothing is repaired,
+    and a patch that harms is refused. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
 
     Args:
         tokens: Words to repeat, one token each, at least two: every other one is held out. By default words of the
@@ -228,16 +314,15 @@ def make_patch(
     fields: dict[str, Any] = {"limit": limit}
     seen = walk(target, setup.ids, whole=True, progress=setup.progress)
     if (sink_layer := seen.sink_layer()) is None:
-        reason = "it has no attention sink at the first token, so there is nothing to patch."
+        reason = "no MLP makes a norm spike at the first token, so there is nothing to patch."
         return PatchMade(verdict="no-sink", reason=reason, **fields)
-    layer = max(seen.stages())
-    names = ("typical_low", "typical_norm", "typical_high")
-    fields |= dict(zip(names, seen.typical[layer], strict=True))
-    ceiling = HEADROOM * fields["typical_high"]
-    fields |= {"sink_layer": sink_layer, "layer": layer, "first_norm": seen.first[layer], "ceiling": ceiling}
+    high = _Ceilings.of(seen)
+    low, typical, top = high.typical[0]
+    fields |= {"typical_low": low, "typical_norm": typical, "typical_high": top, "ceiling": float(high.ceilings[0])}
+    fields |= {"sink_layer": sink_layer, "layer": high.layers[0], "first_norm": seen.spike[high.layers[0]]}
     drawn = pick_tokens(setup.tokenizer, setup.ids, tokens, setup.seed, 2 * words)
     starts = prefixes(setup, drawn)
-    found = repeat_until_half(target, sink_layer, drawn, starts, most, setup.progress).repeats
+    found = repeat_until_half(target, sink_layer, drawn, starts, most, setup.progress, seen.shared).repeats
     reached = [(w, p, n) for w, p, n in zip(drawn, starts, found, strict=True) if n is not None]
     fields["unreached"] = len(drawn) - len(reached)
     if len(reached) < 2:
@@ -249,78 +334,230 @@ def make_patch(
     # Twice as many repetitions as the slowest word needs: well inside the sink, and no longer than that.
     count = min(most, 2 * max(n for _, _, n in reached))
     rows = torch.tensor([[p, *[w] * count] for w, p, _ in reached])
-    candidates = _candidates(setup, sink_layer, seen.stages())
-    chosen, fields["tried"] = _smallest(setup, candidates, layer, rows[::2], ceiling, batch_size)
+    candidates = _candidates(setup, seen)
+    chosen, fields["tried"] = _smallest(setup, candidates, high, rows[::2], batch_size)
     fields["causal"] = len(candidates)
     if chosen is None:
-        what = "no set of the causal neurons suffices" if candidates else "no neuron is causal by itself"
-        reason = f"{what}: the norm of repeated tokens does not fall to the typical range."
-        return PatchMade(verdict="refused", reason=reason, **fields)
+        return PatchMade(verdict="not-repaired", reason=_no_set(high, fields["tried"]), **fields)
     fields["neurons"] = tuple(PatchedNeuron(n.layer, n.expert, n.neuron, n.neutral_post) for n in chosen)
     verify, patch = rows[1::2], _patch(chosen)
-    intact, patched = (largest_norms(target, layer, verify, edit, batch_size) for edit in (None, patch))
+    intact, patched = (largest_norms(target, high, verify, edit, batch_size) for edit in (None, patch))
     fields["held_out"] = tuple(
-        HeldOutToken(setup.tokenizer.decode([w]), w, count, before, after)
-        for (w, _, _), before, after in zip(reached[1::2], intact.tolist(), patched.tolist(), strict=True)
+        HeldOutToken(setup.tokenizer.decode([w]), w, count, float(before[0]), float(after[0]), high.first_above(after))
+        for (w, _, _), before, after in zip(reached[1::2], intact, patched, strict=True)
     )
+    before = _attention_before(setup, high, verify, batch_size)
+    fields["later"] = _later_layers(target, high, (intact, patched), before, (verify, patch, batch_size))
     ids = held_out(setup, pieces, length)
     read = [losses(target, ids, edit, batch_size, setup.progress) for edit in (None, patch)]
     change = fields["perplexity"] = perplexity_change(*read)
-    return PatchMade(**_verdict(int((patched > ceiling).sum()), len(verify), change, limit), **fields)
+    return PatchMade(**_verdict(fields["held_out"], fields["later"], change, limit), **fields)
 
 
-def _verdict(above: int, tokens: int, change: Change, limit: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Ceilings:
+    """The layers from the last one that builds the spike to the end, and up to where a norm is typical in each.
+
+    `typical` is 5 %, median and 95 % of the norms on typical text; `without` are dimensions that norms leave out.
+    """
+
+    layers: tuple[int, ...]
+    typical: tuple[tuple[float, float, float], ...]
+    without: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seen: Walk) -> _Ceilings:
+        layers = tuple(range(max(seen.stages()), seen.n_layers))
+        at = torch.tensor([0.05, 0.5, 0.95])
+        typical = (seen.norms[i][:, 1:].flatten().quantile(at).tolist() for i in layers)
+        return cls(layers, tuple((low, mid, top) for low, mid, top in typical), tuple(seen.shared))
+
+    @property
+    def ceilings(self) -> Float[Tensor, " layer"]:
+        return HEADROOM * torch.tensor([top for _, _, top in self.typical])
+
+    def first_above(self, norms: Float[Tensor, " layer"]) -> int | None:
+        """The first of the layers after which the norm is above the typical range; None: none is."""
+        above = (norms > self.ceilings).nonzero().flatten()
+        return self.layers[int(above[0])] if len(above) else None
+
+
+def _no_set(high: _Ceilings, tried: tuple[Tried, ...]) -> str:
+    if len(tried) == 1:
+        return "no neuron is causal, alone or in a set."
+    best = max(tried[1:], key=lambda t: high.layers[-1] + 1 if t.returns_in is None else t.returns_in)
+    if best.returns_in is None:
+        return (
+            f"in layer {best.attention_taken_in} repeated tokens still take the attention of the first token, "
+            "whichever of the causal neurons are patched, although their norm is typical."
+        )
+    if best.returns_in == high.layers[0]:
+        return "no set of the causal neurons suffices: the norm of repeated tokens does not fall to the typical range."
+    return (
+        f"the sink returns in layer {best.returns_in}, whichever of the causal neurons are patched: with the best set "
+        f"the norm of repeated tokens is typical before that layer, and above the typical range after it."
+    )
+
+
+def _verdict(
+    tokens: tuple[HeldOutToken, ...], later: tuple[LaterLayer, ...], change: Change, limit: float
+) -> dict[str, Any]:
     rise = change.difference / change.before
+    above = [t.returns_in for t in tokens if t.returns_in is not None]
+    taken = [one for one in later if one.attention_is_taken]
     if above:
-        reason = f"{above} of {tokens} held-out tokens keep a norm above the typical range."
+        reason = (
+            f"{len(above)} of {len(tokens)} held-out tokens have a norm above the typical range, the first of them "
+            f"after layer {min(above)}."
+        )
+    elif taken:
+        reason = (
+            f"in layer {taken[0].layer} repeated tokens still take the attention: the first token receives "
+            f"{taken[0].patched_attention:.3f} of it, and {taken[0].ordinary_attention:.3f} in ordinary text of the "
+            "same length."
+        )
     elif not rise <= limit:
         reason = f"it would harm: the perplexity on held-out text rises by {rise:.2%}, the limit is {limit:.2%}."
+        return {"verdict": "refused", "reason": reason}
     else:
         return {
             "verdict": "made",
             "reason": "repeated tokens keep a typical norm, and ordinary text is read as before.",
         }
-    return {"verdict": "refused", "reason": reason}
+    return {"verdict": "not-repaired", "reason": reason}
 
 
 @torch.no_grad()
 def largest_norms(
-    target: Target, layer: int, rows: Int[Tensor, "row pos"], edit: Intervention | None, batch_size: int
-) -> Float[Tensor, " row"]:
-    """Per row, the largest norm of the residual stream after `layer` at positions behind the first."""
-    norms: list[Tensor] = []
-
-    def keep(_m: object, _a: object, _k: object, out: Any) -> None:
-        norm = torch.linalg.vector_norm(first_tensor(out), dim=-1, dtype=torch.float32)
-        norms.append(norm[:, 1:].amax(1).cpu())
-        target.stop()
-
+    target: Target, high: _Ceilings, rows: Int[Tensor, "row pos"], edit: Intervention | None, batch_size: int
+) -> Float[Tensor, "row layer"]:
+    """Per row, the largest norm of the residual stream at positions behind the first, after each of the layers."""
+    kept = torch.ones(target.d_model, dtype=torch.bool)
+    kept[list(high.without)] = False
+    found: list[Tensor] = []
     for batch in rows.split(batch_size):
-        with under(edit, target), target.hooks((target.layers[layer], "post", keep)):
+        norms: list[Tensor] = []
+
+        def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
+            resid = first_tensor(out)[..., kept] if high.without else first_tensor(out)
+            norm = torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
+            norms.append(norm[:, 1:].amax(1).cpu())
+            if len(norms) == len(high.layers):
+                target.stop()
+
+        with under(edit, target), target.hooks(*((target.layers[i], "post", keep) for i in high.layers)):
             target.forward(batch)
-    return torch.cat(norms)
+        found.append(torch.stack(norms, 1))
+    return torch.cat(found)
 
 
-def _candidates(setup: Setup, sink_layer: int, stages: list[int]) -> list[Neuron]:
-    """Causal neurons of the sink layer, largest contribution first, then those of other stages."""
-    generator = torch.Generator().manual_seed(setup.seed)
-    return list(prove(setup.target, setup.ids, sink_layer, TOP_K, generator, None, stages).causal)
+def _attention_before(setup: Setup, high: _Ceilings, rows: Tensor, batch_size: int) -> list[dict[int, float]]:
+    """Attention to the first token behind the spike: on ordinary text, and on the repeated tokens without a patch."""
+    texts = (_ordinary(setup, rows), rows)
+    return [_attention_to_first(setup.target, high.layers[1:], ids, None, batch_size) for ids in texts]
+
+
+def _later_layers(
+    target: Target,
+    high: _Ceilings,
+    norms: tuple[Float[Tensor, "row layer"], Float[Tensor, "row layer"]],
+    before: list[dict[int, float]],
+    patched: tuple[Tensor, SinkPatch, int],
+) -> tuple[LaterLayer, ...]:
+    """What repeated tokens are in each layer, from norms (intact and patched) and attention (`_attention_before`).
+
+    `patched` is rows, patch and batch size, for the attention under the patch.
+    """
+    sizes = [t.amax(0).tolist() for t in (high.ceilings[None], *norms)]
+    attention = [*before, _attention_to_first(target, high.layers[1:], *patched)]
+    return tuple(
+        LaterLayer(layer, *(n[i] for n in sizes), *((a[layer] for a in attention) if i else ()))
+        for i, layer in enumerate(high.layers)
+    )
+
+
+@torch.no_grad()
+def _attention_to_first(
+    target: Target, layers: Sequence[int], rows: Int[Tensor, "row pos"], edit: Intervention | None, batch_size: int
+) -> dict[int, float]:
+    """Mean attention to position 0, over rows, heads and the queries of the second half, where tokens are sinks."""
+    half = rows.shape[1] // 2
+    total = dict.fromkeys(layers, 0.0)
+
+    def add(layer: int, first: int, probs: Tensor) -> None:
+        late = probs[:, :, max(0, half - first) :, 0]
+        total[layer] += float(late.double().sum()) / probs.shape[1]
+
+    for batch in rows.split(batch_size) if layers else ():
+        end = target.hooks((target.layers[layers[-1]], "post", lambda *_: target.stop()))
+        with under(edit, target), attention_rows(target, add, layers=list(layers)), end:
+            target.forward(batch)
+    return {layer: value / (len(rows) * (rows.shape[1] - half)) for layer, value in total.items()}
+
+
+def _ordinary(setup: Setup, rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row pos"]:
+    """Ordinary text as long as the rows: the typical text, or, where it is too short, its words in random order."""
+    try:
+        return text_rows(setup.tokenizer, setup.text, len(rows), rows.shape[1], setup.bos)
+    except SinkscopeError:
+        words = setup.ids[:, 1:].flatten()
+        generator = torch.Generator().manual_seed(setup.seed)
+        drawn = words[torch.randint(len(words), tuple(rows.shape), generator=generator)]
+        return torch.cat([setup.ids[:1, :1].expand(len(rows), 1), drawn[:, 1:]], 1)
+
+
+def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
+    """The smallest causal set, largest contribution first; where none takes the spike away, every causal neuron."""
+    target, layer, generator = setup.target, seen.sink_layer(), torch.Generator().manual_seed(setup.seed)
+    assert layer is not None
+    proof = prove(target, setup.ids, layer, TOP_K, generator, None, seen.stages(), seen.shared)
+    heads = received(target, setup.ids, RATE_EPS).heads()
+    found = causal_sets(target, setup.ids, seen, proof.neurons, heads, generator)
+    known = {n.site: n for n in (*found.added, *proof.neurons)}
+    members = () if found.minimal is None else found.minimal.numbers
+    chosen = [known[site] for site in members] or list(proof.causal)
+    return sorted(chosen, key=lambda n: -n.contribution_norm)
 
 
 def _smallest(
-    setup: Setup, candidates: list[Neuron], layer: int, rows: Tensor, ceiling: float, batch_size: int
+    setup: Setup, candidates: list[Neuron], high: _Ceilings, rows: Tensor, batch_size: int
 ) -> tuple[tuple[Neuron, ...] | None, tuple[Tried, ...]]:
-    """The smallest set whose patch keeps the norms below the ceiling, None if none does; and all that were tried."""
+    """The smallest set whose patch keeps the norms below the ceilings, None if none does; and all that were tried.
+
+    Of a large causal set not every part can be tried: then one neuron after another is left out, those that write least
+    first, as long as the rest suffices.
+    """
     tried: list[Tried] = []
-    for size in range(len(candidates) + 1):
+    every, target = len(candidates), setup.target
+    before: list[dict[int, float]] = []
+
+    def suffices(some: Sequence[Neuron]) -> bool:
+        edit = _patch(some) if some else None  # no neuron at all: how far there is to fall
+        norms = largest_norms(target, high, rows, edit, batch_size)
+        above, taken = high.first_above(norms.amax(0)), None
+        if edit is not None and above is None:
+            before.extend([] if before else _attention_before(setup, high, rows, batch_size))
+            later = _later_layers(target, high, (norms, norms), before, (rows, edit, batch_size))
+            taken = next((one.layer for one in later if one.attention_is_taken), None)
+        tried.append(Tried(tuple(n.site for n in some), float(norms[:, 0].max()), above, taken))
+        setup.progress("sets of neurons", len(tried), min(2**every, MOST + every))
+        return edit is not None and above is None and taken is None
+
+    for size in range(every + 1):
+        if len(tried) + comb(every, size) > MOST:
+            break
         for some in combinations(candidates, size):
-            edit = _patch(some) if some else None  # no neuron at all: how far there is to fall
-            worst = float(largest_norms(setup.target, layer, rows, edit, batch_size).max())
-            tried.append(Tried(tuple(n.site for n in some), worst))
-            setup.progress("sets of neurons", len(tried), 2 ** len(candidates))
-            if some and worst <= ceiling:
+            if suffices(some):
                 return some, tuple(tried)
-    return None, tuple(tried)
+    else:
+        return None, tuple(tried)
+    left = tuple(candidates)
+    if not suffices(left):
+        return None, tuple(tried)
+    for neuron in reversed(candidates):
+        rest = tuple(n for n in left if n is not neuron)
+        left = rest if suffices(rest) else left
+    return left, tuple(tried)
 
 
 def _patch(neurons: Sequence[Neuron]) -> SinkPatch:

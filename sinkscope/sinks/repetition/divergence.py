@@ -19,7 +19,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.walk import causal_neurons
+from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.patch.loss import held_out
 from sinkscope.sinks.repetition.sequences import choose, encode, refuse_repeated, room
 from sinkscope.text.corpus import CorpusIndex, open_corpus

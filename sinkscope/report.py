@@ -1,22 +1,23 @@
-"""Finds the results of a folder, orders them, and writes them as one HTML file."""
+"""All results of a folder as one HTML file; measurements that have no class of their own, as tables of their data."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from sinkscope._plain import visible
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.html import Section, document, result_section, save_document
+from sinkscope.html import ENVELOPE, Section, document, picture, result_section, save_document, section
 from sinkscope.measure import Option, command
 from sinkscope.output import check_writable
 from sinkscope.registry import Hidden, kinds
-from sinkscope.report.record import record_section
-from sinkscope.results import Result, known_kinds, read_json
+from sinkscope.results import SCHEMA, Result, cell, html_table, known_kinds, read_json
 
 _BESIDE = {".html", ".png"}  # files that commands write next to their JSON
 _ROOMS = ("sinkscope.sinks.first_token", "sinkscope.sinks", "sinkscope")  # in this order
@@ -196,3 +197,118 @@ def _named(skipped: list[Skipped]) -> str:
         return ""
     more = f" and {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""
     return f" ({'; '.join(map(str, skipped[:_SHOWN]))}{more})"
+
+
+ROWS = 2000  # of a table; the file holds them all
+PICTURE = 4 << 20  # bytes of a PNG beside a record: a larger one is left out
+_WIDTH = 80  # characters of a list in a cell
+
+
+class RecordTable(NamedTuple):
+    """Part of a record.
+
+    Attributes:
+        title: the keys that lead to it.
+        head: names of the columns.
+        rows: cells as they are shown.
+        total: number of rows in the data; `rows` may hold fewer.
+    """
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    total: int
+
+    def to_html(self) -> str:
+        """The table under its title, everything escaped."""
+        cut = f" (the first {len(self.rows):,} of {self.total:,} rows)" if len(self.rows) < self.total else ""
+        title = f"<h3>{escape(self.title + cut)}</h3>\n" if self.title or cut else ""
+        return title + html_table(self.head, self.rows)
+
+
+def record_section(data: dict[str, Any], file: str, path: Path) -> Section | None:
+    """An envelope whose kind no class belongs to, with the PNG beside it; None if `data` is no envelope.
+
+    Args:
+        data: what the file holds.
+        file: name of the file as it is shown.
+        path: the file itself.
+    """
+    lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
+    result = data.get("result")
+    if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or "provenance" not in lists:
+        return None
+    shown = "\n".join(part.to_html() for part in tables(result))
+    return section(str(data["kind"]), file, lists, _picture(path.with_suffix(".png")) + shown)
+
+
+def _picture(path: Path) -> str:
+    """The PNG beside a record, which has no other drawing."""
+    if not path.is_file() or path.stat().st_size > PICTURE:
+        return ""
+    content = path.read_bytes()
+    return picture(path.name, content) if content.startswith(b"\x89PNG\r\n\x1a\n") else ""
+
+
+def tables(value: Any, title: str = "") -> Iterator[RecordTable]:
+    """All of the data: single values first, then a table per list of records."""
+    if isinstance(value, list):
+        if _records(value):
+            yield _table(title, [flat for row in value for flat in _flat(row)])
+        elif value:
+            yield _table(title, [{"value": item} for item in value])
+        return
+    inside = {key: v for key, v in value.items() if isinstance(v, dict) or _records(v)}
+    single = [{"name": key, "value": v} for key, v in value.items() if key not in inside]
+    if single:
+        yield _table(title, single)
+    if len(inside) > 1 and all(isinstance(v, dict) and not _nested(v) for v in inside.values()):
+        yield _table(title, [{"name": key, **v} for key, v in inside.items()])
+        return
+    for key, v in inside.items():
+        yield from tables(v, f"{title}, {key}" if title else key)
+
+
+def _nested(value: dict[str, Any]) -> bool:
+    return any(isinstance(v, dict) or _records(v) for v in value.values())
+
+
+def _records(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The row itself, or one row for each record in its lists; objects in it become columns."""
+    base: dict[str, Any] = {}
+    lists: dict[str, list[dict[str, Any]]] = {}
+    for key, value in row.items():
+        if isinstance(value, dict):
+            base |= {f"{key} {name}": v for name, v in value.items()}
+        elif _records(value):
+            lists[key] = value
+        else:
+            base[key] = value
+    if not lists:
+        yield base
+    for key, rows in lists.items():
+        named = {"list": key} if len(lists) > 1 else {}
+        for inner in rows:
+            for flat in _flat(inner):
+                yield {**base, **named, **{f"{key} {n}" if n in base else n: v for n, v in flat.items()}}
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> RecordTable:
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[_in_a_cell(row.get(name)) for name in head] for row in rows[:ROWS]]
+    return RecordTable(title, [name.replace("_", " ") for name in head], cells, len(rows))
+
+
+def _in_a_cell(value: Any) -> str:
+    if isinstance(value, list):
+        parts = [f"[{_in_a_cell(v)}]" if isinstance(v, list) else _in_a_cell(v) for v in value]
+        text = ", ".join(parts)
+        if len(text) <= _WIDTH:
+            return text
+        fitting = text[:_WIDTH].count(", ") if all(", " not in part for part in parts) else 1
+        return f"{', '.join(parts[:fitting])}, … ({len(parts)} values)"  # never a part of a number
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else cell(value)

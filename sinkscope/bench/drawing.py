@@ -1,0 +1,348 @@
+"""The drawings of the benchmarks: loops and survival of LoopBench, scores and fidelity of dialogues."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from typing import Any
+
+import plotly.graph_objects as go
+
+from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.tables import head_of, label, near_head_of, near_title, overall, title
+from sinkscope.bench.loopbench import paper
+from sinkscope.bench.loopbench.tables import title as title_of
+from sinkscope.bench.methods import METHODS, block_of, name_of
+from sinkscope.figures.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    axes,
+    finished,
+    intervals,
+    level,
+    panels,
+    shares,
+)
+from sinkscope.loops.signals import THETA_TTR
+
+_COLOURS = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#000000", GREY)
+_BESIDE = {"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left"}  # the legend
+_BINS = 25  # of intervention positions over the cap: 100 tokens of 2,500
+
+
+def draw_shown(result: Any) -> go.Figure:
+    """Type-token ratio of the last window over the steps; interventions as triangles, the end as a circle."""
+    fig = panels([""])
+    for i, o in enumerate(result.outputs):
+        colour = _COLOURS[i % (len(_COLOURS) - 1)]
+        near = [min(range(len(o.steps)), key=lambda k, at=at: abs(o.steps[k] - at)) for at in o.interventions]
+        fig.add_scatter(
+            x=o.steps,
+            y=o.window_ttr,
+            mode="lines",
+            name=f"{html.escape(o.method)} ({o.ended})",
+            line={"color": colour},
+            legendgroup=o.method,
+            hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
+        )
+        for x, y, symbol, size, hover in (
+            ([o.steps[-1]], [o.window_ttr[-1]], "circle", 8, f"{o.ended} after %{{x}}"),
+            (list(o.interventions), [o.window_ttr[k] for k in near], "triangle-down", 10, "intervention at %{x}"),
+        ):
+            if x:
+                fig.add_scatter(
+                    x=x,
+                    y=y,
+                    mode="markers",
+                    marker={"color": colour, "size": size, "symbol": symbol},
+                    legendgroup=o.method,
+                    showlegend=False,
+                    hovertemplate=f"{hover}<extra></extra>",
+                )
+    level(fig, THETA_TTR, color=GREY)
+    ratio = {"title_text": "type-token ratio", "range": [0, 1.02]}
+    axes(fig, x={"title_text": "new tokens", "rangemode": "tozero"}, y=ratio)
+    found = f"{result.model.name}, prompt {result.prompt}: diversity of the last window (triangles: interventions)"
+    return finished(fig, None, found, width=1100, height=520, top=70, bottom=60, legend=_BESIDE)
+
+
+def draw_loopbench(result: Any) -> go.Figure:
+    """Loop rate by method with the paper's beside it; survival; counts and positions of interventions."""
+    guards = [g for g in result.ablation if g.counts]
+    titles = ["Loop rate (diamond: the paper's)", "Runs that have not collapsed, both sets"]
+    titles += ["Interventions per run", "Where they were"] if guards else []
+    fig = panels(titles, rows=len(titles) // 2, cols=2, vertical_spacing=0.22, spacing=0.08)
+    methods = list(dict.fromkeys(g.method for g in (*result.groups, *result.ablation)))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(methods)}
+    _rates(fig, result)
+    _survival(fig, result, colours)
+    for g in guards:
+        _interventions(fig, g, colours[g.method], len({other.model for other in guards}) > 1)
+    if not result.groups:
+        fig.add_annotation(text="nothing was run", x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
+    told = f"LoopBench: {result.model.name}"
+    more: dict[str, Any] = {"legend": _BESIDE, "bottom": 90, "barmode": "group", "bargap": 0.1}
+    return finished(fig, None, told, width=1400, height=900 if guards else 520, **more)
+
+
+def _rates(fig: Any, result: Any) -> None:
+    """A bar per method, a colour per set and model; samplers and stoppers beside the rest."""
+    pairs = list(dict.fromkeys((g.bench, g.model) for g in result.groups))
+    for i, (bench, model) in enumerate(pairs):
+        mine = [g for g in result.groups if (g.bench, g.model) == (bench, model)]
+        name, colour = f"{html.escape(title_of(bench))}, {html.escape(model)}", _COLOURS[i % len(_COLOURS)]
+        fig.add_bar(
+            x=[html.escape(g.method) for g in mine],
+            y=[g.loop for g in mine],
+            name=name,
+            legendgroup="rates",
+            marker_color=colour,
+            opacity=0.75,
+            error_y=intervals(mine, "loop", "loop_low", "loop_high"),
+            hovertemplate="%{x}: %{y:.1%}<extra></extra>",
+            row=1,
+            col=1,
+        )
+        published = paper.TABLE1.get((bench, paper.published_model(model) or ""), {})
+        known = [g.method for g in mine if g.method in published]
+        if known:
+            fig.add_scatter(
+                x=known,
+                y=[published[name][3] for name in known],
+                mode="markers",
+                name=f"paper, {name}",
+                marker={"symbol": "diamond", "size": 9, "color": colour, "line": {"width": 1, "color": "#000000"}},
+                row=1,
+                col=1,
+            )
+    axes(fig, x={"tickangle": -35}, y=shares("share of runs", 0, 1.05))
+
+
+def _survival(fig: Any, result: Any, colours: dict[str, str]) -> None:
+    """A line per method, both sets joined; of several models only the full cache, a line per model (Fig. 2 b)."""
+    models = list(dict.fromkeys(g.model for g in result.ablation))
+    several = len(models) > 1
+    for g in result.ablation:
+        if g.method != "full" if several else block_of(g.method) == "stopper":
+            continue  # whoever is stopped early never collapses
+        colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if several else colours[g.method]
+        fig.add_scatter(
+            x=[0, *g.steps],
+            y=[1.0, *g.survival],
+            mode="lines",
+            line={"color": colour, "shape": "hv"},
+            name=html.escape(g.model) if several else g.method,
+            hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
+            row=1,
+            col=2,
+        )
+    axes(fig, 1, 2, x="new tokens", y=shares("share of runs", 0, 1.05))
+
+
+def _interventions(fig: Any, g: Any, colour: str, several: bool) -> None:
+    """Both distributions of Fig. 4, of both sets together."""
+    name = f"{g.method}, {html.escape(g.model)}" if several else g.method
+    style = {"name": name, "legendgroup": name, "marker_color": colour, "showlegend": False, "row": 2}
+    counted = Counter(g.counts)
+    fig.add_bar(
+        x=list(range(max(g.counts) + 1)),
+        y=[counted[i] / len(g.counts) for i in range(max(g.counts) + 1)],
+        hovertemplate="%{x}: %{y:.1%} of the runs<extra></extra>",
+        col=1,
+        **style,
+    )
+    if g.positions:
+        width = max(1, g.steps[-1] // _BINS)
+        bins = Counter(step // width for step in g.positions)
+        starts = range(g.steps[-1] // width + 1)
+        fig.add_bar(
+            x=[width * (i + 0.5) for i in starts],
+            y=[bins[i] / len(g.positions) for i in starts],
+            hovertemplate="around %{x}: %{y:.1%} of the interventions<extra></extra>",
+            col=2,
+            **style,
+        )
+    whole = {"title_text": "interventions", "dtick": 1 if max(g.counts) < 12 else None}
+    axes(fig, 2, 1, x=whole, y=shares("share of runs"))
+    axes(fig, 2, 2, x="new tokens", y=shares("share of interventions"))
+
+
+_PANELS = (
+    ("kl", "KL(full || method), nats a token", BLUE, ".3g"),
+    ("agree", "same likeliest token", ORANGE, ".1%"),
+    ("kept", "attention mass kept", GREEN, ".1%"),
+)
+
+
+def draw_fidelity(result: Any) -> go.Figure:
+    """A row per task, model and answers: three panels of bars, a bar per method, over all positions."""
+    heads = list(dict.fromkeys(map(near_head_of, result.groups)))
+    rows = [overall([g for g in result.groups if near_head_of(g) == head]) for head in heads]
+    titles = [
+        (f"{html.escape(near_title(head))}<br>" if field == "kl" else "") + name
+        for head in heads
+        for field, name, _, _ in _PANELS
+    ]
+    heights = [len(mine) + 3 for mine in rows]
+    fig = panels(
+        titles,
+        rows=len(heads),
+        cols=3,
+        spacing=0.04,
+        shared_yaxes=True,
+        vertical_spacing=min(0.3, 4 / (sum(heights) + 4)),
+        row_heights=heights,
+    )
+    for row, mine in enumerate(rows, 1):
+        for col, (field, name, colour, form) in enumerate(_PANELS, 1):
+            fig.add_bar(
+                y=[html.escape(label(g)) for g in mine],
+                x=[getattr(g, field) for g in mine],
+                name=name,
+                orientation="h",
+                marker_color=colour,
+                showlegend=False,
+                text=[_text(g, field, form) for g in mine],
+                textposition="outside",
+                cliponaxis=False,
+                customdata=[(g.tokens, g.questions) for g in mine],
+                hovertemplate="%{y}: %{text}<br>%{customdata[0]} tokens of %{customdata[1]} answers<extra></extra>",
+                row=row,
+                col=col,
+            )
+            nats = {"range": [0, 1.4 * max(g.kl for g in mine) or 1]}
+            axes(fig, row, col, x=nats if field == "kl" else shares(None, 0, 1.15), y={"autorange": "reversed"})
+    told = "Beside full attention, along the same text"
+    margin = {"l": 20, "r": 50, "t": 110, "b": 50}
+    return finished(fig, None, told, width=1300, height=130 + 30 * sum(heights), margin=margin)
+
+
+def _text(group: Any, field: str, form: str) -> str:
+    value = getattr(group, field)
+    if value is None:
+        return "-"
+    error = f" ± {1.96 * group.kl_error:.2g}" if field == "kl" and group.kl_error else ""
+    return f"{value:{form}}{error}"
+
+
+def draw_positions(result: Any) -> go.Figure:
+    """A bar for each place of the question, and a diamond for LoopServe's Table 5."""
+    there = [share for share in result.places if share.share is not None]
+    fig = panels([""])
+    fig.add_bar(
+        x=[html.escape(share.position) for share in there],
+        y=[share.share for share in there],
+        name="this log",
+        marker_color=BLUE,
+        customdata=[share.count for share in there],
+        error_y=intervals(there),
+        hovertemplate="%{x}: %{y:.1%}, %{customdata} messages<extra></extra>",
+    )
+    fig.add_scatter(
+        x=[html.escape(share.position) for share in result.places],
+        y=[share.paper_share for share in result.places],
+        mode="markers",
+        name="paper: LMSYS-Chat-1M",
+        marker={"color": GREY, "size": 11, "symbol": "diamond"},
+        customdata=[s.paper_count for s in result.places],
+        hovertemplate="%{x}, paper: %{y:.1%}, %{customdata} messages<extra></extra>",
+    )
+    axes(fig, y=shares("share of messages", 0, 1.03))
+    told = f"Where questions stand in {result.model.name}"
+    return finished(fig, None, told, width=800, height=460, top=70, bottom=50, legend=_BESIDE)
+
+
+_PLACES: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
+_DOTS = (
+    "#000000",
+    GREY,
+    RED,
+    "#cc79a7",
+    "#56b4e9",
+    "#7a5c00",
+    "#4b3f8f",
+    "#b8a000",
+    "#00a08a",
+    "#882255",
+    "#3f6f2a",
+    "#1f4fd8",
+    "#ff7f6b",
+    "#9a6bff",
+    "#5c8a8a",
+)
+_SYMBOLS = ("diamond", "circle", "square", "cross", "x", "triangle-up", "star")
+
+
+def draw_dialogues(result: Any) -> go.Figure:
+    """A row per task, model, history and cache: bars with 95 % intervals; score against tokens read."""
+    heads = list(dict.fromkeys(map(head_of, result.groups)))
+    titles = [
+        text for head in heads for text in (f"{html.escape(title(head))}: score", "Score over tokens read per step")
+    ]
+    fig = panels(titles, [0.62, 0.38], rows=len(heads), cols=2, spacing=0.08, vertical_spacing=0.3 / len(heads))
+    dots = _dots([g.method for g in result.groups])
+    for row, head in enumerate(heads, 1):
+        mine = [g for g in result.groups if head_of(g) == head]
+        for place in POSITIONS:
+            bars = [g for g in mine if g.position == place]
+            if bars:
+                _bars(fig, bars, place, row)
+        for g in overall(mine):
+            if g.read is not None:
+                _dot(fig, g, dots[g.method], row)
+        names = list(dict.fromkeys(html.escape(label(g)) for g in mine))
+        axes(fig, row, 1, x={"categoryorder": "array", "categoryarray": names})
+        axes(fig, row, 2, x="tokens read per decoding step")
+        axes(fig, row, None, y=shares(None, -0.05, 1.08))
+    entries = {trace.legendgroup for trace in fig.data} | {*POSITIONS}
+    height = max(130 + 380 * len(heads), 200 + 31 * len(entries))
+    told = "Dialogues, by position of the question"
+    return finished(fig, None, told, width=1300, height=height, legend=_BESIDE, bottom=90, barmode="group")
+
+
+def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
+    """A colour for every method, a symbol for every way it is set; later ones are smaller, so that none is covered."""
+    kinds: dict[str, list[str]] = {name: [] for name in METHODS}
+    for method in dict.fromkeys(methods):
+        kinds.setdefault(name_of(method), []).append(method)
+    shown = [(i, k, method) for i, kind in enumerate(kinds.values()) for k, method in enumerate(kind)]
+    sizes = {method: 20 - 12 * n / len(shown) for n, (_, _, method) in enumerate(shown)}
+    return {
+        method: {"color": _DOTS[i % len(_DOTS)], "size": sizes[method], "symbol": _SYMBOLS[k % len(_SYMBOLS)]}
+        for i, k, method in shown
+    }
+
+
+def _dot(fig: Any, g: Any, marker: dict[str, Any], row: int) -> None:
+    fig.add_scatter(
+        x=[g.read],
+        y=[g.score],
+        mode="markers",
+        name=html.escape(g.method),
+        legendgroup=g.method,
+        showlegend=not any(trace.legendgroup == g.method for trace in fig.data),
+        text=[html.escape(label(g))],
+        marker=marker,
+        hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>",
+        row=row,
+        col=2,
+    )
+
+
+def _bars(fig: Any, bars: list[Any], place: str, row: int) -> None:
+    fig.add_bar(
+        x=[html.escape(label(g)) for g in bars],
+        y=[g.score for g in bars],
+        name=f"question at {place}",
+        legendgroup=place,
+        showlegend=row == 1,
+        marker_color=_PLACES[place],
+        error_y=intervals(bars, "score"),
+        customdata=[g.questions for g in bars],
+        hovertemplate="%{x}: %{y:.1%} of %{customdata}<extra></extra>",
+        row=row,
+        col=1,
+    )

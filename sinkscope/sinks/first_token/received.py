@@ -1,0 +1,177 @@
+"""Attention that positions receive, by the sink rate (Gu et al. 2024, arXiv 2410.10781), and what carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from sinkscope.console import Progress, silent
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
+from sinkscope.trace.attention import attention_rows
+
+QUERIES = 16  # later queries that a position needs: the last ones receive much from heads that look at themselves
+HEADS = 2  # heads that a sink needs at least, and
+SHARE = 0.01  # ... the share of all heads
+LATER_SHARE = 0.05  # of a position other than the first: a head that likes one word is no sink
+SEEN = 3  # times that a later token has to be met before it is judged
+LOST = 0.5  # a head has lost a sink if this share of its attention is gone
+
+
+@dataclass(frozen=True)
+class Received:
+    """Which heads attend to which positions, of texts `ids`.
+
+    Attributes:
+        ids: the texts, `[text pos]`.
+        eps: the bar.
+        above: whether the mean attention over all queries from the position on exceeds `eps`; without the last
+            positions of the texts, which too few queries see.
+        learned: the same of the learned sink logit of each head.
+    """
+
+    ids: Int[Tensor, "text pos"]
+    eps: float
+    above: Bool[Tensor, "layer head text at"]
+    learned: Bool[Tensor, "layer head text"]
+
+    @property
+    def rate(self) -> float:
+        """The sink rate of position 0: the share of (layer, head) above eps, averaged over texts."""
+        return float(self.above[..., 0].float().mean())
+
+    def heads(self) -> list[tuple[int, int]]:
+        """(layer, head) that attend to the first token in most texts; empty where they are too few for a sink."""
+        return _enough(self.above[..., 0].float().mean(-1) >= 0.5)
+
+    def learned_heads(self) -> list[tuple[int, int]]:
+        """(layer, head) whose learned sink logit takes that much in most texts; empty where they are too few."""
+        return _enough(self.learned.float().mean(-1) >= 0.5)
+
+    def later(self) -> dict[int, tuple[int, float]]:
+        """Tokens that receive attention behind the first position: id -> (first position met, share of heads)."""
+        found: dict[int, tuple[int, float]] = {}
+        seen = self.ids[:, : self.above.shape[-1]]
+        for token in seen[:, 1:].unique().tolist():
+            where = seen == token
+            where[:, 0] = False
+            if int(where.sum()) < SEEN:
+                continue
+            steady = self.above[:, :, where].float().mean(-1) >= 0.5
+            share = float(steady.float().mean())
+            if int(steady.sum()) >= HEADS and share >= LATER_SHARE:
+                found[token] = (int(where.any(0).nonzero()[0]), share)
+        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def _enough(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
+    heads = [(int(layer), int(head)) for layer, head in steady.nonzero().tolist()]
+    return heads if len(heads) >= HEADS and len(heads) >= SHARE * steady.numel() else []
+
+
+@torch.no_grad()
+def received(
+    target: Target,
+    ids: Int[Tensor, "text pos"],
+    eps: float,
+    *,
+    layers: int | None = None,
+    progress: Progress = silent,
+    batch: int = 8,
+) -> Received:
+    """Run texts and note which heads attend to which position.
+
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024).
+
+    Args:
+        target: the model.
+        ids: texts of equal length.
+        eps: 0.3 in the paper.
+        layers: number of layers that are run; None: all.
+        progress: told of each batch.
+        batch: texts that run together.
+    """
+    count, length = target.n_layers if layers is None else layers, ids.shape[1]
+    places = max(1, length - QUERIES)
+    above = torch.zeros(count, target.n_heads, len(ids), places, dtype=torch.bool)
+    learned = torch.zeros(count, target.n_heads, len(ids), dtype=torch.bool)
+    for start in range(0, len(ids), batch):
+        rows = ids[start : start + batch]
+        part = slice(start, start + len(rows))
+
+        def note(layer: int, _first: int, probs: Tensor, texts: slice = part) -> None:
+            mean = probs.sum(-2)[..., :places] / torch.arange(length, length - places, -1, device=probs.device)
+            above[layer, :, texts] = (mean > eps).transpose(0, 1).cpu()
+            if target.adapter.learned_sinks:
+                learned[layer, :, texts] = (1 - probs.sum(-1).mean(-1) > eps).transpose(0, 1).cpu()
+
+        end = target.hooks((target.layers[count - 1], "post", lambda *_: target.stop()))
+        with attention_rows(target, note, layers=list(range(count)), rows_per_chunk=length), end:
+            target.forward(rows)
+        progress("sink rate", min(start + batch, len(ids)), len(ids))
+    return Received(ids, eps, above, learned)
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A candidate for what the heads of a sink read.
+
+    Attributes:
+        name: "spike", "attention of layer 0", "position embedding" and so on.
+        heads_lost: share of the heads of the sink that lose at least half of their attention to the first token
+            without it.
+        drop: share of their attention to the first token that goes, averaged over heads.
+    """
+
+    name: str
+    heads_lost: float
+    drop: float
+
+
+def losses(
+    attention: Float[Tensor, "edit text layer head"],
+    intact: Float[Tensor, "text layer head"],
+    heads: Sequence[tuple[int, int]],
+) -> tuple[list[float], list[float]]:
+    """Per edit the share of `heads` that lose half of their attention to the first token, and the mean drop."""
+    layer, head = torch.tensor(heads).T
+    drops = 1 - attention[:, :, layer, head].median(1).values / intact[:, layer, head].median(0).values
+    return (drops >= LOST).float().mean(1).tolist(), drops.mean(1).tolist()
+
+
+def carriers(
+    target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
+) -> list[Carrier]:
+    """Each component replaced at the position by what it writes at a later one: whose absence ends the sink?
+
+    "position" is what is left when everything that is written at the position is replaced.
+    """
+    last = max(layer for layer, _ in heads)
+    parts = writers(target, last)
+    biases = [Component("key bias", i) for i in range(last + 1) if has_key_bias(target, i)]
+    sets = [(c,) for c in parts] + ([tuple(biases)] if biases else [])
+    edits = [Edit(swap=some) for some in (*sets, tuple(parts))]
+    source = (at + ids.shape[1]) // 2
+    seen = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
+    assert seen.attention is not None and seen.intact_attention is not None
+    lost, drops = losses(seen.attention, seen.intact_attention, heads)
+    names = ["key bias" if s[0].kind == "key bias" else str(s[0]) for s in sets]
+    found = [Carrier(*row) for row in zip(names, lost, drops, strict=False)]
+    return [*found, Carrier("position", 1 - lost[-1], 1 - drops[-1])]
+
+
+def carried_by(found: Sequence[Carrier]) -> str | None:
+    """The component that most heads of the sink need; of equals the one nearest to the heads. None: no single one.
+
+    What an attention layer or an MLP writes without making a spike is called the mark.
+    """
+    needed = [c for c in found if c.heads_lost >= 0.5]
+    chosen = next((c for c in needed if c.name == "key bias"), None)
+    blocks = [c for c in needed if "layer" in c.name]
+    chosen = chosen or (blocks[-1] if blocks else None) or next((c for c in needed if "embed" in c.name), None)
+    chosen = chosen or next(iter(needed), None)
+    return None if chosen is None else "mark" if "layer" in chosen.name else chosen.name

@@ -1,0 +1,327 @@
+"""The smallest set of neurons whose ablation takes the sink away: at the sink layer, later, and in attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.interventions import Ablate
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, prove, stage_neurons
+from sinkscope.sinks.first_token.effects import Edit, effects
+from sinkscope.sinks.first_token.received import LOST, losses
+from sinkscope.sinks.first_token.walk import SINK_RATIO, STAGE_OUTLIER, Walk, walk
+
+Sites = tuple[tuple[int, ...], ...]
+ROUNDS = 4  # times that the model may repair itself before the search ends
+TOP = 8  # candidates of a later position
+WIDE = 64  # candidates of the sink layer that are tried together where the first few do not suffice
+_TRIED = 128  # sets of one size that are tried at most
+_TOKENS = 32  # of the text in which attention is compared
+
+
+@dataclass(frozen=True)
+class Member:
+    """A neuron of a set; expert is None where the layer is no mixture."""
+
+    layer: int
+    expert: int | None
+    neuron: int
+
+
+@dataclass(frozen=True)
+class CausalSet:
+    """Neurons that make the spike together, and what zeroing all of them takes away.
+
+    Attributes:
+        sites: the neurons.
+        drop_sink_layer: share of the first token's norm at the sink layer that goes with them.
+        drop_last_layer: the same at the last layer after which the norm stands out.
+        drop_attention: share of the attention to the first token that goes with them, over the heads of the sink
+            behind the sink layer; None: there are no such heads among the layers read.
+        heads_lost: share of these heads that lose at least half of it.
+        control: the largest of these drops among 20 random sets of as many neurons of the same layers.
+        kind: "minimal": the smallest set found that takes the spike away; "partial": the best set found, which does
+            not; "backup": neurons of the minimal set that write a spike only when the others are silent. Its drops are
+            against the state with the others silent.
+    """
+
+    sites: tuple[Member, ...]
+    drop_sink_layer: float
+    drop_last_layer: float
+    drop_attention: float | None
+    heads_lost: float | None
+    control: float
+    kind: Literal["minimal", "partial", "backup"]
+
+    @property
+    def verified(self) -> bool:
+        """Whether its effect on the norm is larger than every effect of the random sets."""
+        return min(self.drop_sink_layer, self.drop_last_layer) > self.control
+
+    @property
+    def numbers(self) -> Sites:
+        """The sites as interventions take them."""
+        return tuple((m.layer, m.neuron) if m.expert is None else (m.layer, m.expert, m.neuron) for m in self.sites)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search found: the sets, the neurons it added to the candidates, and what it did not try."""
+
+    sets: tuple[CausalSet, ...]
+    added: tuple[Neuron, ...]
+    not_tried: tuple[str, ...]
+
+    @property
+    def minimal(self) -> CausalSet | None:
+        """The smallest set that takes the spike away."""
+        return next((s for s in self.sets if s.kind == "minimal"), None)
+
+
+class _Search:
+    """Norms of the last token of `texts` under sets of silent neurons, and whether the spike is gone.
+
+    The spike is made in `layer`, and the norm stands out up to layer `last`.
+    """
+
+    def __init__(self, target: Target, texts: Tensor, seen: Walk, layer: int, last: int) -> None:
+        self.target, self.texts, self.seen, self.layer, self.last = target, texts, seen, layer, max(layer, last)
+        self.not_tried: list[str] = []
+        self.intact = self.norms([])[1]
+
+    def norms(self, sets: Sequence[Sites]) -> tuple[Float[Tensor, "set layer"], Float[Tensor, " layer"]]:
+        """Median over texts, for each set and intact."""
+        edits = [Edit(zero=tuple(s)) for s in sets]
+        at = self.texts.shape[1] - 1
+        seen = effects(self.target, self.texts, edits, at=at, upto=self.last, without=self.seen.shared)
+        norms = seen.norms.quantile(0.5, dim=1) if sets else seen.norms[:, 0]
+        return norms, seen.intact_norms.quantile(0.5, dim=0)
+
+    def drops(self, norms: Float[Tensor, "set layer"], layer: int) -> list[float]:
+        """Share of the intact norm that is gone at a layer."""
+        return (1 - norms[:, layer] / self.intact[layer]).tolist()
+
+    def gone(self, norms: Float[Tensor, "set layer"], *layers: int) -> list[bool]:
+        """Whether the norm stands out no more at these layers, and most of what stood out is gone."""
+        at = torch.tensor(layers)
+        usual = torch.tensor(self.seen.usual)[at]
+        low = norms[:, at] <= SINK_RATIO * usual
+        most = self.intact[at] - norms[:, at] >= LOST * (self.intact[at] - usual)
+        return (low & most).all(1).tolist()
+
+    def smallest(self, sites: Sites, *layers: int) -> Sites | None:
+        """The smallest of the sets tried that takes the spike away at these layers; None if none does."""
+        for size in range(1, len(sites) + 1):
+            if comb(len(sites), size) > _TRIED:
+                self.not_tried.append(
+                    f"of {len(sites)} candidates, only some of the sets with {size} neurons or more were tried"
+                )
+                break
+            if found := self._best(list(combinations(sites, size)), *layers):
+                return found
+        else:
+            return None
+        prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
+        gone = self.gone(self.norms(prefixes)[0], *layers)
+        chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
+        while chosen is not None and len(chosen) > 1:  # leave out what is missed least, as long as the spike stays away
+            fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
+            if fewer is None:
+                break
+            chosen = fewer
+        return chosen
+
+    def _best(self, sets: list[Sites], *layers: int) -> Sites | None:
+        """Of the sets that take the spike away, the one that takes most; None if none does."""
+        norms = self.norms(sets)[0]
+        drops = self.drops(norms, layers[-1])
+        good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
+        return sets[max(good, key=lambda i: drops[i])] if good else None
+
+
+def causal_sets(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    seen: Walk,
+    neurons: Sequence[Neuron],
+    heads: Sequence[tuple[int, int]],
+    generator: torch.Generator,
+) -> Found:
+    """Search for the smallest set of neurons that makes the spike, and for backups that take over.
+
+    The candidates are silenced alone, together, in every combination as long as these are few, and else by leaving one
+    out at a time. If the spike comes back in a later layer when a set is silent, the neurons that bring it back join
+    the candidates.
+
+    Args:
+        target: the model.
+        ids: typical text, position 0 the first token.
+        seen: the walk that found the stages.
+        neurons: candidates of all stages.
+        heads: (layer, head) that attend to the first token.
+        generator: of the random sets.
+    """
+    layer = seen.sink_layer()
+    if layer is None:
+        return Found((), (), ())
+    search = _Search(target, ids[:, 0].unique()[:4, None], seen, layer, seen.standing()[-1])
+    sites: Sites = tuple(n.site for n in neurons if n.layer <= search.last)
+    added: list[Neuron] = []
+    chosen, backups = search.smallest(sites, layer, search.last), Sites()
+    here = chosen or search.smallest(sites, layer)
+    if here is None:  # more neurons of the sink layer than the first candidates
+        wide = stage_neurons(target, ids, layer, WIDE)
+        sites = tuple(dict.fromkeys([*sites, *(n.site for n in wide)]))
+        here = search.smallest(sites, layer)
+        chosen = None if here is None else search.smallest(sites, layer, search.last)
+        added += [n for n in wide if here is not None and n.site in (*here, *(chosen or ()))]
+    for _ in range(ROUNDS):
+        if chosen is not None or here is None:
+            break
+        silent = (*here, *backups)
+        with Ablate(sites=silent).on(target):
+            again = walk(target, ids, whole=True, upto=search.last)
+            stages = [i for i in again.stages() if i > layer]
+            brought = [n for i in stages for n in stage_neurons(target, ids, i, 4)]
+        brought = [n for n in brought if n.site not in silent]
+        if not brought:
+            break
+        added += brought
+        later = search.smallest((*silent, *(n.site for n in brought)), layer, search.last)
+        if later is None:
+            backups = (*backups, *(n.site for n in brought))
+        else:
+            chosen, backups = later, tuple(s for s in later if s not in here)
+    if here is not None and chosen is None:
+        search.not_tried.append(f"neurons that bring the spike back were searched in {ROUNDS} rounds")
+    texts = (ids[:1, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
+    sets = _measured(search, chosen, here or sites, sites, backups, texts, generator)
+    kept = {s for one in sets for s in one.numbers} | {n.site for n in neurons}
+    return Found(sets, tuple(n for n in added if n.site in kept), tuple(search.not_tried))
+
+
+def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
+    """Sink layer and its causal neurons; (None, ()) for a model without a spike that an MLP makes.
+
+    Where no neuron is causal by itself, because others stand in for it, these are the neurons of the smallest set.
+
+    Args:
+        made: the model and its text.
+        layer: the sink layer, where it is known; None: it is searched.
+        top_k: candidates.
+    """
+    target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
+    seen = walk(target, ids, whole=target.resident) if layer is None else None
+    layer = seen.sink_layer() if seen is not None else layer
+    if layer is None:
+        return None, ()
+    proof = prove(target, ids, layer, top_k, generator)
+    if proof.causal:
+        return layer, proof.causal
+    seen = seen or walk(target, ids, whole=target.resident)
+    found = causal_sets(target, ids, seen, proof.neurons, [], generator)
+    members = () if found.minimal is None else found.minimal.numbers
+    return layer, tuple(n for n in (*proof.neurons, *found.added) if n.site in members)
+
+
+def later_set(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    place: tuple[int, int],
+    seen: Walk,
+    heads: Sequence[tuple[int, int]],
+    generator: torch.Generator,
+) -> CausalSet | None:
+    """The smallest set that makes the spike of a later position `(row, position)`; None: no MLP makes it."""
+    row, at = place
+    writes = torch.stack([norms[row, at] for norms in seen.mlp_norms])
+    outlying = writes > STAGE_OUTLIER * torch.tensor(seen.mlp_typical)
+    if not bool(outlying.any()):
+        return None
+    layer = int(torch.where(outlying, writes, 0).argmax())
+    high = [i for i, norms in enumerate(seen.norms) if norms[row, at] > SINK_RATIO * seen.usual[i]]
+    search = _Search(target, ids[row : row + 1, : at + 1], seen, layer, max(high, default=layer))
+    found = stage_neurons(target, ids[row : row + 1, : at + 1], layer, TOP, at)
+    sites = tuple(n.site for n in found)
+    chosen = search.smallest(sites, layer, search.last)
+    texts = (ids[row : row + 1], at, [(i, head) for i, head in heads if i > layer])
+    sets = _measured(search, chosen, sites[:1], sites, (), texts, generator)
+    return sets[0] if sets else None
+
+
+def _measured(
+    search: _Search,
+    chosen: Sites | None,
+    best: Sites,
+    sites: Sites,
+    backups: Sites,
+    read: tuple[Tensor, int, list[tuple[int, int]]],
+    generator: torch.Generator,
+) -> tuple[CausalSet, ...]:
+    """The sets with their effects and controls; the minimal one grows where attention asks for more neurons.
+
+    `read` is where attention is compared: texts, the position, and the heads that attend to it.
+    """
+    target, kind = search.target, "partial" if chosen is None else "minimal"
+    chosen = best if chosen is None else chosen
+    texts, at, heads = read
+
+    def attention(sets: Sequence[Sites]) -> tuple[list[float], list[float]] | None:
+        if not heads:
+            return None
+        edits = [Edit(zero=s) for s in sets]
+        seen = effects(target, texts, edits, at=at, upto=max(heads)[0], attention=True)
+        assert seen.attention is not None and seen.intact_attention is not None
+        return losses(seen.attention, seen.intact_attention, heads)
+
+    draws = [_random(target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
+    lost = attention([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
+    if lost is not None and kind == "minimal" and lost[0][0] < LOST <= lost[0][-1]:
+        rest = [s for s in sites if s not in chosen]
+        grown = [(*chosen, *rest[:k]) for k in range(1, len(rest) + 1)]
+        each = attention(grown)
+        assert each is not None
+        chosen = next(s for s, share in zip(grown, each[0], strict=True) if share >= LOST)
+        draws = [_random(target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
+        lost = attention([chosen, *draws])
+    norms = search.norms([chosen, *draws])[0]
+    at_sink, at_last = search.drops(norms, search.layer), search.drops(norms, search.last)
+    first = CausalSet(
+        _members(chosen),
+        at_sink[0],
+        at_last[0],
+        None if lost is None else lost[1][0],
+        None if lost is None else lost[0][0],
+        max(*at_sink[1:], *at_last[1:], *([] if lost is None else lost[1][1 : DRAWS + 1])),
+        kind,
+    )
+    if not first.verified:
+        return ()
+    if kind == "partial" or not backups:
+        return (first,)
+    without = search.norms([tuple(s for s in chosen if s not in backups)])[0][0]
+    drop = [float(1 - norms[0, i] / without[i]) for i in (search.layer, search.last)]
+    return first, CausalSet(_members(backups), drop[0], drop[1], None, None, first.control, "backup")
+
+
+def _members(sites: Sites) -> tuple[Member, ...]:
+    return tuple(Member(s[0], s[1] if len(s) == 3 else None, s[-1]) for s in sites)
+
+
+def _random(target: Target, sites: Sites, taken: set[tuple[int, ...]], generator: torch.Generator) -> Sites:
+    """As many other neurons of the same layers (and experts)."""
+    drawn: list[tuple[int, ...]] = []
+    for site in sites:
+        others = [(*site[:-1], n) for n in range(target.d_mlp) if (*site[:-1], n) not in {*taken, *drawn}]
+        others = others or [(*site[:-1], n) for n in range(target.d_mlp) if (*site[:-1], n) not in sites]
+        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
+    return tuple(drawn)
