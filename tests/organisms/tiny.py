@@ -39,6 +39,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "gemma": {"head_dim": 8},
     "gemma2": _GEMMA,
     "gemma3_text": {**_GEMMA, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
