@@ -72,6 +72,7 @@ ADAPTERS: dict[str, Adapter] = {
             shared="mlp.shared_expert",
             shared_gate="mlp.shared_expert_gate",
         ),
+        replace(_LLAMA, model_type="glm4_moe", experts="mlp.experts", shared="mlp.shared_experts"),
         replace(_LLAMA, model_type="gpt_oss", experts="mlp.experts", learned_sinks=True),
         replace(
             _LLAMA,

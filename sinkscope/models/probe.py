@@ -211,8 +211,11 @@ class _Watch:
             found = {f"{a.experts}.down_proj": (experts.down_proj[0], t.d_mlp, t.d_model)}
             input_first = experts.is_transposed
         else:
-            fans = {a.down: (t.d_mlp, t.d_model), a.up: (t.d_model, t.d_mlp * (2 if a.fused_gate_up else 1))}
-            fans |= {a.gate: (t.d_model, t.d_mlp)} if a.gate else {}
+            width = (
+                t.d_mlp if a.experts is None else int(t.config.intermediate_size)
+            )  # experts have a width of their own
+            fans = {a.down: (width, t.d_model), a.up: (t.d_model, width * (2 if a.fused_gate_up else 1))}
+            fans |= {a.gate: (t.d_model, width)} if a.gate else {}
             found = {path: (plain_weight(self._sub(path)), *fan) for path, fan in fans.items()}
             input_first = a.transposed_down
         for path, (weight, fan_in, fan_out) in found.items():
@@ -296,7 +299,7 @@ class _Watch:
     def _gate_is_closed(self) -> bool:
         """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
         gate = self.seen.get("gate", self.seen["up"] if self.adapter.fused_gate_up else None)
-        return gate is not None and not gate[0, _POSITION, : self.target.d_mlp : 2].any()
+        return gate is not None and not gate[0, _POSITION, : self.target.width(self.layer) : 2].any()
 
     def _normed_after(self) -> bool:
         """OPT-350m normalises the residual stream itself, after adding the MLP's output."""
