@@ -158,5 +158,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["kind"] == "screen" and told["result"]["candidates"][0]["neuron"] == 338
     assert (tmp_path / "a.html").stat().st_size > 10_000
+    assert main(["find-sinks", "--screen", "--all", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["massive"]["kind"] == "massive-activations"
     assert main(["find-sinks", "--screen", "--max-repeats", "9"]) == 2
     assert "no use for it" in capsys.readouterr().err
