@@ -271,8 +271,9 @@ class Steps:
         """Random sets of as many neurons of the same layers (and experts), and what they write."""
         generator = torch.Generator().manual_seed(self.setup.seed)
         sets: list[tuple[Site, ...]] = []
+        width = min(self.target.width(site[0], *site[1:-1]) for site in self.sites)
         for _ in range(DRAWS):
-            order = torch.randperm(self.target.d_mlp, generator=generator).tolist()
+            order = torch.randperm(width, generator=generator).tolist()
             free = iter(order)
             sets.append(tuple(next(o for n in free if (o := (*site[:-1], n)) not in self.sites) for site in self.sites))
         chosen = sorted({site for some in sets for site in some})
