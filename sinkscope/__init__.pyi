@@ -25,6 +25,7 @@ from sinkscope.results import Result as Result
 from sinkscope.sinks.attack.attack import cluster_attack as cluster_attack
 from sinkscope.sinks.attack.clusters import token_clusters as token_clusters
 from sinkscope.sinks.attack.detect import detect_attack as detect_attack
+from sinkscope.sinks.first_token.circuit import circuit as circuit
 from sinkscope.sinks.first_token.find import find_sinks as find_sinks
 from sinkscope.sinks.first_token.marking_heads import marking_heads as marking_heads
 from sinkscope.sinks.first_token.massive import massive_activations as massive_activations

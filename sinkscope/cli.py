@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -26,13 +25,8 @@ from sinkscope.errors import SinkscopeError, is_out_of_memory
 from sinkscope.output import check_writable, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
-
-class Backend(StrEnum):
-    """Kinds of model object."""
-
-    bridge = "bridge"
-    hf = "hf"
-    nnsight = "nnsight"
+Backend = Literal["bridge", "hf", "nnsight"]
+"""Kinds of model object."""
 
 
 def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
@@ -132,23 +126,41 @@ class Groups(TyperGroup):
                 formatter.write_dl(rows)
 
 
-def add_commands(app: typer.Typer) -> None:
-    """Hang a command on the app for every entry of the registry.
+def command_line(words: Sequence[str] | None = None) -> typer.Typer:
+    """The whole command line: a command for every entry of the registry; "patch make" stands in a group of its own.
 
     Args:
-        app: The whole command line; an entry such as "patch make" goes to a group below it.
+        words: What the user typed: a command that is not among them is listed in the help, without its options, which
+            take time to make. None: every command is whole.
     """
+    app = typer.Typer(
+        name="sinkscope",
+        cls=Groups,
+        help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
     together: dict[str, list[Entry]] = {}
     for entry in entries().values():
         together.setdefault(entry.command, []).append(entry)
     groups: dict[str, typer.Typer] = {"": app}
-    for words, parts in together.items():
-        home, _, name = words.rpartition(" ")
+    for command, parts in together.items():
+        home, _, name = command.rpartition(" ")
         if home not in groups:
             groups[home] = typer.Typer(name=home, cls=Groups, rich_markup_mode=None)
             app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
-        command = Command(sorted(parts, key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several"))))
-        groups[home].command(name, help=command.help, rich_help_panel=parts[0].group)(command)
+        parts.sort(key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several")))
+        run = Command(parts) if words is None or {*command.split()} <= {*words} else _listed
+        help = parts[0].doc.split("\n\nArgs:")[0]
+        groups[home].command(name, help=help, rich_help_panel=parts[0].group)(run)
+    return app
+
+
+def _listed() -> None:
+    """Stands for a command that was not typed."""
 
 
 class Command:
@@ -161,7 +173,6 @@ class Command:
     def __init__(self, parts: list[Entry]) -> None:
         self.parts, first = parts, parts[0]
         self.measures = first.decorator == "measurement"
-        self.help = first.doc.split("\n\nArgs:")[0]
         self.flags = {part.marks["flag"]: part for part in parts if "flag" in part.marks}
         self.series = next((part for part in parts if part.marks.get("several")), None)
         self.outputs = [output for part in parts for output in part.marks.get("outputs", [])]
@@ -240,7 +251,7 @@ class Command:
             default = self.parameters[name].default
             empty = value in (None, [], ()) and default is not inspect.Parameter.empty
             if not empty and value != default:
-                found[name] = value.value if isinstance(value, StrEnum) else value
+                found[name] = value
         return found
 
     def _series(self, given: dict[str, Any], others: list[str]) -> Entry | None:
@@ -288,7 +299,7 @@ class Command:
             from sinkscope.models.load import load
 
             options = {name: given[name] for name in ("revision", "device", "dtype") if name in given}
-            given["model"] = load(given.get("model"), backend=backend.value, **options)
+            given["model"] = load(given.get("model"), backend=backend, **options)
         with ProgressBar() as progress:
             takes = self.measures or any(p.name == "progress" for p in main.parameters)
             more: dict[str, Any] = {"progress": progress} if takes else {}
@@ -341,17 +352,6 @@ def _keyword(name: str, hint: Any, default: Any, info: Any) -> inspect.Parameter
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=whole)
 
 
-app = typer.Typer(
-    name="sinkscope",
-    cls=Groups,
-    help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
 def _print_version(wanted: bool) -> bool:
     if wanted:
         print(f"sinkscope {__version__}")
@@ -359,7 +359,6 @@ def _print_version(wanted: bool) -> bool:
     return wanted
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
@@ -368,7 +367,7 @@ def _root(
     """Options of the command itself."""
 
 
-__all__ = ["app", "main"]
+__all__ = ["command_line", "main"]
 
 _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
@@ -387,11 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
-        code = app(
-            args=list(sys.argv[1:] if argv is None else argv) or ["--help"],
-            prog_name="sinkscope",
-            standalone_mode=False,
-        )
+        words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        code = command_line(words)(args=words, prog_name="sinkscope", standalone_mode=False)
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
             raise KeyboardInterrupt
@@ -448,6 +444,3 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-add_commands(app)

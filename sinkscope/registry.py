@@ -236,6 +236,9 @@ class Entry:
     def _look_up(self, name: str) -> Any:
         """A constant of the module, or what it imports under this name."""
         home = self.module
+        line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
+        for value in _literal(line[1]) if line else []:  # far quicker than to parse the whole file
+            return value
         for node in ast.parse(self.text).body:
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
                 for value in _literal(node.value):
@@ -255,7 +258,7 @@ def entries() -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for file in sorted(_ROOT.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        if _MARK.search(text):
+        if "\n@measurement" in text or "\n@command" in text:
             module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
             for entry in read_entries(module, text):
                 _add(found, entry)
@@ -269,10 +272,15 @@ def entries() -> dict[str, Entry]:
 @cache
 def shared_parameters(function: str) -> tuple[Parameter, ...]:
     """Parameters of `Setup.open` or `edit_of`, which every measurement, or every one with edits, has."""
-    tree = ast.parse((_ROOT / "measure/setup.py").read_text(encoding="utf-8"))
-    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == function]
     decorator = "measurement" if function == "open" else "command"  # of a method the first argument is the class
-    return Entry("sinkscope.measure.setup", function, decorator, nodes[0], {}).parameters
+    return Entry("sinkscope.measure.setup", function, decorator, _setup()[function], {}).parameters
+
+
+@cache
+def _setup() -> dict[str, ast.FunctionDef]:
+    """Functions of `sinkscope.measure.setup`, by name."""
+    tree = ast.parse((_ROOT / "measure/setup.py").read_text(encoding="utf-8"))
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
 def external_entries(module: str) -> list[Entry]:
@@ -337,11 +345,11 @@ def kinds() -> dict[str, str]:
     return found
 
 
-def _literal(node: ast.expr) -> list[Any]:
+def _literal(node: ast.expr | str) -> list[Any]:
     """The value of a literal, in a list; an empty list for anything else."""
     try:
         return [ast.literal_eval(node)]
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, SyntaxError):
         return []
 
 

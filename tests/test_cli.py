@@ -400,5 +400,5 @@ def test_bundled_model_end_to_end(tmp_path: Path) -> None:
 
 
 def test_module_and_console_script_share_one_entry() -> None:
-    assert cli.app.info.name == "sinkscope"
+    assert cli.command_line().info.name == "sinkscope"
     assert _run("--version").stdout == f"sinkscope {sinkscope.__version__}\n"

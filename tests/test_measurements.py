@@ -154,7 +154,7 @@ def test_a_text_that_is_one_token_is_refused(
 
 @EVERY
 def test_its_command_has_every_parameter_and_its_help(entry: Entry) -> None:
-    found: Any = get_command(cli.app)
+    found: Any = get_command(cli.command_line())
     for word in entry.command.split():
         found = found.commands[word]
     options = {name for parameter in found.params for name in parameter.opts}

@@ -191,7 +191,7 @@ class LoopCheck(Result):
     """
 
     kind: ClassVar[str] = "loops"
-    drawing: ClassVar[Any] = "sinkscope.figures.loops:draw"
+    drawing: ClassVar[Any] = "sinkscope.figures.repetition:draw_loops"
 
     loops: int
     records: tuple[Checked, ...]

@@ -19,7 +19,19 @@ from sinkscope.interventions.edits import expert_hook
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.trace.attention import attention_rows
 
-Kind = Literal["token embedding", "position embedding", "attention", "head", "mlp", "key bias"]
+Kind = Literal[
+    "token embedding",
+    "position embedding",
+    "attention",
+    "head",
+    "mlp",
+    "key bias",
+    # These are told apart in sums only (see `attribution`), and cannot be swapped.
+    "attention bias",
+    "sink neurons",
+    "norm bias",
+    "input bias",
+]
 _ELEMENTS = 1 << 25  # of the widest activation of one batch
 
 
@@ -44,10 +56,12 @@ class Edit(NamedTuple):
         zero: neurons that are silenced at every position: (layer, neuron) or (layer, expert, neuron).
         swap: components that write at the position what they write at the source position of the intact text. A key
             bias is taken away at every position instead.
+        add: (layer, vectors `[text d_model]`) that are added at the position to what the MLP of the layer gives.
     """
 
     zero: tuple[tuple[int, ...], ...] = ()
     swap: tuple[Component, ...] = ()
+    add: tuple[tuple[int, Tensor], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,13 +166,17 @@ class _Pass:
     def _hooks(self) -> list[tuple[Any, str, Any]]:
         silenced: dict[tuple[int, int | None], dict[int, list[int]]] = {}  # (layer, expert) -> neuron -> edits
         swapped: dict[Component, list[int]] = {}
+        added: dict[int, list[tuple[int, Tensor]]] = {}
         for number, edit in enumerate(self.edits):
             for site in edit.zero:
                 mlp = (site[0], site[1] if len(site) == 3 else None)
                 silenced.setdefault(mlp, {}).setdefault(site[-1], []).append(number)
             for component in edit.swap:
                 swapped.setdefault(component, []).append(number)
+            for layer, vectors in edit.add:
+                added.setdefault(layer, []).append((number, vectors))
         hooks = [self._silence(*mlp, neurons) for mlp, neurons in silenced.items()]
+        hooks += [self._add(layer, several) for layer, several in added.items()]
         return hooks + [hook for component, numbers in swapped.items() for hook in self._swap(component, numbers)]
 
     def _silence(self, layer: int, expert: int | None, neurons: dict[int, list[int]]) -> tuple[Any, str, Any]:
@@ -182,6 +200,17 @@ class _Pass:
             return (post, *args[1:]), kwargs
 
         return self.target.sub(layer, adapter.down), "pre", before
+
+    def _add(self, layer: int, several: list[tuple[int, Tensor]]) -> tuple[Any, str, Any]:
+        def after(_module: object, _args: object, _kwargs: object, out: Any) -> Any:
+            first = first_tensor(out)
+            whole = first.reshape(len(self.ids), -1, first.shape[-1]).clone()
+            for number, vectors in several:
+                whole[self._rows(number), self.at] += vectors.to(whole.device, whole.dtype)
+            new = whole.reshape(first.shape)
+            return (new, *out[1:]) if isinstance(out, tuple) else new
+
+        return self.target.sub(layer, self.target.adapter.mlp), "post", after
 
     def _swap(self, component: Component, numbers: list[int]) -> list[tuple[Any, str, Any]]:
         target, adapter, kind, layer = self.target, self.target.adapter, component.kind, component.layer or 0

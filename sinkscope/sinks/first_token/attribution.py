@@ -1,0 +1,423 @@
+"""What each component writes into the inputs of a neuron and into the keys of a head: exact shares.
+
+From the components to these inputs everything is linear once the scale of each norm on the way is fixed at its value:
+token and position embedding, each head's part of the attention output, the attention's bias, each MLP, and the biases
+of norms and projections sum to the input. The sum is held against the model's own value in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.errors import UnsupportedError
+from sinkscope.models.experts import activate, bind, gate_up
+from sinkscope.models.target import Target, first_tensor, plain_weight
+from sinkscope.sinks.first_token.effects import Component
+from sinkscope.trace.attention import Attention, alone, listening
+
+_HEADS = 1 << 27  # numbers of all heads' outputs in memory; beyond it, heads of a layer are one component
+_ROWS = 1 << 24  # numbers of the rows of one call of an attention module
+
+
+@dataclass(frozen=True)
+class FixedNorm:
+    """A norm whose scale is fixed at some positions: a linear map of each, and a bias.
+
+    The norm's gain, its bias and whether it takes the mean away are asked of the module itself.
+    """
+
+    gain: Float[Tensor, " d"]
+    bias: Float[Tensor, " d"]
+    centred: bool
+    inverse: Float[Tensor, "*n 1"]
+
+    @classmethod
+    def of(cls, norm: Any, x: Float[Tensor, "*n d"], y: Float[Tensor, "*n d"]) -> FixedNorm:
+        """At the positions where the module made `y` of `x`; None for the module: there is no norm, and `y` is `x`.
+
+        Raises:
+            UnsupportedError: the module is no such norm.
+        """
+        one = torch.ones(1, x.shape[-1], device=x.device)
+        if norm is None:
+            return cls(one[0], 0 * one[0], False, torch.ones_like(x[..., :1]))
+        dtype = next((p.dtype for p in norm.parameters()), x.dtype)
+        signs = one.clone()
+        signs[:, 1::2] = -1
+        signs[:, 1] -= signs.sum()  # nowhere zero, and zero in the mean
+        bias, flat, swing = norm.forward(torch.stack([0 * one, one, signs]).to(dtype)).float()[:, 0]
+        centred = torch.allclose(flat, bias, atol=1e-3)
+        gain = (swing - bias) / signs[0] if centred else flat - bias
+        raw = gain * (x - x.mean(-1, keepdim=True) if centred else x)
+        inverse = ((y - bias) * raw).sum(-1, keepdim=True) / raw.square().sum(-1, keepdim=True).clamp(min=1e-30)
+        if float((raw * inverse + bias - y).abs().max()) > 0.02 * float(y.abs().max()):
+            raise UnsupportedError(f"{type(norm).__name__} is not linear at a fixed scale: nothing can be attributed")
+        return cls(gain, bias, centred, inverse)
+
+    def __call__(self, parts: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+        """What parts of `x` become, without the bias."""
+        return self.gain * (parts - parts.mean(-1, keepdim=True) if self.centred else parts) * self.inverse
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Gate and up inputs of neurons, by component; sums over components are the model's own pre-activations.
+
+    Attributes:
+        sites: the neurons.
+        parts: the components.
+        gate: None where the MLP has no gate.
+        up: of an MLP without gate, its only input.
+        post: the neurons' activation as a function of gate and up.
+        written: what the neurons add to the residual stream at each place.
+        raw: the same before a norm behind the MLP; the same where there is none.
+        stream: the residual stream after the layer.
+        error: largest distance of the sums from the model's own values, over the largest of these.
+    """
+
+    sites: tuple[tuple[int, ...], ...]
+    parts: tuple[Component, ...]
+    gate: Float[Tensor, "part place neuron"] | None
+    up: Float[Tensor, "part place neuron"]
+    post: Callable[[Tensor | None, Tensor], Tensor]
+    written: Float[Tensor, "neuron place d_model"]
+    raw: Float[Tensor, "neuron place d_model"]
+    stream: Float[Tensor, "place d_model"]
+    error: float
+
+    def contrast(
+        self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]
+    ) -> Float[Tensor, "factor part neuron"]:
+        """What each component adds to the activation at `first` places over that at `typical` ones, mean over pairs.
+
+        The activation is a function of two factors, so its difference is split between them as in a Shapley value: the
+        mean over both orders in which they can change. Each factor's part is split between the components by their
+        linear parts of its input. The sum over factors (gate, then up) and components is the difference.
+        """
+        u1, u0 = self.up.sum(0)[first], self.up.sum(0)[typical]
+        to_up = self.up[:, first] - self.up[:, typical]
+        if self.gate is None:
+            return (_slope(self.post(None, u1) - self.post(None, u0), u1 - u0) * to_up).mean(1)[None]
+        g1, g0 = self.gate.sum(0)[first], self.gate.sum(0)[typical]
+        to_gate = self.gate[:, first] - self.gate[:, typical]
+        both, neither, gate, up = self.post(g1, u1), self.post(g0, u0), self.post(g1, u0), self.post(g0, u1)
+        by_gate, by_up = (both - up + gate - neither) / 2, (both - gate + up - neither) / 2
+        return torch.stack([(_slope(by_gate, g1 - g0) * to_gate).mean(1), (_slope(by_up, u1 - u0) * to_up).mean(1)])
+
+
+def _slope(rise: Tensor, run: Tensor) -> Tensor:
+    return torch.where(run.abs() > 1e-9, rise / run, 0.0)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Scores of keys with the mean query of later positions, by component, before any soft cap.
+
+    Attributes:
+        parts: the components.
+        scores: sums over components are the scores.
+        error: as in `Inputs`.
+    """
+
+    parts: tuple[Component, ...]
+    scores: Float[Tensor, "part place head"]
+    error: float
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What `attribute` returns, by layer."""
+
+    inputs: dict[int, Inputs]
+    keys: dict[int, Keys]
+
+
+@torch.no_grad()
+def attribute(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    places: Int[Tensor, "place 2"],
+    neurons: Sequence[tuple[int, ...]],
+    keys: Sequence[int] = (),
+) -> Attribution:
+    """Split the inputs of neurons, and the keys of layers, into what each component writes into them, in one pass.
+
+    Args:
+        target: the model.
+        ids: sequences.
+        places: (row, position) of the places of interest.
+        neurons: (layer, neuron) or (layer, expert, neuron).
+        keys: layers whose keys are split; an architecture whose keys are not offered (Falcon) gives none.
+    """
+    run = _Run(target, ids, places, neurons, keys)
+    last = max([*keys, *(site[0] for site in neurons)])
+    stop = (target.layers[last], "post", lambda *_: target.stop())
+    with target.hooks(*(hook for i in range(last + 1) for hook in run.hooks(i)), stop):
+        with target.hooks((target.embedding, "post", run.keep("tokens", "post"))):
+            target.forward(ids)
+    return Attribution(run.inputs, run.keys)
+
+
+class _Run:
+    """The residual stream of one pass, as a growing list of components."""
+
+    def __init__(
+        self, target: Target, ids: Tensor, places: Tensor, neurons: Sequence[tuple[int, ...]], keys: Sequence[int]
+    ) -> None:
+        self.target, self.shape, self.places = target, tuple(ids.shape), places.T.to(target.device)
+        self.sites: dict[int, list[tuple[int, ...]]] = {}
+        for site in neurons:
+            self.sites.setdefault(site[0], []).append(tuple(site))
+        self.scored = set(keys) if target.adapter.attention_interface else set[int]()
+        split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are told apart
+        self.split = split if split * target.n_heads * target.d_model * len(places) <= _HEADS else 0
+        self.parts: list[Component] = []
+        self.values: list[Tensor] = []
+        self.inputs: dict[int, Inputs] = {}
+        self.keys: dict[int, Keys] = {}
+        self.seen: dict[str, Tensor] = {}  # of the running layer
+        self.norms: list[tuple[Any, Tensor, Tensor]] = []
+        self.nested = False  # an attention module is called once more
+        self.before = 0  # components before the running layer
+
+    def at(self, tensor: Tensor) -> Float[Tensor, "place d"]:
+        """At the places, float32."""
+        return tensor.detach().reshape(*self.shape, -1)[self.places[0], self.places[1]].float()
+
+    def keep(self, name: str, when: str = "pre") -> Any:
+        """A hook that keeps a module's input or output."""
+
+        def pre(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not self.nested:
+                self.seen[name] = self.at(args[0] if args else kwargs["hidden_states"])
+
+        def post(_module: object, _args: object, _kwargs: object, out: Any) -> None:
+            self.seen[name] = self.at(first_tensor(out))
+
+        return pre if when == "pre" else post
+
+    def hooks(self, layer: int) -> list[tuple[Any, str, Any]]:
+        """Of one layer, in the order in which they must act."""
+        t, a = self.target, self.target.adapter
+        attn, mlp = t.sub(layer, a.attn), t.sub(layer, a.mlp)
+
+        def normed(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
+            x = args[0] if args else kwargs["hidden_states"]
+            if not self.nested and x.numel() == self.shape[0] * self.shape[1] * t.d_model:
+                self.norms.append((module, self.at(x), self.at(out)))
+
+        hooks: list[tuple[Any, str, Any]] = [
+            (t.layers[layer], "pre", self.keep("resid")),
+            (t.layers[layer], "pre", lambda *_: self.begin()),
+            *((m, "post", normed) for m in t.layers[layer].modules() if "norm" in type(m).__name__.lower()),
+            (t.sub(layer, a.o), "pre", self.keep("z")),
+            (attn, "post", self.keep("attn", "post")),
+            (mlp, "post", self.keep("mlp", "post")),
+        ]
+        after = [
+            t.sub(layer, path) if path else own for path, own in ((a.post_attn_norm, attn), (a.post_mlp_norm, mlp))
+        ]
+        hooks.append((after[0], "post", lambda _m, _a, _k, out: self.add_attention(layer, first_tensor(out))))
+        hooks.append((after[1], "post", lambda _m, _a, _k, out: self.add_mlp(layer, first_tensor(out))))
+        if layer in self.scored:
+            hooks.append((attn, "pre", lambda _m, args, kwargs: self.split_keys(layer, args, kwargs)))
+        if layer in self.sites:
+            hooks.insert(0, (t.sub(layer, a.up or "") if a.mlp == a.down else mlp, "pre", self.keep("y")))
+            if t.is_mixture(layer):
+                hooks.insert(0, (t.sub(layer, a.experts or ""), "post", lambda _m, *call: self.route(layer, *call[:2])))
+            else:
+                hooks.insert(0, (t.sub(layer, a.down), "pre", self.keep("post")))
+        return hooks
+
+    def begin(self) -> None:
+        """A layer begins; the first one begins with the embeddings."""
+        if not self.parts:
+            tokens = self.seen.get("tokens", self.seen["resid"])
+            self.add(Component("token embedding"), tokens)
+            if self.target.adapter.absolute_positions:
+                self.add(Component("position embedding"), self.seen["resid"] - tokens)
+        self.norms, self.before = [], len(self.parts)
+
+    def add(self, part: Component, value: Float[Tensor, "place d_model"]) -> None:
+        """One more component of the residual stream; a bias of zero is none."""
+        if part.kind != "attention bias" or bool(value.any()):
+            self.parts.append(part)
+            self.values.append(value)
+
+    def add_attention(self, layer: int, added: Tensor) -> None:
+        """The attention of a layer, head by head."""
+        a, out = self.target.adapter, self.at(added)
+        after = self.target.sub(layer, a.post_attn_norm) if a.post_attn_norm else None
+        fixed = FixedNorm.of(after, self.seen["attn"], out)
+        module: Any = self.target.sub(layer, a.o)
+        heads, z = self.target.n_heads, self.seen["z"]
+        alone = torch.zeros(heads + 1, *z.shape, device=z.device)
+        for head in range(heads) if layer < self.split else []:
+            part = slice(head * z.shape[1] // heads, (head + 1) * z.shape[1] // heads)
+            alone[head, :, part] = z[:, part]
+        rows = module.forward(alone.to(self.target.dtype)).float()
+        if layer < self.split:
+            for head in range(heads):
+                self.add(Component("head", layer, head), fixed(rows[head] - rows[-1]))
+        else:
+            self.add(Component("attention", layer), fixed(self.seen["attn"] - rows[-1]))
+        self.add(Component("attention bias", layer), fixed(rows[-1]) + fixed.bias)
+
+    def add_mlp(self, layer: int, added: Tensor) -> None:
+        """The MLP of a layer, its sink neurons apart."""
+        a, out = self.target.adapter, self.at(added)
+        if layer not in self.sites:
+            return self.add(Component("mlp", layer), out)
+        after = self.target.sub(layer, a.post_mlp_norm) if a.post_mlp_norm else None
+        fixed = FixedNorm.of(after, self.seen["mlp"], out)
+        found = self.neurons(layer, fixed, sum(self.values) + out)
+        self.inputs[layer] = found
+        self.add(Component("mlp", layer), out - found.written.sum(0))
+        self.add(Component("sink neurons", layer), found.written.sum(0))
+
+    def reading(self, y: Tensor) -> tuple[tuple[Component, ...], Float[Tensor, "part place d_model"]]:
+        """What the components, and the bias of the norm, are in what a part of the layer reads."""
+        norm, x, _ = next((n for n in reversed(self.norms) if torch.equal(n[2], y)), (None, y, y))
+        fixed = FixedNorm.of(norm, x, y)
+        count = self.before if torch.equal(x, self.seen["resid"]) else len(self.parts)
+        parts, values = list(self.parts[:count]), [fixed(value) for value in self.values[:count]]
+        if bool(fixed.bias.any()):
+            parts.append(Component("norm bias"))
+            values.append(fixed.bias.expand_as(y))
+        return tuple(parts), torch.stack(values)
+
+    def neurons(self, layer: int, fixed: FixedNorm, stream: Tensor) -> Inputs:
+        """The inputs of this layer's sink neurons."""
+        y, sites = self.seen["y"], self.sites[layer]
+        parts, values = self.reading(y)
+        project, post = self.projection(layer, sites)
+        zero, actual = project(torch.zeros_like(y[:1])), project(y)
+        split = [p - z for p, z in zip(project(values), zero, strict=True)]
+        error = 0.0
+        for i, (inputs, bias, true) in enumerate(zip(split, zero, actual, strict=True)):
+            split[i] = torch.cat([inputs, bias[None].expand(1, *inputs.shape[1:])])
+            error = max(error, float((split[i].sum(0) - true).abs().max() / true.abs().max().clamp(min=1e-9)))
+        gate, up = split if len(split) == 2 else (None, split[0])
+        if "routing" in self.seen:
+            size = post(gate.sum(0) if gate is not None else None, up.sum(0)) * self.seen.pop("routing")
+            cols = torch.cat([self.target.w_out(layer, [site[2]], site[1]) for site in sites]).float()
+        else:
+            size = self.seen["post"][:, [site[1] for site in sites]]
+            cols = self.target.w_out(layer, [site[1] for site in sites]).float()
+        raw = size.T[:, :, None] * cols[:, None]
+        return Inputs(tuple(sites), (*parts, Component("input bias")), gate, up, post, fixed(raw), raw, stream, error)
+
+    def projection(self, layer: int, sites: list[tuple[int, ...]]) -> tuple[Callable[[Tensor], list[Tensor]], Any]:
+        """The function from what the MLP reads to gate and up (or up alone) of the neurons, and their activation."""
+        t, a = self.target, self.target.adapter
+        if t.is_mixture(layer):
+            experts: Any = t.sub(layer, a.experts or "")
+
+            def of_experts(y: Tensor) -> list[Tensor]:
+                dtype = experts.gate_up_proj.dtype
+                each = [gate_up(experts, e, y.flatten(0, -2).to(dtype), [n]) for _, e, n in sites]
+                return [torch.cat([one[i] for one in each], -1).float().view(*y.shape[:-1], -1) for i in (0, 1)]
+
+            return of_experts, lambda gate, up: activate(experts, gate, up)
+        order = torch.tensor([site[1] for site in sites])
+        if a.fused_gate_up:
+            wanted = [(a.up, order), (a.up, order + t.d_mlp)]
+        else:
+            wanted = [(path, order) for path in (a.gate, a.up) if path]
+        maps = [_rows(t.sub(layer, path or ""), which, a.transposed_down, t.d_model) for path, which in wanted]
+        act = _activation(t)
+        post = (lambda gate, up: act(up)) if len(maps) == 1 else (lambda gate, up: act(gate) * up)
+        return lambda y: [y @ weight.T + bias for weight, bias in maps], post
+
+    def route(self, layer: int, args: Any, kwargs: Any) -> None:
+        """The routing weights of the experts that hold sink neurons."""
+        _, chosen, weights = bind(args, kwargs)
+        flat = self.places[0] * self.shape[1] + self.places[1]
+        each = [torch.where(chosen == site[1], weights, 0).sum(-1)[flat] for site in self.sites[layer]]
+        self.seen["routing"] = torch.stack(each, -1).float()
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def split_keys(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Scores of the keys at the places with the mean query of later positions, by component."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        parts, values = self.reading(self.at(hidden))
+        call = self.attend(layer, args, kwargs, hidden, None)
+        queries = call.query.float()
+        mean = torch.stack([queries[r, :, min(p + 1, self.shape[1] - 1) :].mean(1) for r, p in self.places.T.tolist()])
+        scaling = call.settings.get("scaling")
+        mean *= mean.shape[-1] ** -0.5 if scaling is None else scaling
+        y = self.at(hidden)
+        rows = torch.cat([torch.zeros_like(y)[None], values])
+        step, found = max(1, _ROWS // y.numel()), list[Tensor]()
+        for some in rows.split(step):
+            keys = self.attend(layer, args, kwargs, torch.cat([y[None], some]), self.places[1]).key.float()
+            grouped = keys.repeat_interleave(self.target.n_heads // keys.shape[1], 1)
+            found.append(torch.einsum("nhd,rhnd->rnh", mean, grouped)[len(found) > 0 :])
+        scores = torch.cat(found)  # of the whole, of nothing (the biases alone), of each component
+        each = torch.cat([scores[2:] - scores[1], scores[1:2]])
+        error = float((each.sum(0) - scores[0]).abs().max() / scores[0].abs().max().clamp(min=1e-9))
+        self.keys[layer] = Keys((*parts, Component("key bias", layer)), each.cpu(), error)
+
+    def attend(
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor, positions: Tensor | None
+    ) -> Attention:
+        """Queries and keys that the attention module makes of `hidden`; at these positions, or at all."""
+        module = self.target.sub(layer, self.target.adapter.attn)
+        inner: Any = getattr(module, "original_component", None) or module
+        hidden = hidden.to(self.target.dtype)
+        kwargs = {**kwargs, "attention_mask": None, "past_key_values": None}
+        if positions is not None and kwargs.get("position_embeddings") is not None:
+            kwargs["position_embeddings"] = tuple(t[:1, positions] for t in kwargs["position_embeddings"])
+        caught: list[Attention] = []
+
+        def see(call: Attention) -> None:
+            caught.append(call)
+            shape = (call.query.shape[0], call.query.shape[2], call.query.shape[1], call.value.shape[-1])
+            nothing = call.query.new_zeros(shape)
+            call.compute = lambda _: (nothing, None)
+
+        norms = [m for m in inner.modules() if "norm" in type(m).__name__.lower() and not any(m.children())]
+        hooks = [] if positions is None else [(m, "post", _at_fixed_scale) for m in norms]
+        self.nested = True
+        try:
+            with listening(self.target, see), alone(see), self.target.hooks(*hooks):
+                if args:
+                    inner.forward(hidden, *args[1:], **kwargs)
+                else:
+                    inner.forward(**{**kwargs, "hidden_states": hidden})
+        finally:
+            self.nested = False
+        return caught[0]
+
+
+def _at_fixed_scale(module: Any, args: tuple[Tensor, ...], _kwargs: object, out: Tensor) -> Tensor:
+    """A norm of keys that treats every row as a part of the first one."""
+    x, y = args[0].float(), out.float()
+    fixed = FixedNorm.of(module, x[:1], y[:1])
+    return torch.cat([y[:1], fixed(x[1:]) + fixed.bias]).to(out.dtype)
+
+
+def _rows(module: Any, which: Tensor, transposed: bool, width: int) -> tuple[Tensor, Tensor]:
+    """Rows of a projection's weight, float32, and its bias there; of a quantised one asked by unit inputs."""
+    weight = plain_weight(module)
+    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    device = next(module.parameters()).device
+    bias = module.forward(torch.zeros(1, width, dtype=dtype, device=device))[0, which].float()
+    if weight is not None:
+        return (weight[:, which].T if transposed else weight[which]).float(), bias
+    eye = torch.eye(width, dtype=dtype, device=device)
+    return (module.forward(eye)[:, which].float() - bias).T, bias
+
+
+def _activation(target: Target) -> Callable[[Tensor], Tensor]:
+    from transformers.activations import ACT2FN
+
+    names = ("hidden_activation", "hidden_act", "activation_function", "activation")
+    return ACT2FN[next(getattr(target.config, name) for name in names if getattr(target.config, name, None))]

@@ -1,0 +1,471 @@
+"""The steps of a circuit, one after the other, each with its share, its proof and its control."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.ablation import DRAWS
+from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
+from sinkscope.sinks.first_token.effects import Component, Edit, effects
+from sinkscope.sinks.first_token.path_patching import HALF, MOST, Bench, Proof, random_sets, shares_of
+from sinkscope.sinks.first_token.walk import prefixes
+from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.run import trace
+
+WRITES = 0.01  # neurons with less of the spike are backups, or have no part in it
+LARGE = 0.25  # so is what else a reading head's key holds
+SHOWN = 0.1  # a component without a role is a row of its own from this share on
+READS = 0.3  # mean attention to the first token of a head that reads it (Gu et al. 2024)
+TEXTS = 2  # pieces of typical text
+TYPICAL = 6  # positions of each piece that the first token is held against
+
+Site = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One edge of the circuit.
+
+    Attributes:
+        step: "first token" (what marks it), "repetition" (what marks the last of many), "gate and up" of the sink
+            neurons, their "column", or "keys" of heads.
+        source: what writes.
+        target: what reads it.
+        layer: of the source, for keys of the head; None for the embeddings.
+        share: exact share of what sets the first token apart from typical ones in the input that is read; shares of
+            everything that writes into it sum to one. For a column: of the first token's residual stream.
+        necessity: share of the effect that is lost where the source gives at the first token what it gives at a typical
+            one (neurons: nothing). The effect is the norm at the sink layer, for keys the attention that the head pays
+            to the first token, for gate and up the neuron's activation.
+        necessity_control: largest loss with as many random heads or neurons instead; None where there are not as many.
+        sufficiency: share of the effect that a typical position gets where the source gives there what it gives at the
+            first token.
+        sufficiency_control: as above.
+    """
+
+    step: str
+    source: str
+    target: str
+    layer: int | None
+    share: float | None
+    necessity: float | None
+    necessity_control: float | None = None
+    sufficiency: float | None = None
+    sufficiency_control: float | None = None
+
+
+@dataclass(frozen=True)
+class Marking:
+    """Components that mark a position together.
+
+    Attributes:
+        place: "first token" or "repetition".
+        components: attention layers, MLPs and embeddings; or heads of one layer.
+        by: the same, where heads of its layers are known instead of their layers.
+        relation: "alone": there is one; "all needed": each is necessary, and none suffices; "in series": each is
+            necessary, and the mark passes through them one after the other; "any suffices": none is necessary, and each
+            is enough; "together": neither.
+        necessity: lost with all of them replaced.
+        necessity_control: largest loss with as many random heads replaced.
+        sufficiency: what all of them give a typical position.
+        sufficiency_control: likewise.
+    """
+
+    place: str
+    components: tuple[str, ...]
+    by: tuple[str, ...]
+    relation: str
+    necessity: float | None
+    necessity_control: float | None
+    sufficiency: float | None
+    sufficiency_control: float | None
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Mean attention of the reading heads to the first token.
+
+    Attributes:
+        heads: (layer, head) that give the first token at least 0.3 of their attention, most first.
+        intact: as the model is.
+        without: without what carries it: the sink neurons silent, or the components replaced that the keys need.
+        control: the least with as many random neurons or heads instead.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    intact: float
+    without: float
+    control: float | None
+
+
+def and_(names: Sequence[str]) -> str:
+    """A list in words."""
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def told(component: Component) -> str:
+    """In a sentence."""
+    return name_of(component) if component.kind == "head" else f"the {component}"
+
+
+def name_of(component: Component) -> str:
+    """Short for heads."""
+    return f"L{component.layer}.H{component.head}" if component.kind == "head" else str(component)
+
+
+def site_name(site: Site) -> str:
+    """Short for a neuron."""
+    return f"L{site[0]}." + (f"E{site[1]}." if len(site) == 3 else "") + f"N{site[-1]}"
+
+
+@dataclass
+class Steps:
+    """The circuit of one model, as it grows.
+
+    Attributes:
+        setup: the model and its text.
+        ids: pieces of text with one first token.
+        other: the typical position that the first token trades places with.
+        places: (text, position) of first tokens, of `other`, and of more typical positions.
+        layer: the sink layer; None: no MLP makes a spike.
+        sites: the sink neurons; none: the whole MLP of the sink layer stands for them.
+        shared: residual dimensions that are massive on all tokens, which norms leave out.
+    """
+
+    setup: Setup
+    ids: Int[Tensor, "text pos"]
+    other: int
+    places: Int[Tensor, "place 2"]
+    layer: int | None
+    sites: tuple[Site, ...]
+    shared: tuple[int, ...]
+    steps: list[Step] = field(default_factory=list)
+    marking: list[Marking] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, setup: Setup, layer: int | None, sites: tuple[Site, ...], shared: tuple[int, ...]) -> Steps:
+        """Typical positions are those whose norms are nearest to the median of their text."""
+        ids = setup.ids[:TEXTS].clone()
+        ids[:, 0] = ids[0, 0]
+        kept = [i for i in range(setup.target.d_model) if i not in shared]
+        name = f"blocks.{setup.n_layers - 1 if layer is None else layer}.hook_resid_post"
+        size = trace(setup.target, ids, [name], lambda resid: resid[..., kept].float().norm(dim=-1))[name]
+        away = (size / size[:, 1:].median(1, keepdim=True).values).log().abs()
+        length = ids.shape[1]
+        low, high = length // 8, max(length // 2, length // 8 + 1)
+        other = low + int(away[:, low:high].amax(0).argmin())
+        places: list[tuple[int, int]] = []
+        for text in range(len(ids)):
+            usual = [p for p in away[text].argsort().tolist() if p not in (0, other, length - 1)][: length // 2]
+            places += [(text, 0), (text, other), *((text, p) for p in sorted(usual)[:: max(1, len(usual) // TYPICAL)])]
+        return cls(setup, ids, other, torch.tensor(places), layer, sites, shared)
+
+    @property
+    def target(self) -> Target:
+        """The model."""
+        return self.setup.target
+
+    @property
+    def first(self) -> Int[Tensor, " text"]:
+        """Numbers of the places of first tokens."""
+        return (self.places[:, 1] == 0).nonzero().flatten()
+
+    @property
+    def pairs(self) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
+        """Numbers of the typical places, behind those of the first token of the same text."""
+        typical = (self.places[:, 1] > 0).nonzero().flatten()
+        return self.first[self.places[typical, 0]], typical
+
+    def sets(self, pool: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
+        """Random controls."""
+        return random_sets(pool, size, self.setup.seed)
+
+    def heads(self, depth: int, without: Sequence[Component]) -> list[Component]:
+        """Of the layers up to one, without these."""
+        every = [Component("head", i, h) for i in range(depth + 1) for h in range(self.target.n_heads)]
+        return [head for head in every if head not in without]
+
+    def pruned(self, backups: Sequence[Site]) -> Steps:
+        """Without neurons that write nothing of the spike and are no backups."""
+        if self.layer is None or not self.sites:
+            return self
+        inputs = self.own.inputs
+        way = inputs[max(inputs)].stream[self.first].mean(0)
+        kept = []
+        for found in inputs.values():
+            along = found.written[:, self.first].mean(1) @ way / way.square().sum()
+            kept += [s for s, share in zip(found.sites, along.tolist(), strict=True) if share >= WRITES or s in backups]
+        return self if len(kept) == len(self.sites) else replace(self, sites=tuple(kept))
+
+    # -- what marks ------------------------------------------------------------------------------------------------
+
+    def mark(
+        self,
+        bench: Bench,
+        place: str,
+        depth: int,
+        shares: dict[str, dict[Component, float]],
+        judge: Bench | None = None,
+    ) -> tuple[Component, ...]:
+        """The components that an effect needs, layer by layer and then head by head; they become steps.
+
+        Args:
+            bench: the effect.
+            place: for the steps and the groups.
+            depth: the layer that reads, by its MLP or, where the effect is attention, by its keys.
+            shares: by what is written into, of each component.
+            judge: the effect by which it is told how they work together, where it is another one.
+        """
+        whole = bench.needed(bench.candidates(depth), judge=judge)
+        final: list[Component] = []
+        groups = [whole]
+        for member in whole.members:
+            own: tuple[Component, ...] = (member,)
+            if member.kind == "attention":
+                each = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
+                base = tuple(m for m in whole.members if m != member) if whole.relation == "any suffices" else ()
+                inner = bench.needed(each, base, judge)
+                own = inner.members if len(inner.members) < MOST else own
+                groups += [inner] if 1 < len(inner.members) < MOST else []
+            final += own
+        pool = self.heads(depth, final)
+        for group in groups:
+            by = tuple(final) if group is whole else group.members
+            proof, control = bench.proofs([group.members])[0], _largest(bench.proofs(self.sets(pool, len(by))))
+            names = tuple(map(told, group.members)), tuple(map(told, by))
+            self.marking.append(Marking(place, *names, group.relation, *_interleaved(proof, control)))
+        written = {c for of in shares.values() for c, share in of.items() if abs(share) >= SHOWN}
+        control = _largest(bench.proofs(self.sets(pool, 1)))
+        rows = [*final, *sorted(written - set(final), key=str)]
+        for component, proof in zip(rows, bench.proofs([(c,) for c in rows]), strict=True):
+            into = {name: of.get(component, 0.0) for name, of in shares.items()}
+            chance = control if proof.necessity is not None else Proof(None, None)
+            main = max(into, key=lambda name: abs(into[name]), default=None)
+            for name in [n for n in into if n == main or abs(into[n]) >= SHOWN] or ["spike"]:
+                about = (place, name_of(component), name, component.layer, into.get(name))
+                self.steps.append(Step(*about, *_interleaved(proof, chance)))
+        return tuple(final)
+
+    # -- the spike -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def own(self) -> Attribution:
+        """The inputs of the sink neurons, and what they write."""
+        return attribute(self.target, self.ids, self.places, self.sites)
+
+    @cached_property
+    def controls(self) -> tuple[list[tuple[Site, ...]], Attribution]:
+        """Random sets of as many neurons of the same layers (and experts), and what they write."""
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        sets: list[tuple[Site, ...]] = []
+        for _ in range(DRAWS):
+            order = torch.randperm(self.target.d_mlp, generator=generator).tolist()
+            free = iter(order)
+            sets.append(tuple(next(o for n in free if (o := (*site[:-1], n)) not in self.sites) for site in self.sites))
+        chosen = sorted({site for some in sets for site in some})
+        return sets, attribute(self.target, self.ids, self.places, chosen)
+
+    def spike(self, layer: int, judge: Bench | None) -> None:
+        """From the first token to the residual stream after the sink layer; `judge` is the attention that it makes."""
+        bench = Bench(self.target, self.ids, 0, self.other, layer, without=self.shared)
+        if not self.sites:
+            self.mark(bench, "first token", layer, {}, judge)
+            proof = bench.proofs([(Component("mlp", layer),)])[0]
+            self.steps.append(Step("column", f"MLP of layer {layer}", "spike", layer, None, *_interleaved(proof)))
+            return
+        seen, (sets, others) = self.own, self.controls
+        self.errors += [found.error for found in seen.inputs.values()]
+        self.mark(bench, "first token", layer, self.shares(seen, *self.pairs), judge)
+        for at, inputs in seen.inputs.items():
+            if _writes(inputs, self.first):
+                self.factors(at, inputs)
+        control = _largest(self.transplants(bench, sets, others))
+        final = seen.inputs[max(seen.inputs)].stream[self.first].mean(0)
+        total = 0.0
+        for at, inputs in seen.inputs.items():
+            for site, written in zip(inputs.sites, inputs.written[:, self.first].mean(1), strict=True):
+                share = float(written @ final / final.square().sum())
+                total += share
+                proof = _interleaved(self.transplants(bench, [(site,)], seen)[0], control)
+                self.steps.append(Step("column", site_name(site), "spike", at, share, *proof))
+        if len(self.sites) > 1:
+            proof = _interleaved(self.transplants(bench, [self.sites], seen)[0], control)
+            self.steps.append(Step("column", "all of them", "spike", layer, total, *proof))
+
+    def transplants(self, bench: Bench, sets: Sequence[tuple[Site, ...]], seen: Attribution) -> list[Proof]:
+        """Necessity of neurons, and what their writing alone gives the typical position while they are silent."""
+        silent = [Edit(zero=some) for some in sets]
+        given = [Edit(zero=some, add=self.written(some, seen)) for some in sets]
+        return [Proof(*both) for both in zip(bench.necessity(silent), bench.sufficiency(given), strict=True)]
+
+    def written(self, sites: tuple[Site, ...], seen: Attribution) -> tuple[tuple[int, Tensor], ...]:
+        """What these neurons write at the first tokens, by layer."""
+        chosen = {at: [i for i, s in enumerate(found.sites) if s in sites] for at, found in seen.inputs.items()}
+        return tuple((at, seen.inputs[at].raw[some][:, self.first].sum(0)) for at, some in chosen.items() if some)
+
+    def shares(self, seen: Attribution, first: Tensor, typical: Tensor) -> dict[str, dict[Component, float]]:
+        """What each component adds to the neurons' activation by the gate and by the up factor; sums to 1 per layer."""
+        found: dict[str, dict[Component, float]] = {}
+        for layer, inputs in seen.inputs.items():
+            if not _writes(inputs, first.unique()):
+                continue  # backups that are silent here
+            contrast = inputs.contrast(first, typical) * self.weights(inputs, first)
+            contrast /= contrast.sum()
+            for name, of in zip(_factors(inputs, layer), contrast.sum(-1), strict=True):
+                found[name] = dict(zip(inputs.parts, of.tolist(), strict=True))
+        return found
+
+    def weights(self, inputs: Inputs, first: Tensor) -> Float[Tensor, " neuron"]:
+        """How much of the residual stream at the first token a neuron writes when its activation is 1."""
+        at = first.unique()
+        gate = None if inputs.gate is None else inputs.gate.sum(0)[at]
+        size = inputs.post(gate, inputs.up.sum(0)[at]).mean(0)
+        along = inputs.written[:, at].mean(1) @ inputs.stream[at].mean(0)
+        return torch.where(size.abs() > 1e-9, along / size, 0.0)
+
+    def factors(self, layer: int, inputs: Inputs) -> None:
+        """Which factor of the neurons answers to the mark: exact, from the neurons' own activation function."""
+        first, typical = self.pairs
+        contrast = (inputs.contrast(first, typical) * self.weights(inputs, first)).sum(1)
+        contrast /= contrast.sum()
+        g1, g0 = (None if inputs.gate is None else inputs.gate.sum(0)[at] for at in (first, typical))
+        u1, u0 = inputs.up.sum(0)[first], inputs.up.sum(0)[typical]
+        whole, none, only_gate, only_up = (
+            inputs.post(g, u).mean(0) for g, u in ((g1, u1), (g0, u0), (g1, u0), (g0, u1))
+        )
+        edited = [(only_up, only_gate), (only_gate, only_up)] if g1 is not None else [(none, whole)]
+        for name, share, (without, alone) in zip(_factors(inputs, layer), contrast, edited, strict=True):
+            lost, given = (whole - without) / (whole - none), (alone - none) / (whole - none)
+            for j, site in enumerate(inputs.sites):
+                if not abs(share[j]) >= WRITES:
+                    continue
+                about = ("gate and up", name, site_name(site), layer, float(share[j]))
+                self.steps.append(Step(*about, float(lost[j]), None, float(given[j]), None))
+
+    def repetition(self, word: int, reached: int) -> int:
+        """The same at the last of half as many repetitions again as it takes; returns their number."""
+        layer, start = self.layer, prefixes(self.setup, [word])
+        assert layer is not None
+        repeats = min(reached + reached // 2, (self.target.max_positions or 1 << 30) - 1)
+        ids = torch.tensor([[start[0], *[word] * repeats]])
+        shares: dict[str, dict[Component, float]] = {}
+        if self.sites:
+            seen = attribute(self.target, ids, torch.tensor([[0, repeats], [0, 1]]), self.sites)
+            self.errors += [found.error for found in seen.inputs.values()]
+            shares = self.shares(seen, torch.tensor([0]), torch.tensor([1]))
+        self.mark(Bench(self.target, ids, repeats, 1, layer, without=self.shared), "repetition", layer, shares)
+        return repeats
+
+    # -- the heads that read ---------------------------------------------------------------------------------------
+
+    def reader(self) -> Bench | None:
+        """The attention to the first token of the heads that read it, behind the sink layer; None: there are none."""
+        paid = effects(self.target, self.ids, [], attention=True).intact_attention
+        assert paid is not None
+        reading = paid.mean(0) >= READS
+        reading[: 0 if self.layer is None else self.layer + 1] = False
+        return Bench(self.target, self.ids, 0, self.other, heads=reading) if bool(reading.any()) else None
+
+    def carries(self, bench: Bench) -> bool:
+        """Whether the attention to the first token needs the spike."""
+        return self.layer is not None and bench.necessity(self.spike_edits()[0][:1])[0] >= HALF
+
+    def keys(self, bench: Bench, by_spike: bool, listed: int) -> tuple[str, Attended]:
+        """From the spike, or from other components, to the keys of the heads that attend to the first token."""
+        assert bench.heads is not None
+        layers = bench.heads.any(1).nonzero().flatten().tolist()
+        seen = attribute(self.target, self.ids, self.places, self.sites, layers)
+        self.errors += [found.error for found in seen.keys.values()]
+        split = {layer: self.contrast(found) for layer, found in seen.keys.items()}
+        order = [(layer, head) for layer, head in bench.heads.nonzero().tolist()]
+        if by_spike:
+            carried, source, (edits, given) = "spike", "spike", self.spike_edits()
+            parts = {c for found in seen.keys.values() for c in found.parts if self.makes_spike(c)}
+        else:
+            total = sum(sum(split[i][h].values()) for i, h in order if i in split)
+            shares: dict[Component, float] = {}
+            for i, h in order:
+                for part, value in split.get(i, {}).get(h, {}).items():
+                    shares[part] = shares.get(part, 0.0) + value / total
+            final = self.mark(bench, "first token", max(layers), {"keys": shares} if shares else {})
+            sets = self.sets(self.heads(max(layers) - 1, final), len(final))
+            carried, source, edits = and_(tuple(map(told, final))), "keys", list(map(bench.edit, (final, *sets)))
+            parts = {*final}
+            given = [] if any(c.kind == "key bias" for c in final) else edits
+        edited, top = bench.values(edits, 0, self.other)
+        lost, gain = shares_of(top - edited, bench.span, True), bench.sufficiency(given, True) if given else []
+        ranked = sorted(range(len(order)), key=lambda at: -float(top[:, at].mean()))
+        for at in ranked[:listed]:
+            layer, head = order[at]
+            proof = Proof(lost[0][at], gain[0][at] if gain else None)
+            control = _largest([Proof(a[at], b[at] if b else None) for a, b in zip_longest(lost[1:], gain[1:])])
+            of, target = split.get(layer, {}).get(head, {}), f"L{layer}.H{head}"
+            share = sum(of.get(part, 0.0) for part in parts) / sum(of.values()) if of else None
+            self.steps.append(Step("keys", source, target, layer, share, *_interleaved(proof, control)))
+            rest = {part: value / sum(of.values()) for part, value in of.items() if part not in parts}
+            best = max(rest, key=lambda part: abs(rest[part]), default=None)
+            if best is not None and abs(rest[best]) >= LARGE:
+                self.steps.append(Step("keys", name_of(best), target, layer, rest[best], None))
+        left = edited.mean((1, 2)).tolist()
+        attended = tuple(order[at] for at in ranked)
+        return carried, Attended(attended, float(top.mean()), left[0], min(left[1:], default=None))
+
+    def makes_spike(self, component: Component) -> bool:
+        """Whether this is what writes the spike."""
+        return component.kind == "sink neurons" or (not self.sites and component == ("mlp", self.layer, None))
+
+    def spike_edits(self) -> tuple[list[Edit], list[Edit]]:
+        """Edits that take the spike away, and that write it elsewhere; then the same of random neurons."""
+        if not self.sites:
+            whole = [Edit(swap=(Component("mlp", self.layer),))]
+            return whole, whole
+        sets, others = self.controls
+        given = [Edit(zero=self.sites, add=self.written(self.sites, self.own))]
+        given += [Edit(zero=some, add=self.written(some, others)) for some in sets]
+        return [Edit(zero=some) for some in (self.sites, *sets)], given
+
+    def contrast(self, found: Keys) -> dict[int, dict[Component, float]]:
+        """Per head, what each component adds to the first token's score over that of typical keys."""
+        first, typical = self.pairs
+        by = (found.scores[:, first] - found.scores[:, typical]).mean(1)
+        parts = [Component("key bias") if part.kind == "key bias" else part for part in found.parts]
+        return {head: dict(zip(parts, by[:, head].tolist(), strict=True)) for head in range(by.shape[1])}
+
+    def learned(self) -> float | None:
+        """Mean share of the attention of all heads that goes to learned sink logits; None: the model has none."""
+        if not self.target.adapter.learned_sinks:
+            return None
+        kept: list[float] = []
+        with attention_rows(self.target, lambda _l, _f, probs: kept.append(1 - float(probs.sum(-1).mean()))):
+            self.target.forward(self.ids)
+        return sum(kept) / len(kept)
+
+
+def _writes(inputs: Inputs, first: Int[Tensor, " text"]) -> bool:
+    """Whether these neurons write anything of the spike."""
+    way = inputs.stream[first].mean(0)
+    return float(inputs.written[:, first].mean(1).sum(0) @ way) >= WRITES * float(way.square().sum())
+
+
+def _factors(inputs: Inputs, layer: int) -> list[str]:
+    return [f"input of layer {layer}"] if inputs.gate is None else [f"gate of layer {layer}", f"up of layer {layer}"]
+
+
+def _largest(proofs: Sequence[Proof]) -> Proof:
+    known = [[value for value in column if value is not None] for column in zip(*proofs, strict=True)] or [[], []]
+    return Proof(*(max(values, default=None) for values in known))
+
+
+def _interleaved(proof: Proof, control: Proof = Proof(None, None)) -> tuple[float | None, ...]:  # noqa: B008
+    return proof.necessity, control.necessity, proof.sufficiency, control.sufficiency
