@@ -436,10 +436,9 @@ def _places(sink: AttentionSink) -> str:
 def _carried(sink: AttentionSink) -> str:
     if sink.carried_by is None:
         return "no single component carries it"
+    writer = next((c.name for c in reversed(sink.carriers) if c.heads_lost >= LOST and "layer" in c.name), "a layer")
     what = {
-        "mark": "a mark that "
-        + next((c.name for c in reversed(sink.carriers) if c.heads_lost >= 0.5), "a layer")
-        + " writes",
+        "mark": f"a mark that the {writer} writes",
         "position": "the position alone, through the rotary embedding",
         "key bias": "the bias of their keys",
     }.get(sink.carried_by, f"the {sink.carried_by}")
