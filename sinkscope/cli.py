@@ -223,8 +223,9 @@ class Command:
         given = self._given(values)
         lone = [f"--{part.marks['flag']}" for part in chosen] + ["--backend"] * (backend is not None)
         main = self._series(given, lone) or main
+        own = {p.name for p in main.parameters}
         for part in chosen:
-            given |= part.marks.get("sets") or {}
+            given |= {name: value for name, value in part.marks.get("sets", {}).items() if name in own}
         self._refuse_unused([main, *also], given)
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)

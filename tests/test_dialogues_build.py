@@ -13,9 +13,9 @@ from longbench_files import Words, prose, record, save
 from sinkscope.bench.dialogues.build import build, examples_of, split_at_middle
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues
 from sinkscope.bench.dialogues.scbench import PAPER_TURNS, TASKS
+from sinkscope.bench.files import BuiltSet
 from sinkscope.bench.loopbench.longbench import read_longbench
 from sinkscope.bench.scorers import score
-from sinkscope.bench.sets import BuiltSet
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 

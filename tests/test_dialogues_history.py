@@ -14,7 +14,7 @@ import sinkscope as ss
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, run_dialogues
 from sinkscope.bench.dialogues.tables import tabulate_dialogues
-from sinkscope.bench.store import read_folder
+from sinkscope.bench.files import read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import StreamingLLM

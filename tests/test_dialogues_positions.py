@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from longbench_files import prose
 
 from experiments.loopserve.questions import SHIPPED, accuracy, sample, shipped
-from sinkscope.bench.dialogues import questions
-from sinkscope.bench.dialogues.positions import PAPER, Positions, question_positions
-from sinkscope.bench.dialogues.questions import PLACES, locate
+from sinkscope.bench.dialogues import positions
+from sinkscope.bench.dialogues.positions import PAPER, PLACES, Positions, locate, question_positions
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
@@ -103,7 +102,7 @@ def test_the_sample_is_two_parts_with_all_labels() -> None:
 
 def test_accuracy_is_that_of_the_rules_and_the_docs_say_it() -> None:
     found, pairs = accuracy(), sample("held-out")
-    assert questions.accuracy() == found and SHIPPED.read_text(encoding="utf-8") == shipped()
+    assert positions.accuracy() == found and SHIPPED.read_text(encoding="utf-8") == shipped()
     assert found.right == sum(locate(text).place == label for label, text in pairs)
     assert found.messages == len(pairs) == sum(sum(row.values()) for row in found.confusion.values())
     assert found.right == sum(found.confusion[place][place] for place in PLACES)

@@ -26,8 +26,8 @@ from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, wr
 from sinkscope.bench.dialogues.recall import recall_dialogue, recall_dialogues
 from sinkscope.bench.dialogues.run import Said, cells_of, run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, Dialogues, Near, tabulate_dialogues
+from sinkscope.bench.files import open_folder, read_folder
 from sinkscope.bench.loopbench.metrics import read_run
-from sinkscope.bench.store import open_folder, read_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event

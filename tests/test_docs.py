@@ -13,6 +13,7 @@ import torch
 
 import sinkscope
 from sinkscope.models import adapters
+from sinkscope.results import Result
 
 ROOT = Path(__file__).parents[1]
 STRANGER = ROOT / "tests/fixtures/attention_entropy.py"
@@ -134,3 +135,22 @@ def test_site_builds_strictly(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert (tmp_path / "site" / "extending.html").is_file()
+
+
+def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
+    """Baselines and the less convenient numbers stand beside the others; every figure of the page is shown."""
+    page = (ROOT / "docs/papers/repeated-token.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if "`sinkscope attack --length" in line)
+    attack: Any = Result.load(ROOT / "figures/attack.json")
+    for one in attack.rows():
+        if (one["context"], one["source"]) == ("BOS", "cluster"):
+            assert f"{one['most']:.0%}".replace("%", " %") in row, one
+    attention = Result.load(ROOT / "figures/repeat-attention.json").text()
+    said = re.search(r"(\d+\.\d)% / (\d+\.\d)% to all 967 .*attention would give (\d+\.\d)% / (\d+\.\d)%", attention)
+    assert said is not None and all(f"{number} %" in page for number in said.groups())
+    leaks = Result.load(ROOT / "figures/divergence.json").text()
+    medians = re.findall(r"Longest verbatim piece, .*median (\d+) bytes", leaks)
+    told = next(line for line in page.splitlines() if line.startswith("| Table 3 on the model in the package"))
+    assert len(medians) == 5 and all(re.search(rf"\b{number}\b", told) for number in medians)
+    for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
+        assert f"(../../figures/{name}.png)" in page and (ROOT / f"figures/{name}.png").exists()

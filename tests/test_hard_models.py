@@ -6,11 +6,13 @@ import random
 import re
 import secrets
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from intervention_kit import bridge_of, nnsight_of
 from organisms import FAMILIES, Organism, organism
 from organisms.hard import HARD, HardModel, hard
 
@@ -108,15 +110,13 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
     named = set(re.findall(r"neurons? (\d+)", text))
     wrong += [f"the conclusion names neuron {n}" for n in named - actors]
     layers = {str(site[0]) for sites in truth.sets for site in sites} | {str(i) for i in truth.step_up}
-    layers |= {str(layer) for layer, _ in truth.marking}
+    layers |= {str(layer) for layer, _ in truth.marking} | ({"0"} if h.name == "mlp_mark" else set())
     wrong += [f"the conclusion names layer {n}" for n in set(re.findall(r"layer (\d+)", text)) - layers]
     return [*wrong, *([f"conclusion: {text}"] if wrong else [])]
 
 
 @pytest.mark.parametrize(("name", "family"), FAST)
 def test_says_what_is_so(name: str, family: str) -> None:
-    if name == "busy":
-        pytest.xfail("all candidates together do not take the spike away, so no set of them is tried")
     h = hard(name, family, 0)
     assert not (wrong := mistakes(h, look(h))), "\n".join([h.truth.note, *wrong])
 
@@ -137,6 +137,16 @@ def test_streamed_layers_are_read_until_attention_agrees(tmp_path: Path) -> None
     h.tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(h.text(), encoding="utf-8")
     result = find_sinks(str(tmp_path / "model"), text=str(tmp_path / "text.txt"), max_repeats=8)
+    assert not (wrong := mistakes(h, result)), "\n".join(wrong)
+
+
+@pytest.mark.parametrize("kind", [bridge_of, nnsight_of])
+@pytest.mark.parametrize(
+    ("name", "family"), [("backup_next", "mixtral"), ("position", "gpt2"), ("learned_logits", "gpt_oss")]
+)
+def test_other_kinds_of_model(name: str, family: str, kind: Callable[[Any, Any], Any]) -> None:
+    h = hard(name, family, 1)
+    result = found(kind(h.model, h.tokenizer), h.tokenizer, h.text())
     assert not (wrong := mistakes(h, result)), "\n".join(wrong)
 
 

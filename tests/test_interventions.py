@@ -547,7 +547,7 @@ def test_nnsight_model_without_weights_is_refused(name: str, tmp_path: Path) -> 
 
 def test_an_edit_inside_a_trace() -> None:
     model, tokenizer = tiny_model("llama")
-    traced, edit = nnsight_of(model, tokenizer), SinkPatch(layer=1, neurons=[3])
+    traced, edit = nnsight_of(model, tokenizer), SinkPatch(layer=1, neurons=[3], value="listing")
     with edit.on(model):
         want = logits(model, IDS)
     with torch.no_grad(), edit.on(traced):

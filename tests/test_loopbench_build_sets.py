@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from experiments.loopbench import make_honest
+from sinkscope.bench.files import write_set
 from sinkscope.bench.loopbench.build import build
 from sinkscope.bench.loopbench.longbench import HEAD, TAIL, open_tokenizer, read_longbench, wiki2_prompt
 from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, honest_texts, load_prompts
 from sinkscope.bench.scorers import best_f1, f1, normalise
-from sinkscope.bench.sets import write_set
 from sinkscope.errors import SinkscopeError
 
 GOOD = BenchPrompt("dc-0000", "dc", "List them.", 4, "a", 0, False)

@@ -18,10 +18,10 @@ from loopbench_kit import MODEL, prompts, record, tiny, untimed
 from organisms.tiny import tiny_model
 
 import sinkscope.models.load
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.bench.loopbench.run import run_loopbench
 from sinkscope.bench.loopbench.tables import tabulate
-from sinkscope.bench.store import open_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 

@@ -18,9 +18,9 @@ from loopbench_kit import MODEL, record
 from rich.console import Console
 
 from sinkscope._plain import visible
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.loopbench.metrics import Continued, survival_steps
 from sinkscope.bench.loopbench.tables import LoopBench, PrintedTable, Shown, show, tabulate
-from sinkscope.bench.store import open_folder
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import page

@@ -18,8 +18,8 @@ from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.dialogues.scbench import TASKS
 from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import METHODS, check_methods, read_method
-from sinkscope.bench.store import open_folder
 from sinkscope.lines.choice import sample_queries
 from sinkscope.rate import wilson
 from sinkscope.results import ModelInfo

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from organisms import FAMILIES, Organism, organism, tiny_model
-from sinkscope.models.stream import StreamTarget
 
 from sinkscope.cli import main
 from sinkscope.models.load import load
-from sinkscope.models.open import open_target
+from sinkscope.models.open import StreamTarget, open_target
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.find import find_sinks
 from sinkscope.sinks.first_token.screen import NeuronScreen, neuron_screen, reaches
@@ -159,5 +158,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     told = json.loads(capsys.readouterr().out)
     assert told["kind"] == "screen" and told["result"]["candidates"][0]["neuron"] == 338
     assert (tmp_path / "a.html").stat().st_size > 10_000
+    assert main(["find-sinks", "--screen", "--all", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["massive"]["kind"] == "massive-activations"
     assert main(["find-sinks", "--screen", "--max-repeats", "9"]) == 2
     assert "no use for it" in capsys.readouterr().err

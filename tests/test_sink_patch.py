@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
-from organisms import Organism, organism, tiny_model
+from organisms import Organism, organism, tiny_model, word_tokenizer
+from organisms.tokens import N_SPECIAL
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, NeuronSite, SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.results import ModelInfo
+from sinkscope.text import text_rows, typical_text
+from sinkscope.trace.run import trace
 
 REPEATS = 300
 
@@ -132,7 +136,7 @@ def test_every_generated_token_in_every_kind() -> None:
     ids, new = torch.tensor([[1, 20, 21, 22, 20, 21]]), 16
     want = greedy(model, ids, new, lambda: listing_1(model, sites))
     assert not torch.equal(want, model.generate(ids, max_new_tokens=new, do_sample=False, eos_token_id=None))
-    patch, settings = SinkPatch(sites=sites), {"max_new_tokens": new, "do_sample": False}
+    patch, settings = SinkPatch(sites=sites, value="listing"), {"max_new_tokens": new, "do_sample": False}
     with patch.on(model):
         for extra in ({}, {"use_cache": False}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}):
             got = model.generate(ids, eos_token_id=None, **settings, **extra)
@@ -177,7 +181,7 @@ def test_padded_batch_equals_one_by_one(side: str, kind: str) -> None:
     ones = [
         [0] * len(p) + [1] * len(r) if left else [1] * len(r) + [0] * len(p) for r, p in zip(rows, pads, strict=True)
     ]
-    mask, patch = torch.tensor(ones), SinkPatch(sites=sites)
+    mask, patch = torch.tensor(ones), SinkPatch(sites=sites, value="listing")
     with patch.on(model):
         alone = [logits(model, torch.tensor([row]))[0] for row in rows]
     if kind == "hf":
@@ -313,6 +317,70 @@ def test_sink_like_second_value() -> None:
         logits(o.model, o.natural(1, 20))
     assert after[1:].max() < 0.2 * before[0]
     assert {e.step for e in run.events if e.kind == "fallback"} == {0}  # and not in ordinary text
+
+
+def _own_cluster() -> tuple[Organism, Tensor]:
+    """A second token that reads like BOS, so that the sink neurons fire there too, and words after it."""
+    o = organism("llama", 2)
+    twin, other = o.tokens_of(0)[1], o.tokens_of(-1)
+    embedding = o.model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding[twin] = embedding[o.tokenizer.bos_token_id]
+    return o, torch.tensor([[o.tokenizer.bos_token_id, twin, *other[:6]]])
+
+
+def test_where_a_tokenizer_is_at_hand_a_patch_calibrates_itself() -> None:
+    """The listing makes sinks of every later token if the second one is a sink; a measured value makes none."""
+    o, ids = _own_cluster()
+    site = f"blocks.{o.truth.sink_layer}.hook_resid_post"
+
+    def norms(model: Any) -> Tensor:
+        return trace(model, ids, [site], "norm")[site][0]
+
+    before = norms(o.model)
+    assert before[1] > 0.5 * before[0] and (before[2:] < 0.1 * before[0]).all()
+    with patch_for(o, value="listing").on(o.model), pytest.warns(UserWarning, match="like a sink's") as said:
+        assert (norms(o.model)[2:] > 0.5 * before[0]).all()
+        norms(o.model)
+    assert len(said) == 1  # once, however often the model is called
+    with patch_for(o).on(o.model), pytest.warns(UserWarning, match="give calibrated="):  # no tokenizer: the same
+        assert (norms(o.model)[2:] > 0.5 * before[0]).all()
+    [(layer, neuron)] = o.truth.neurons
+    post = f"blocks.{layer}.mlp.hook_post"
+    text = text_rows(o.tokenizer, typical_text(), 4, 64, o.tokenizer.bos_token_id)
+    wanted = float(trace(o.model, text, [post])[post][:, 1:, neuron].median())
+    for model in (o.model, bridge_of(o.model, o.tokenizer), nnsight_of(o.model, o.tokenizer)):
+        if model is o.model:
+            model.tokenizer = o.tokenizer
+        with warnings.catch_warnings(), patch_for(o).on(model) as run:
+            warnings.simplefilter("error")
+            assert (norms(model)[1:] < 0.1 * before[0]).all()
+        assert set(reasons(run).values()) == {"sink-like second value"}
+        [value] = {e.data["value"] for e in run.events if e.kind == "fallback"}
+        assert value == pytest.approx(wanted, rel=1e-3)
+    known = patch_for(o, calibrated=dict.fromkeys(o.truth.neurons, 0.125))
+    with known.on(o.model) as run:  # what is given is not measured again
+        norms(o.model)
+    assert {e.data["value"] for e in run.events if e.kind == "fallback"} == {0.125}
+    ordinary = o.natural(1, 8)
+    with patch_for(o).on(o.model):
+        got = logits(o.model, ordinary)
+    with listing_1(o.model, list(o.truth.neurons)):
+        torch.testing.assert_close(got, logits(o.model, ordinary), atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_is_measured_on_an_edited_model_or_a_text_that_is_unknown() -> None:
+    o, ids = _own_cluster()
+    o.model.tokenizer = o.tokenizer
+    with Ablate(layer=0, neurons=[1]).on(o.model), patch_for(o).on(o.model) as run:
+        with pytest.warns(UserWarning, match="like a sink's"):
+            logits(o.model, ids)
+    assert run.counts["fallback"] == 0 and run.counts["sink-like"] == len(o.truth.neurons)
+    few = word_tokenizer(N_SPECIAL + 1)
+    o.model.tokenizer = few
+    with patch_for(o).on(o.model) as run, pytest.warns(UserWarning, match="like a sink's"):
+        logits(o.model, ids)
+    assert run.counts["fallback"] == 0
 
 
 def test_one_token_prompt() -> None:

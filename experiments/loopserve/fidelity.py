@@ -25,7 +25,7 @@ from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, lege
 from experiments.record import record
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.tables import FIDELITY, Near
-from sinkscope.bench.store import read_folder
+from sinkscope.bench.files import read_folder
 from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
 from sinkscope.models.load import load

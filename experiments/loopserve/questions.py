@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.record import record
-from sinkscope.bench.dialogues import questions
-from sinkscope.bench.dialogues.questions import PLACES, Accuracy, locate
+from sinkscope.bench.dialogues import positions
+from sinkscope.bench.dialogues.positions import PLACES, Accuracy, locate
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
@@ -32,7 +32,7 @@ from sinkscope.records import read_rows
 
 LABELS = Path(__file__).with_name("question_labels.jsonl")
 OWN = Path(__file__).with_name("questions.jsonl")
-SHIPPED = Path(questions.__file__).with_name("question_accuracy.json")
+SHIPPED = Path(positions.__file__).with_name("question_accuracy.json")
 
 
 def sample(part: str) -> tuple[tuple[str, str], ...]:

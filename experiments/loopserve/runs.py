@@ -25,9 +25,9 @@ from sinkscope.bench.dialogues.form import POSITIONS, Dialogue
 from sinkscope.bench.dialogues.recall import END, TASK, recall_dialogue, uneven
 from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
+from sinkscope.bench.files import read_folder
 from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
 from sinkscope.bench.scorers import metric_of, score
-from sinkscope.bench.store import read_folder
 from sinkscope.console import ProgressBar
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At

@@ -34,7 +34,7 @@ class MethodKind:
         fixed: fields that the name decides.
         without: fields that cannot be given.
         sized: it reads a part of the cache, of `budget` tokens.
-        share: function in `bench.dialogues.equal` that makes it at a share of the context, for shapes of prompts.
+        shaped: it is a shape of prompts, which `bench.dialogues.equal` makes at a share of the context.
         block: "cache" and "guard" stand in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
     """
 
@@ -44,7 +44,7 @@ class MethodKind:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     sized: bool = True
-    share: str | None = None
+    shaped: bool = False
     block: Block = "cache"
 
     @property
@@ -60,7 +60,7 @@ class MethodKind:
         closed = {*self.fixed, *self.without}
         names = [f.name for f in fields(self.cls) if f.name not in closed]
         found = {name: _choices(hints[name]) for name in names}
-        return found if self.share is None else {"budget": (float,), **found}
+        return {"budget": (float,), **found} if self.shaped else found
 
 
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
@@ -91,13 +91,9 @@ METHODS: dict[str, MethodKind] = {
     "adakv": MethodKind(_KV, "AdaKV", "SnapKV with budgets of each head's own"),
     "progressive": MethodKind(_KV, "Progressive", "chosen anew while decoding"),
     "progressive-0": MethodKind(_KV, "Progressive", "the same from the first step on", {"after": 0}),
-    "a-shape": MethodKind(_KV, "AShape", "prompts: first tokens and a window", sized=False, share="a_shape_share"),
-    "tri-shape": MethodKind(
-        _KV, "TriShape", "the same, and the last queries see all", sized=False, share="tri_shape_share"
-    ),
-    "minference": MethodKind(
-        _KV, "MInference", "prompts: fixed numbers of lines", sized=False, share="minference_share"
-    ),
+    "a-shape": MethodKind(_KV, "AShape", "prompts: first tokens and a window", sized=False, shaped=True),
+    "tri-shape": MethodKind(_KV, "TriShape", "the same, and the last queries see all", sized=False, shaped=True),
+    "minference": MethodKind(_KV, "MInference", "prompts: fixed numbers of lines", sized=False, shaped=True),
     "loopserve": MethodKind(_SERVE, "LoopServe", "prompts along lines, chosen anew while decoding"),
     "loopserve-0": MethodKind(_SERVE, "LoopServe", "the same, chosen from the first step on", {"first": 0}),
     "loopserve-p": MethodKind(
@@ -216,13 +212,15 @@ class Method:
         kind, options = self.kind, dict(self.options)
         if kind.block in ("sampler", "stopper"):
             return None
-        if kind.share is not None and "budget" in options:
+        if kind.shaped and "budget" in options:
             if len(options) > 1:
                 raise SinkscopeError(
                     f"{self.spec}: a share of the context as budget decides the other sizes: give budget alone, or "
                     "the sizes without it"
                 )
-            return getattr(import_module("sinkscope.bench.dialogues.equal"), kind.share)(options["budget"])
+            from sinkscope.bench.dialogues.equal import ShapeShare
+
+            return ShapeShare(kind.made, options["budget"])
         if kind.sized:
             options.setdefault("budget", budget)
         if kind.block == "guard" and window is not None:
@@ -304,7 +302,7 @@ def at_settings(specs: Sequence[str], settings: Settings, share: Budget = SHARE)
 
 
 def _at_paper(method: Method, kind: MethodKind, given: dict[str, Any]) -> dict[str, Any]:
-    if "budget" in given and kind.share is not None:
+    if "budget" in given and kind.shaped:
         return {}
     # An ablation or "-0" has what its method has, as far as it goes.
     paper = PAPER.get(method.name) or PAPER.get(method.name.rpartition("-")[0], {})
@@ -314,7 +312,7 @@ def _at_paper(method: Method, kind: MethodKind, given: dict[str, Any]) -> dict[s
 
 
 def _at_share(kind: MethodKind, given: dict[str, Any], share: Budget) -> dict[str, Any]:
-    own = kind.sized or (kind.share is not None and not given)
+    own = kind.sized or (kind.shaped and not given)
     return _always(kind) | ({"budget": share} if own else {})
 
 

@@ -11,16 +11,29 @@ from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, axes, 
 
 
 def draw_make(result: Any) -> go.Figure:
-    """Norms of held-out tokens without and with the patch, the sets that were tried, and the cost."""
-    fig = panels(["Held-out tokens, repeated", "Sets that were tried", "Perplexity"], [0.5, 0.3, 0.2])
+    """Norms of held-out tokens without and with the patch, the sets that were tried, the cost, and later layers."""
+    titles = ["Held-out tokens, repeated", "Sets that were tried", "Perplexity"]
+    if result.later:
+        titles += ["Norm, later layers", "Attention to first token"]
+    fig = panels(titles, [0.3, 0.18, 0.12, 0.2, 0.2] if result.later else [0.5, 0.3, 0.2], spacing=0.06)
     if result.held_out:
         _norms(fig, result)
     if result.tried:
         _tried(fig, result)
     if result.perplexity is not None:
         _cost(fig, result)
+    if result.later:
+        _later(fig, result)
     count = f", {len(result.neurons)} neuron{'s' * (len(result.neurons) > 1)}" if result.neurons else ""
-    return finished(fig, result, result.verdict + count, width=1350, height=480, bottom=120, legend={"x": 0.4})
+    return finished(
+        fig,
+        result,
+        result.verdict + count,
+        width=1900 if result.later else 1350,
+        height=480,
+        bottom=120,
+        legend={"x": 0.4},
+    )
 
 
 def _norms(fig: Any, result: Any) -> None:
@@ -95,6 +108,27 @@ def _cost(fig: Any, result: Any) -> None:
     level(fig, result.limit, col=3, dash="dash", annotation_text="limit", annotation_font_color=RED)
     reach = 1.3 * max(result.limit, abs(p.difference) / p.before)
     fig.update_yaxes(title_text="rise, 2 standard errors", tickformat=".2%", range=[-reach, reach], row=1, col=3)
+
+
+def _later(fig: Any, result: Any) -> None:
+    """Norms and attention of the held-out tokens, layer by layer, beside what is typical."""
+    layers = [one.layer for one in result.later]
+    lines = (("patched", ORANGE, "solid"), ("intact", BLUE, "solid"))
+    for col, name, usual, usual_color in ((4, "{}", "ceiling", RED), (5, "{}_attention", "ordinary_attention", GREY)):
+        for field, color, dash in (*((name.format(n), c, d) for n, c, d in lines), (usual, usual_color, "dash")):
+            fig.add_scatter(
+                x=layers,
+                y=[getattr(one, field) for one in result.later],
+                mode="lines+markers",
+                line={"color": color, "dash": dash},
+                showlegend=field == "ordinary_attention",
+                name="ordinary text" if field == "ordinary_attention" else f"{field}, by layer",
+                row=1,
+                col=col,
+            )
+    ticks: dict[str, Any] = {"title_text": "layer", "dtick": max(1, len(layers) // 6)}
+    axes(fig, 1, 4, x=ticks, y={"title_text": "largest norm", "type": "log", "dtick": 1})
+    axes(fig, 1, 5, x=ticks, y={"title_text": "mean over heads", "rangemode": "tozero"})
 
 
 def draw_eval(result: Any) -> go.Figure:

@@ -60,6 +60,7 @@ class Run:
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._pending: list[Callable[[], list[Event]]] = []
+        self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
     @property
@@ -135,6 +136,12 @@ _ACTIVE: WeakKeyDictionary[nn.Module, list[Run]] = WeakKeyDictionary()
 _ACTIVE_LOCK = threading.Lock()
 
 
+def is_edited(target: Target) -> bool:
+    """Whether interventions act on the model."""
+    with _ACTIVE_LOCK:
+        return bool(_ACTIVE.get(target.hf))
+
+
 def _acts(run: Run) -> bool:
     me = threading.get_ident()
     with _ACTIVE_LOCK:
@@ -192,6 +199,10 @@ class Intervention(ABC):
             "`with ....on(bridge):` instead"
         )
 
+    def prepared(self, target: Target) -> Intervention:
+        """What is entered on this model: itself, or itself completed by what it measures on the unedited model."""
+        return self
+
     def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
         """Refuse a prompt of so many tokens before it is read; most interventions take any.
 
@@ -226,10 +237,11 @@ class Intervention(ABC):
     def _entered(self, target: Target) -> Iterator[Run]:
         _check_model(target)
         run = Run(target)
+        parts = [part.prepared(target) for part in self.parts]
         with run.stack:
             run.stack.enter_context(_registered(run))
             run.watch()
-            for key, part in enumerate(self.parts):
+            for key, part in enumerate(parts):
                 part.enter(run, key)
             yield run
 
@@ -260,7 +272,8 @@ class Intervention(ABC):
             run.call = run.tracker.begin(seen["ids"], mask=scores.detach(), cache=run, past=past)
 
         first = [("embed.hook_in", on_ids), ("blocks.0.attn.hook_attn_scores", on_scores)]
-        return first + [hook for key, part in enumerate(self.parts) for hook in part.bridge_hooks(run, key)]
+        parts = [part.prepared(target) for part in self.parts]
+        return first + [hook for key, part in enumerate(parts) for hook in part.bridge_hooks(run, key)]
 
 
 @dataclass(frozen=True)

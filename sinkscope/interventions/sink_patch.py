@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -15,17 +16,19 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Run
+from sinkscope.interventions.base import Run, is_edited
 from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
 from sinkscope.interventions.positions import Call, Memory
+from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
 from sinkscope.records import Number, Whole, conform
+from sinkscope.text import resolve_bos, text_rows, typical_text
 
 # Why the calibrated value is used instead of the second token's; the names are in `edits._REASONS`.
 _NO_BOS, _ONE_TOKEN, _SINK_LIKE, _PARTIAL = 1, 2, 3, 4
 SCHEMA, KIND = 1, "sink-patch"
 _PAGE = "patch-file"
-Value = Literal["second", "calibrated"] | Number
+Value = Literal["second", "listing", "calibrated"] | Number
 
 
 class _FileSite(BaseModel):
@@ -56,7 +59,8 @@ class SinkPatch(NeuronEdit):
         site: "post" (default) edits the neuron's whole value; "up" only the linear factor, as the paper's listing
             does, which does not help where the sink is carried by the gate.
         value: the neutral value. "second" is the listing's: what the neuron has at the second real token of the row,
-            taken from the call that reads it and kept for all later chunks, turns and generated tokens.
+            taken from the call that reads it and kept for all later chunks, turns and generated tokens. "listing" is
+            the same without any calibrated value, which is the listing bit for bit.
             "calibrated": the number in `calibrated`. A number: that number.
         calibrated: neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
         model: what the patch was made for, kept in the file.
@@ -65,8 +69,11 @@ class SinkPatch(NeuronEdit):
     second value says nothing: the row does not begin with BOS; the second token came alone in its call, that is, it
     was generated after a one-token prompt (a prompt read in chunks of one token cannot be told from that); the second
     value is at least half as far from the calibrated one as the first token's is; or the prompt was read before
-    the run was entered. Where nothing is calibrated the second value is used all the same, and an event of kind
-    "sink-like" warns when it is at least half the first token's. Rows given as embeddings count as beginning with BOS.
+    the run was entered. A patch without calibrated values measures them when it is entered, on 4 times 64 tokens of
+    neutral text, if the model carries a tokenizer that knows this text and nothing else edits the model. Where nothing
+    is calibrated the second value is used all the same, as in the listing. This spreads the sink where the second token
+    belongs to the first one's cluster, so a warning is given once, and an event of kind "sink-like" wherever the value
+    is at least half the first token's. Rows given as embeddings count as beginning with BOS.
     In beam search after a one-token prompt without calibrated values, beams that change places keep the second value
     of the row, not of the beam.
 
@@ -81,7 +88,7 @@ class SinkPatch(NeuronEdit):
         layer 1, neuron 10411
     """
 
-    value: Literal["second", "calibrated"] | float = "second"
+    value: Literal["second", "listing", "calibrated"] | float = "second"
     calibrated: Mapping[Any, float] = field(default_factory=dict, hash=False)
     model: Mapping[str, Any] | None = field(default=None, hash=False)
 
@@ -103,7 +110,7 @@ class SinkPatch(NeuronEdit):
 
     @classmethod
     def from_result(
-        cls, found: Any, *, site: Where = "post", value: Literal["second", "calibrated"] | float = "second"
+        cls, found: Any, *, site: Where = "post", value: Literal["second", "listing", "calibrated"] | float = "second"
     ) -> SinkPatch:
         """The patch for the smallest causal set of a `find_sinks` result, with calibrated values.
 
@@ -149,16 +156,26 @@ class SinkPatch(NeuronEdit):
         calibrated = {site: value for site, value in values.items() if value is not None}
         return cls(sites=tuple(values), calibrated=calibrated, **content)
 
+    def prepared(self, target: Target) -> SinkPatch:
+        """The patch with a calibrated value for each site, where they can be measured."""
+        missing = [site for site in self.checked_sites if site not in self.calibrated]
+        if self.value != "second" or not missing or is_edited(target):
+            return self
+        self._check(target)
+        measured = neutral_values(target, missing, self.site)
+        return replace(self, calibrated={**measured, **self.calibrated})
+
     def new_values(
         self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
     ) -> Float[Tensor, "batch pos neuron"]:
         """The neutral value at every real position after the first."""
         if isinstance(self.value, str):
-            kept = [self.calibrated.get(site, torch.nan) for site in group.sites]
+            known = {} if self.value == "listing" else self.calibrated
+            kept = [known.get(site, torch.nan) for site in group.sites]
         else:
             kept = [self.value] * len(group.neurons)
         neutral = torch.tensor(kept, device=old.device, dtype=old.dtype)
-        if self.value == "second":
+        if self.value in ("second", "listing"):
             neutral = self._second(old, call, memory, group, run, neutral)[:, None]
         return torch.where((call.on(old.device) > 0)[..., None], neutral, old)
 
@@ -175,7 +192,7 @@ class SinkPatch(NeuronEdit):
             return memory["value"]
         index = call.on(old.device)
         late = call.sequence.partial and call.past > 1
-        if late and not self.calibrated.keys() >= set(group.sites):
+        if late and (self.value == "listing" or not self.calibrated.keys() >= set(group.sites)):
             raise SinkscopeError(
                 f"the first {call.past} tokens were read before this run was entered (or the cache was copied), so the "
                 "neuron's value at the second one is not known: enter the run first, or give a number as value or "
@@ -205,7 +222,57 @@ class SinkPatch(NeuronEdit):
         warn = sink_like & ~has
         values = {"first": first[:, None], "second": second[:, None]}
         log_values(run, call, group, "sink-like", when[..., None] & warn[:, None], values)
+        if not run.warned and not bool(has.all()) and bool((when[..., None] & warn[:, None]).any()):
+            run.warned = True
+            warnings.warn(
+                "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
+                "instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, or give "
+                "calibrated={...}, or load the model with its tokenizer",
+                stacklevel=2,
+            )
         return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen(NeuronEdit):
+    """Keeps the neurons' values at positions after the first; it changes nothing."""
+
+    EDITS: ClassVar[bool] = False
+
+    values: dict[NeuronSite, Tensor] = field(default_factory=dict, hash=False)
+
+    def new_values(
+        self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
+    ) -> None:
+        """Nothing changes."""
+        later = old.detach()[:, 1:].flatten(0, 1).float()
+        self.values.update(zip(group.sites, later.unbind(1), strict=True))
+
+
+@torch.no_grad()
+def neutral_values(target: Target, sites: Sequence[NeuronSite], where: Where) -> dict[NeuronSite, float]:
+    """Median of neurons over neutral text, first tokens left out, as `find_sinks` measures it.
+
+    Args:
+        target: the model; nothing edits it.
+        sites: the neurons.
+        where: "post" or "up".
+
+    Returns:
+        Nothing where the model carries no tokenizer, or one that does not know the text.
+    """
+    if target.tokenizer is None:
+        return {}
+    try:
+        bos = resolve_bos(target.tokenizer, target.config, None)
+        ids = text_rows(target.tokenizer, typical_text(), 4, min(64, target.max_positions or 64), bos)
+    except SinkscopeError:
+        return {}
+    seen = _Seen(sites=sites, site=where)
+    last = target.layers[max(site.layer for site in sites)]
+    with seen.on(target.model), target.hooks((last, "post", lambda *_: target.stop())):
+        target.forward(ids)
+    return {site: float(values.median()) for site, values in seen.values.items()}
 
 
 def _get(row: Any, name: str) -> Any:

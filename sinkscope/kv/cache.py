@@ -1,8 +1,8 @@
-"""A layer of a KV cache that knows the true position of everything it holds, so that anything may be taken out of it.
+"""A layer of a KV cache that knows the true position of every token it holds, so that any token may be removed.
 
-Stock layers take a slot's number for its position. After an eviction that is wrong: masks leak or hide tokens on padded
-batches and on models with a window, and rows that keep different tokens do not fit at all. Here every slot carries its
-position, and whoever attends asks for it.
+Stock layers assume that the number of a slot is its position. After an eviction this is wrong: masks leak or hide
+tokens on padded batches and on models with a window, and rows cannot keep different tokens at all. Here every slot
+carries its position, and attention asks for it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _FIXED = ("default", "linear", "llama3", "yarn")  # frequencies that do not depe
 
 
 class Rotary:
-    """Rotations of a model's keys.
+    """Rotates the keys of a model to other positions.
 
     Raises:
-        UnsupportedError: no rotary positions, frequencies that change with the length, layers with a window, or a
-            TransformerBridge.
+        UnsupportedError: the model has no rotary positions, has frequencies that change with the length or layers with
+            a window, or is a TransformerBridge.
     """
 
     def __init__(self, target: Target) -> None:
@@ -54,24 +54,24 @@ class Rotary:
         self._frequencies = frequencies.float()
 
     def rebase(self, layer: int, kv: CacheLayer, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Turn the keys of what is kept to positions without gaps (call before `evict`)."""
+        """Rotate the keys of kept tokens to contiguous positions. It is called before `evict`."""
         held = kv.pos >= 0
         kept = keep & held
-        # Positions before were without gaps too, by the same rule.
+        # The earlier positions were contiguous too, because this rule made them.
         moved = (kept.cumsum(-1) - held.cumsum(-1)).where(kept, torch.zeros((), dtype=torch.long, device=kept.device))
         angle = moved[..., None].float() * self._frequencies.to(moved.device)
         cos, sin = angle.cos(), angle.sin()
         half = angle.shape[-1]
         a, b, rest = kv.keys.float().split([half, half, kv.keys.shape[-1] - 2 * half], -1)
         turned = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
-        # In float32 from now on: keys turn at every step, and in half precision the rounding would add up.
+        # Keys stay in float32 from now on. They are rotated at every step, and in half precision errors would add up.
         kv.keys, kv.rebased = turned, True
 
 
 COLUMNS: ContextVar[Tensor | None] = ContextVar("sinkscope_columns", default=None)
-"""True position of every token of the running forward call `[batch seen]`; None outside of a session."""
+"""True position of every token of the current forward call, `[batch seen]`; None outside of a session."""
 FLAGS = ("seen", "edited", "ragged", "rebased", "reorders")
-"""What `CacheLayer.state` says of a layer beside its tensors."""
+"""The attributes that `CacheLayer.state` gives beside the tensors of a layer."""
 
 
 class CacheLayer(DynamicLayer):
@@ -80,16 +80,16 @@ class CacheLayer(DynamicLayer):
     Attributes:
         keys: `[batch kv_head slot d_head]`.
         values: `[batch kv_head slot d_head]`.
-        seen: tokens (columns of the batch, padding included) that went in, evicted or not.
-        edited: something was evicted or hidden, so that slot and position differ.
-        ragged: rows or heads hold different numbers of tokens, so that there may be holes.
-        reorders: how often rows changed places (beam search).
-        rebased: keys were rotated to positions without gaps, and new tokens have to follow them.
-        aside: the layer as it was, while this one works on a copy of some of its slots; None: this is all of it.
-        whole: known to have no holes; if not, `holes` counts them.
+        seen: number of tokens (columns of the batch, padding included) that were appended, evicted or not.
+        edited: whether a token was evicted or hidden, so that slot and position differ.
+        ragged: whether rows or heads hold different numbers of tokens, so that there may be holes.
+        reorders: how often rows have changed places (beam search).
+        rebased: whether keys were rotated to contiguous positions; new tokens then have to follow them.
+        aside: the whole layer, while this one works on a copy of some of its slots; None: this one is whole.
+        whole: whether there are certainly no holes; if this is unknown, `holes` counts them.
     """
 
-    # None while the layer is empty; whoever asks first asks for `slots`.
+    # Both are None while the layer is empty, so `slots` has to be checked first.
     keys: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
     values: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -104,8 +104,8 @@ class CacheLayer(DynamicLayer):
         self.aside: CacheLayer | None = None
         self._holes: Tensor | None = None  # [batch]
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
-        self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that were there when it was last read
-        self._side: dict[str, Tensor] = {}  # [batch kv_head slot], moved with the slots: "hidden", and "extra.NAME"
+        self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that existed when it was last read
+        self._side: dict[str, Tensor] = {}  # [batch kv_head slot], moves with the slots: "hidden", and "extra.NAME"
         self._ungrown()
 
     def _ungrown(self) -> None:
@@ -113,12 +113,12 @@ class CacheLayer(DynamicLayer):
 
     @property
     def slots(self) -> int:
-        """Places in use, holes included."""
+        """Number of slots in use, including holes."""
         return int(self.keys.shape[-2]) if self.is_initialized and self.keys.numel() else 0
 
     @property
     def pos(self) -> Int[Tensor, "batch kv_head slot"]:
-        """True position of each slot among the real tokens of its row; -1: a hole or padding, which nothing sees."""
+        """True position of each slot among the real tokens of its row; -1: a hole or padding, which no query sees."""
         assert self._columns is not None
         rows, heads = self.keys.shape[:2]
         held = 0 if self._pos is None else self._pos.shape[-1]
@@ -132,13 +132,13 @@ class CacheLayer(DynamicLayer):
 
     @property
     def allocated(self) -> int:
-        """Places in memory: those in use, and room for tokens to come."""
+        """Number of slots in memory: those in use, and room for new tokens."""
         return self._grow["keys"].allocated or self.slots
 
     def holes(self) -> Float[Tensor, " batch"]:
-        """Slots of a row that hold no token, mean over kv heads; the same tensor until the next edit."""
+        """Number of slots of each row that hold no token, mean over kv heads; the same tensor until the next edit."""
         if self._holes is None:
-            # New slots of single-token calls are never holes, so this stands until the next edit.
+            # New slots of single-token calls are never holes, so this is valid until the next edit.
             if self.whole:
                 self._holes = torch.zeros(len(self.pos), device=self.pos.device)
             else:
@@ -147,37 +147,37 @@ class CacheLayer(DynamicLayer):
 
     @property
     def hidden(self) -> Bool[Tensor, "batch kv_head slot"] | None:
-        """Slots that are there but not attended to (select); None: none."""
+        """Slots that are kept but not attended to (mode "select"); None: there are none."""
         return self._grown("hidden") if "hidden" in self._side else None
 
     @property
     def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
-        """Slots that hold a token which is not hidden."""
+        """Slots that hold a token that is not hidden."""
         return self.pos >= 0 if self.hidden is None else (self.pos >= 0) & ~self.hidden
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
-        """Numbers kept per slot (for example attention received); zero for new slots. They move with the slots."""
+        """Numbers for each slot, such as the attention that it received. They move with the slots and begin at zero."""
         if f"extra.{name}" not in self._side:
             self.set_extra(name, torch.zeros(*self.keys.shape[:2], 0, device=self.keys.device))
         return self._grown(f"extra.{name}")
 
     def set_extra(self, name: str, values: Shaped[Tensor, "batch kv_head slot"]) -> None:
-        """Replace the numbers of `extra(name)`."""
+        """Replace the numbers that `extra(name)` gives."""
         self._side[f"extra.{name}"] = values
 
     def _grown(self, name: str) -> Tensor:
-        """Numbers of all slots; zero for those that are new."""
+        """The numbers of all slots, with zeros for new slots."""
         held = self._side[name]
         if (new := self.slots - held.shape[-1]) > 0:
             held = self._side[name] = torch.nn.functional.pad(held, (0, new))
         return held
 
     def evict(self, keep: Bool[Tensor, "batch kv_head slot"], exact: int | None = None) -> None:
-        """Free everything that is not kept. Rows and heads may keep different numbers: shorter ones get holes.
+        """Free every slot that is not kept. Rows and heads may keep different numbers: shorter ones get holes.
 
         Args:
-            keep: what stays; holes and padding never do.
-            exact: every row and head keeps exactly this many; spares waiting for the device.
+            keep: the slots that stay; holes and padding never stay.
+            exact: number of slots that every row and head keeps, if it is known; then nothing waits for the device.
         """
         pos = self.pos
         keep = keep & (pos >= 0)
@@ -190,13 +190,13 @@ class CacheLayer(DynamicLayer):
             if most == least:
                 flat = torch.nonzero_static(keep.flatten(), size=rows * heads * most).flatten()
             else:
-                # Stable, so that what is kept stays in order, at the right; what is not kept comes before it.
+                # A stable sort keeps the order of kept slots and moves them to the right, behind the others.
                 order = torch.argsort(keep.to(torch.int8), dim=-1, stable=True)[..., slots - most :]
                 begin = torch.arange(rows * heads, device=order.device) * slots
                 flat = (order + begin.view(rows, heads, 1)).flatten()
 
             def taken(held: Tensor) -> Tensor:
-                """By whole slots: ten times as fast as `gather`."""
+                """Copy whole slots, which is ten times as fast as `gather`."""
                 out = held.reshape(rows * heads * slots, *held.shape[3:]).index_select(0, flat)
                 return out.view(rows, heads, most, *held.shape[3:])
 
@@ -208,14 +208,14 @@ class CacheLayer(DynamicLayer):
         self.edited, self.ragged, self.whole = True, most != least, most == least
 
     def select(self, show: Bool[Tensor, "batch kv_head slot"] | None) -> None:
-        """Attend only to what is shown, until told otherwise; nothing is freed. New slots are shown. None: to all."""
+        """Attend only to the slots in `show` and to new ones until the next call; None: to all. No slot is freed."""
         self._side.pop("hidden", None)
         if show is not None:
             self._side["hidden"] = ~show
         self.edited = self._pos is not None or show is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append; what transformers calls in every attention layer."""
+        """Append keys and values; transformers calls this in every attention layer."""
         columns = COLUMNS.get()
         new = int(key_states.shape[-2])
         if columns is None:
@@ -234,13 +234,13 @@ class CacheLayer(DynamicLayer):
             super().update(key_states, value_states, *args, **kwargs)
             self._grow |= {"keys": Growing(-2, self.keys), "values": Growing(-2, self.values)}
         self.seen += new
-        if new > 1:  # padding may have come in
+        if new > 1:  # there may be padding among the new tokens
             self._holes, self.whole = None, False
             self.ragged = self.ragged or (self.edited and bool((self.pos < 0).any()))
         return self.keys, self.values
 
     def fill(self, keys: Tensor, values: Tensor, columns: Int[Tensor, "batch seen"]) -> None:
-        """Take over what a stock cache holds, and the true positions of it."""
+        """Take over the keys and values of a stock cache, with their true positions."""
         token = COLUMNS.set(columns)
         try:
             self.update(keys, values)
@@ -248,10 +248,10 @@ class CacheLayer(DynamicLayer):
             COLUMNS.reset(token)
 
     def state(self) -> tuple[dict[str, int], dict[str, Shaped[Tensor, ...]]]:
-        """Everything that `load_state` needs: flags, and tensors, which are the layer's own.
+        """Give everything that `load_state` needs: flags, and the tensors of the layer, which are not copied.
 
-        Tensors are "keys" and "values", "columns" `[batch seen]` (true position of every token that went in), and
-        where they differ from the default "pos", "hidden" and "extra.NAME", `[batch kv_head slot]`.
+        Tensors are "keys" and "values", "columns" `[batch seen]` (true position of every token that was appended), and,
+        where they differ from the default, "pos", "hidden" and "extra.NAME" `[batch kv_head slot]`.
         """
         assert self._columns is not None
         tensors = {"keys": self.keys, "values": self.values, "columns": self._columns}
@@ -259,10 +259,10 @@ class CacheLayer(DynamicLayer):
         return {name: getattr(self, name) for name in FLAGS}, tensors | {name: self._grown(name) for name in self._side}
 
     def load_state(self, flags: Mapping[str, int], tensors: Mapping[str, Shaped[Tensor, ...]]) -> None:
-        """Hold what another layer held whose `state` this is.
+        """Become a copy of the layer whose `state` this is.
 
         Raises:
-            ValueError: tensors that do not fit each other.
+            ValueError: the tensors do not fit each other.
         """
         keys, values, columns = (tensors[name] for name in ("keys", "values", "columns"))
         per_slot = {name: held for name, held in tensors.items() if name not in ("keys", "values", "columns")}
@@ -275,7 +275,7 @@ class CacheLayer(DynamicLayer):
         vars(self).update({name: flags[name] for name in FLAGS}, _pos=per_slot.pop("pos", None), _side=per_slot)
 
     def copy(self) -> CacheLayer:
-        """The layer as it is now. Tensors are shared: whatever happens to one of both, new ones take their place."""
+        """Copy the layer as it is now. Both share their tensors, because a change always makes new ones."""
         new = CacheLayer()
         vars(new).update(vars(self), _side=dict(self._side))
         new._grow = {name: growing.copy() for name, growing in self._grow.items()}
@@ -284,10 +284,11 @@ class CacheLayer(DynamicLayer):
     __copy__ = copy
 
     def work_on(self, keep: Bool[Tensor, "batch kv_head slot"]) -> None:
-        """Hold a copy of the kept slots only, until `settle`; single tokens may come in between.
+        """Hold only a copy of the kept slots until `settle` is called. Single tokens may be appended meanwhile.
 
-        Hiding slots saves no time: every step would still copy all keys to append one, and read them all to mask most.
-        With a copy, a step costs what the copy is long, and putting the whole back costs once what it is long.
+        To hide the other slots would save no time: every step would still copy all keys to append one, and read all of
+        them to mask most. With a copy, the cost of a step grows with the length of the copy, and only putting the whole
+        layer back costs as much as the whole layer is long.
         """
         self.settle()
         whole = self.copy()
@@ -295,7 +296,7 @@ class CacheLayer(DynamicLayer):
         self.aside = whole
 
     def put_back(self, whole: CacheLayer) -> None:
-        """Hold again what `whole` holds, an earlier `copy`, and behind it the tokens that came in since."""
+        """Hold the slots of `whole` again, which is an earlier `copy`, followed by the tokens appended since."""
         new, slots = self.seen - whole.seen, self.slots
         held = self.keys[..., slots - new :, :], self.values[..., slots - new :, :]
         side = {name: self._grown(name)[..., slots - new :] for name in self._side}
@@ -309,7 +310,7 @@ class CacheLayer(DynamicLayer):
         self._ungrown()
 
     def _counted(self, new: int, like: Tensor) -> Tensor:
-        """Columns when no session tells: all tokens are real."""
+        """Columns outside of a session, where all tokens count as real."""
         step = torch.arange(new, device=like.device).expand(like.shape[0], new)
         if self._columns is None:
             return step
@@ -317,20 +318,20 @@ class CacheLayer(DynamicLayer):
         return torch.cat([old, old.amax(1, keepdim=True) + 1 + step], 1)
 
     def get_seq_length(self) -> int:
-        """Tokens seen, whatever was evicted: positions of new tokens follow from it."""
+        """Number of tokens seen, including evicted ones: the positions of new tokens follow from it."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that a mask has to cover, and the offset of the first; an offset of 0 would show the future."""
+        """Number of keys that a mask covers, and the offset of the first; an offset of 0 would show the future."""
         return self.slots + int(query_length), self.seen - self.slots
 
     def settle(self) -> None:
-        """Hold everything again if this layer works on a part; done before anything but appending happens."""
+        """Hold the whole layer again if this one works on a part. Every operation but appending does so first."""
         if self.aside is not None:
             self.put_back(self.aside)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Forget the last tokens. What was evicted before does not come back."""
+        """Forget the last tokens. Tokens that were evicted earlier do not come back."""
         tokens_to_remove = int(tokens_to_remove)  # a tensor in some versions of transformers
         if tokens_to_remove > 0:
             raise SinkscopeError(f"crop({tokens_to_remove}): give minus the number of tokens to remove")
@@ -341,7 +342,7 @@ class CacheLayer(DynamicLayer):
         if self._pos is None:
             keep = max(0, self.slots - (self.seen - left))
         else:
-            # Of what is held, all that comes after the last column that stays; holes at the right end go too.
+            # Every token after the last column that stays is removed, and so are holes at the right end.
             last = self._columns[:, :left].amax(1) if left else self._columns.new_full((len(self._columns),), -1)
             stays = (self.pos >= 0) & (self.pos <= last.to(self.pos.device)[:, None, None])
             held = stays.flatten(0, 1).any(0).nonzero()
@@ -353,19 +354,19 @@ class CacheLayer(DynamicLayer):
         self.seen, self._columns, self._holes, self.whole = left, self._columns[:, :left], None, False
 
     def reset(self) -> None:
-        """Empty, as new."""
+        """Make the layer empty, like a new one."""
         super().reset()
         vars(self).update(keys=None, values=None)  # some versions of transformers only set them to zero
         self.is_initialized = False
         self._clear()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take rows in the order that beam search wants."""
+        """Put rows into the order that beam search wants."""
         self._rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
         self.reorders += 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows."""
+        """Make `repeats` rows of each row."""
         self._rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -382,17 +383,17 @@ class CacheLayer(DynamicLayer):
 
 
 def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Tensor, "batch seen"]) -> None:
-    """Make the layers of a stock cache ours, in place: the caller's own object goes on to work, over several turns.
+    """Replace the layers of a stock cache by ours in place, so that the caller's own object works over several turns.
 
     Args:
         cache: an empty or filled `DynamicCache`.
-        n_layers: of the model.
-        n_kv_heads: of the model.
-        name: of the model, for errors.
+        n_layers: number of layers of the model.
+        n_kv_heads: number of kv heads of the model.
+        name: name of the model, for errors.
         columns: true positions of the tokens that the cache has seen; -1 at padding.
 
     Raises:
-        UnsupportedError: another kind of cache, or one of another model.
+        UnsupportedError: it is another kind of cache, or the cache of another model.
     """
     layers = getattr(cache, "layers", None)
     if layers is not None and layers and all(type(layer) is CacheLayer for layer in layers):
@@ -426,7 +427,7 @@ def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Te
 
 
 def _check(layers: Any, n_layers: int, n_kv_heads: int, name: str) -> None:
-    """A filled cache must have the shape of the model."""
+    """Check that a filled cache has the shape of the model."""
     heads = next((int(layer.keys.shape[1]) for layer in layers if layer.get_seq_length() > 0), n_kv_heads)
     if len(layers) != n_layers or heads != n_kv_heads:
         raise SinkscopeError(

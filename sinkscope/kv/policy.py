@@ -30,9 +30,9 @@ Class = TypeVar("Class", bound=type[Intervention])
 
 
 def register_policy(name: str) -> Callable[[Class], Class]:
-    """Decorate a policy: commands, and `make_policy`, find it under `name`.
+    """Decorate a policy, so that commands and `make_policy` find it under `name`.
 
-    A policy of an installed package is found without this if the package names it in the entry point group
+    The policy of an installed package is found without this if the package names it in the entry point group
     `sinkscope.policies`.
 
     Raises:
@@ -53,11 +53,11 @@ class At:
     """One layer at the moment when a policy acts.
 
     Attributes:
-        layer: decoder layer.
-        kv: its cache.
-        moment: the call that is about to run, and what is known of the cache.
-        session: of the run.
-        memory: of this policy for this cache, over the calls.
+        layer: number of the decoder layer.
+        kv: cache of the layer.
+        moment: the call that is about to run, and what is known about the cache.
+        session: session of the run.
+        memory: what this policy keeps for this cache from call to call.
     """
 
     layer: int
@@ -68,7 +68,7 @@ class At:
 
     @property
     def length(self) -> Int[Tensor, " batch"]:
-        """Real tokens of each row so far, evicted or not."""
+        """Number of real tokens of each row so far, evicted or not."""
         return self.moment.call.before.to(self.kv.pos.device)
 
 
@@ -76,20 +76,21 @@ class At:
 class Policy(Intervention):
     """Base of the cache policies. A subclass writes `scores`, and `watch` if it has to see attention.
 
-    A policy acts when the first token after a prompt is about to be processed, whatever pieces the prompt came in, and
-    then every `every` tokens; the step that follows attends to the budget and to its own token. Positions are true
-    positions in each row, so padded batches give what single prompts give.
+    A policy acts before the first token after a prompt is processed, in however many calls the prompt was read, and
+    then before every `every`-th token. The step that follows attends to the budget and to its own token. Positions are
+    true positions in each row, so padded batches give the same results as single prompts.
 
     Attributes:
-        budget: tokens kept per row, layer and kv head: a number, or a fraction of the row's prompt, fixed when its
-            prefill ends.
-        first: positions from the beginning that are always kept.
-        last: latest positions that are always kept.
-        every: act every so many generated tokens; "prefill": only when a prompt has been read.
-        mode: "evict" frees what is not kept; "select" keeps the cache whole and attends to what is kept.
-        positions: "original": keys stay rotated by the positions they were read at. "rebased": they are rotated again
-            as if nothing lay between them, and new tokens follow closely.
-        reduce: how attention of the query heads that share a kv head becomes one number.
+        budget: tokens kept per row, layer and kv head: a number, or a fraction of the row's prompt, which is fixed
+            when its prefill ends.
+        first: number of positions at the beginning that are always kept.
+        last: number of latest positions that are always kept.
+        every: number of generated tokens between two choices; "prefill": choose only when a prompt has been read.
+        mode: "evict" frees the tokens that are not chosen; "select" keeps the cache whole and attends to the chosen
+            tokens.
+        positions: "original": keys keep the rotation of the positions at which they were read. "rebased": keys are
+            rotated again to contiguous positions, and new tokens continue from there.
+        reduce: how the attention of query heads that share a kv head becomes one number.
     """
 
     budget: int | float = 1024
@@ -101,7 +102,7 @@ class Policy(Intervention):
     reduce: Literal["mean", "max", "sum"] = "mean"
 
     UNIFORM: ClassVar[bool] = False
-    """Every layer and head keeps the same positions; needed for `positions="rebased"`."""
+    """Whether every layer and head keeps the same positions, as `positions="rebased"` needs."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -137,19 +138,19 @@ class Policy(Intervention):
 
     @abstractmethod
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """What each slot is worth; the highest are kept."""
+        """Score each slot; the slots with the highest scores are kept."""
 
     def watch(self, session: Session, key: int) -> None:
-        """Ask `session` for what `scores` needs; by default nothing."""
+        """Ask `session` for the attention that `scores` needs; by default none."""
 
     # Done here ----------------------------------------------------------------------------------------------------
 
     def check_prompt(self, tokens: int) -> None:
-        """Refuse a fraction of the prompt that is less than what is always kept."""
+        """Refuse a fraction of the prompt that is less than the tokens that are always kept."""
         self.tokens(torch.tensor([tokens]))
 
     def enter(self, run: Run, key: int) -> None:
-        """Own the cache and act at the right moments."""
+        """Take over the cache and act at the right moments."""
         session = Session.of(run)
         session.claim(self)
         session.own_cache()
@@ -158,14 +159,14 @@ class Policy(Intervention):
         session.before_decode(lambda moment: self._act(moment, session, key, rotary))
 
     def group(self, heads: Float[Tensor, "batch head slot"], kv_heads: int) -> Float[Tensor, "batch kv_head slot"]:
-        """One number per kv head from those of the query heads that share it, by `reduce`."""
+        """Combine the numbers of query heads that share a kv head into one number, by `reduce`."""
         grouped = heads.unflatten(1, (kv_heads, -1))
         if self.reduce == "max":
             return grouped.amax(2)
         return grouped.mean(2) if self.reduce == "mean" else grouped.sum(2)
 
     def tokens(self, prompt: Int[Tensor, " batch"]) -> int | Int[Tensor, " batch"]:
-        """The budget in tokens; of each row, if it is a fraction."""
+        """The budget in tokens; if it is a fraction, one number per row."""
         if isinstance(self.budget, int):
             return self.budget
         rows = (prompt * self.budget).long()
@@ -181,9 +182,9 @@ class Policy(Intervention):
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
     ) -> Bool[Tensor, "batch kv_head slot"]:
-        """The protected slots and the highest scores, up to the budget, in every row and kv head.
+        """Choose the protected slots and those with the highest scores, up to the budget, in every row and kv head.
 
-        Of equal scores the later slot stays, so that padding and the batch make no difference.
+        Among slots of equal score the later one stays, so that padding and the batch make no difference.
         """
         pos = at.kv.pos
         protected = pos < self.first
@@ -227,11 +228,11 @@ class Policy(Intervention):
             kv.evict(keep, None if memory["padded"] or kv.ragged else exact)
 
     def _begin(self, moment: Moment, memory: dict[Any, Any], rotary: Rotary | None) -> None:
-        """A prompt has been read: what follows from it is settled."""
+        """Settle what follows from a prompt that has been read."""
         assert moment.state.prompt is not None
         memory["budget"] = self.tokens(moment.state.prompt)
         memory["padded"] = bool((moment.call.columns < 0).any())
-        # Not so where another policy has been at this cache before.
+        # Another policy may have changed this cache before, and then it is not uniform.
         first = moment.layers[0].pos
         memory["uniform"] = self.UNIFORM and all(
             kv.pos.shape == first.shape and torch.equal(kv.pos.to(first.device), first) for kv in moment.layers
@@ -244,13 +245,13 @@ class Policy(Intervention):
             )
 
     def checked_scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """The scores, which are numbers and one for each slot.
+        """Give the scores, after checking that there is a number for each slot.
 
-        On an accelerator only the first scores of a cache are looked at for NaN: later ones would have to be waited
-        for at every step.
+        On an accelerator only the first scores of a cache are checked for NaN, because every later check would have to
+        wait for the device.
 
         Raises:
-            SinkscopeError: another shape, or NaN.
+            SinkscopeError: the scores have another shape, or some are NaN.
         """
         name, pos, scores = type(self).__name__, at.kv.pos, self.scores(at)
         if not isinstance(scores, Tensor) or scores.shape != pos.shape:
@@ -260,7 +261,7 @@ class Policy(Intervention):
                 "one number for each row, kv head and slot"
             )
         looked = at.moment.prefill_ended or scores.device.type == "cpu"
-        # The smallest number is NaN if any is, and much faster to find; padding may be NaN, for nobody keeps it.
+        # The smallest number is NaN if any is, and it is much faster to find. Padding may be NaN, since it is not kept.
         if looked and scores.is_floating_point() and scores.numel() and bool(scores.amin().isnan()):
             if bool((scores.isnan() & (pos >= 0)).any()):
                 raise SinkscopeError(
@@ -273,7 +274,7 @@ class Policy(Intervention):
 @register_policy("full")
 @dataclass(frozen=True, kw_only=True)
 class Full(Policy):
-    """Keep everything; `run.usage` says what that costs.
+    """Keep everything; `run.usage` tells what this costs.
 
     Example:
         >>> Full().budget
@@ -283,13 +284,13 @@ class Full(Policy):
     budget: int | float = 1.0
 
     def enter(self, run: Run, key: int) -> None:
-        """Count, and leave the cache alone."""
+        """Count the tokens, and leave the cache as it is."""
         session = Session.of(run)
         session.claim(self)
         session.own_cache()
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """All the same."""
+        """Score all slots the same."""
         return torch.zeros(at.kv.pos.shape, device=at.kv.pos.device)
 
 
@@ -311,10 +312,10 @@ def policies() -> dict[str, type[Intervention]]:
 
 
 def make_policy(name: str, **options: Any) -> Any:
-    """The policy that commands call `name`, with its fields as options.
+    """Make the policy that commands call `name`; its fields are the options.
 
     Raises:
-        SinkscopeError: no such policy, no such field, or a value that makes no sense.
+        SinkscopeError: there is no such policy or field, or a value makes no sense.
 
     Example:
         >>> make_policy("streaming", budget=512)
@@ -327,12 +328,12 @@ def make_policy(name: str, **options: Any) -> Any:
 
 
 def policy_named(text: str) -> Intervention:
-    """A cache policy as commands name it: `NAME` or `package.module:Class`, and a budget behind another colon.
+    """Make a cache policy from its name on the command line: `NAME` or `package.module:Class`, and `:BUDGET` after it.
 
     The budget is a number of tokens or a fraction of the prompt. Modules are also looked for in the current folder.
 
     Raises:
-        SinkscopeError: no such policy, no such class, or no such budget.
+        SinkscopeError: there is no such policy or class, or the budget is not one.
 
     Example:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget

@@ -1,7 +1,7 @@
 """What all cache policies and observers of one run share: the cache, the attention, and the moments to act.
 
-Nothing is done that nobody asked for: without a policy the caller's cache stays as it is, without an observer no
-attention row is built.
+A session does only what somebody asks for. Without a policy, the cache of the caller stays as it is; without an
+observer, no attention row is built.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Rows:
         probs: `[batch head query slot]`, float32, after softmax.
         pos: `[batch kv_head slot]`: true position of each slot, -1 where there is none.
         query_pos: `[batch query]`: true position of each query, -1 at padding.
-        query: `[batch head query d_head]`, after rotary; None where the model does not show it.
-        kv: the cache of the layer, if it is one of ours.
+        query: `[batch head query d_head]`, after rotary; None if the model does not show it.
+        kv: the cache of the layer; None if it is not one of ours.
         call: the forward call.
     """
 
@@ -53,14 +53,16 @@ class Rows:
 
 @dataclass(eq=False)
 class State:
-    """What is known of one cache over the calls of a run.
+    """What is known about one cache over the calls of a run.
 
     Attributes:
-        prefilling: the last call was (a chunk of) a prompt.
-        prompt: real tokens per row when the last prefill ended.
-        decoded: single-token calls since then.
-        dropped: tokens per row by which later ones move up (`positions="rebased"`).
-        memory: of each policy, by its key.
+        prefilling: whether the last call read a prompt or a part of one.
+        prompt: number of real tokens of each row when the last prefill ended.
+        decoded: number of single-token calls since then.
+        dropped: number of positions by which later tokens of each row move forward (`positions="rebased"`).
+        memory: what each policy keeps, by the key of the policy.
+        queries: the latest queries of each layer and their positions, if somebody asked for them.
+        meter: counts tokens and bytes.
     """
 
     prefilling: bool = False
@@ -74,13 +76,13 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """A single-token call is about to run, or a call has run.
+    """The moment before or after a forward call.
 
     Attributes:
         layers: the cache, layer by layer.
         call: the forward call.
-        state: what is known of this cache.
-        prefill_ended: this is the first such call since a prompt.
+        state: what is known about this cache.
+        prefill_ended: whether this is the first single-token call after a prompt.
     """
 
     layers: list[CacheLayer]
@@ -90,14 +92,14 @@ class Moment:
 
 
 def rebased_by(kv: CacheLayer, call: Call) -> Int[Tensor, " batch"] | None:
-    """Tokens per row by which new ones move up, because those before them did; None: positions are the true ones."""
+    """Number of positions by which new tokens of each row move forward; None: they keep their true positions."""
     if not kv.rebased:
         return None
     return call.before - (kv.pos[:, 0] >= 0).sum(-1).to(call.before.device)
 
 
 def layer_window(target: Target, layer: int) -> int | None:
-    """Sliding window of a layer, in tokens; None: it sees everything."""
+    """Sliding window of a layer, in tokens; None: the layer sees everything."""
     config = target.config
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -107,18 +109,18 @@ def layer_window(target: Target, layer: int) -> int | None:
 
 
 Watch = tuple[Callable[[Rows], None], frozenset[int] | None, int | None]
-"""A function that is shown rows, of these layers (None: all), of the last queries (None: all)."""
+"""A function that sees rows; the layers (None: all); how many of the last queries (None: all)."""
 
 
 class _Now(threading.local):
-    """What a thread is in.
+    """What the current thread is doing.
 
     Attributes:
-        call: the forward call.
-        cache: of that call.
-        own_masks: the stock mask is not used in this call: some layer holds something else than all tokens so far.
-        attended: layers whose attention came by the tap: on a TransformerBridge only some architectures do.
-        prompting: `generate` is reading a prompt: then even a call with a single token is a piece of it.
+        call: the current forward call.
+        cache: the cache of that call.
+        own_masks: whether our masks replace the stock mask, because some layer does not hold all tokens so far.
+        attended: layers whose attention went through the tap; on a TransformerBridge some architectures do so.
+        prompting: whether `generate` is reading a prompt, so that even a single-token call is a part of it.
     """
 
     call: Call | None = None
@@ -129,16 +131,16 @@ class _Now(threading.local):
 
 
 _OWNERS: WeakValueDictionary[int, Session] = WeakValueDictionary()
-"""By id of a model: the session whose policy or guard acts on its cache or attention."""
+"""The session whose policy or guard acts on the cache or attention of a model, by the id of the model."""
 
 
 class Session:
-    """One per run; made by the first policy or observer that asks for it (`Session.of(run)`).
+    """Shared by all policies and observers of a run; the first that asks for it makes it (`Session.of(run)`).
 
     Attributes:
-        now: what the current thread is in.
-        owns_cache: the layers of caches that come by are replaced by ours.
-        one_by_one: somebody else than a policy acts on generated tokens, so these must come one by one.
+        now: what the current thread is doing.
+        owns_cache: whether the layers of the caches in use are replaced by ours.
+        one_by_one: whether a guard acts on generated tokens, which then have to come one by one.
     """
 
     def __init__(self, run: Run) -> None:
@@ -180,10 +182,10 @@ class Session:
     # What policies and observers ask for ------------------------------------------------------------------------
 
     def claim(self, policy: object) -> None:
-        """One policy decides what the cache keeps.
+        """Make `policy` the one that decides what the cache keeps.
 
         Raises:
-            UnsupportedError: another one was entered before.
+            UnsupportedError: another policy was entered before.
         """
         name = type(policy).__name__
         if self._policy is not None:
@@ -194,10 +196,10 @@ class Session:
         self._policy = name
 
     def own_cache(self) -> None:
-        """Replace the layers of the caches that come by: needed by whoever evicts, hides or counts per slot.
+        """Replace the layers of the caches in use by ours, which can evict, hide and count slots.
 
         Raises:
-            UnsupportedError: another run on this model does so.
+            UnsupportedError: another run on this model does so already.
         """
         if not self.owns_cache:
             self._own()
@@ -205,7 +207,7 @@ class Session:
             self.run.stack.enter_context(following_generate(self.target.hf, self._prompting, self._check))
 
     def _own(self) -> None:
-        """One run acts on the cache and the attention of a model; others may watch."""
+        """Only one run may act on the cache and the attention of a model; others may watch."""
         model = id(self.target.hf)
         if _OWNERS.setdefault(model, self) is not self:
             raise UnsupportedError(
@@ -216,20 +218,20 @@ class Session:
         self.run.stack.callback(_OWNERS.pop, model, None)
 
     def watch(self, fn: Callable[[Rows], None], layers: list[int] | None = None, last: int | None = None) -> None:
-        """Show attention rows to `fn` in every call: of these layers (None: all), of the last queries (None: all)."""
+        """Show attention rows of `layers` (None: all) and of the `last` queries (None: all) to `fn` in every call."""
         self._watches.append((fn, None if layers is None else frozenset(layers), last))
 
     def window_queries(self, last: int, decoding: bool = False) -> None:
-        """Keep the last queries of a prompt, or of all calls, for `window_rows`, however many calls they came in."""
+        """Keep the `last` queries of prompts for `window_rows`; with `decoding`, those of generated tokens too."""
         self._keep_queries = max(self._keep_queries, last)
         self._keep_decoding |= decoding
 
     def before_decode(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` when a generated token is about to be read: a single-token call that continues a prompt."""
+        """Call `fn` before every single-token call that continues a prompt, which reads a generated token."""
         self._before.append(fn)
 
     def before_prompt(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` when (a piece of) a prompt is about to be read."""
+        """Call `fn` before every call that reads a prompt or a part of one."""
         self._prompts.append(fn)
 
     def replace_prefill(self, fn: Callable[[Attention, CacheLayer | None], Tensor | None]) -> None:
@@ -242,11 +244,11 @@ class Session:
         self._prefill = fn
 
     def after_call(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` when any call with a cache is over."""
+        """Call `fn` after every call that has a cache."""
         self._after.append(fn)
 
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
-        """Attention of the last queries to everything in the cache, recomputed in float32."""
+        """Recompute the attention of the last queries to everything in the cache, in float32."""
         if layer not in moment.state.queries:
             why = (
                 f"a TransformerBridge of {self.target.adapter.model_type} does not show its queries as they attend: "
@@ -266,13 +268,13 @@ class Session:
 
     @property
     def usage(self) -> list[Usage]:
-        """Of every cache of the run: tokens and bytes."""
+        """Tokens and bytes of every cache of the run."""
         return [meter.usage() for meter in self._meters if meter.calls]
 
     # At the tap -------------------------------------------------------------------------------------------------
 
     def _see(self, call: Attention) -> None:
-        """The attention of one layer in one call: the stock one, or one that knows what is missing."""
+        """Handle the attention of one layer in one call: say what computes it, and who sees its rows."""
         layer = call.layer
         self.now.attended.add(layer)
         if call.key.dtype != call.query.dtype:  # rebased keys are float32
@@ -305,7 +307,7 @@ class Session:
         return show
 
     def _compute(self, call: Attention) -> tuple[Tensor, Tensor | None] | None:
-        """Attention of a prompt as somebody else computes it, or attention to what is left of a cache."""
+        """Compute attention of a prompt by a replacement, or attention to what is left of a cache; None: stock."""
         layer, view = call.layer, call.view
         assert view is not None
         kv = self.layer(layer)
@@ -321,13 +323,13 @@ class Session:
         return call.under_view(), None
 
     def layer(self, layer: int) -> CacheLayer | None:
-        """Our cache of a layer in this call, if it is ours."""
+        """The cache of a layer in this call; None if it is not one of ours."""
         layers = getattr(self.now.cache, "layers", None)
         found = layers[layer] if layers and layer < len(layers) else None
         return found if type(found) is CacheLayer else None
 
     def _view(self, layer: int, key: Tensor) -> View:
-        """What the queries of this call see; `key` `[batch kv_head slot ...]`."""
+        """What the queries of this call see of `key` `[batch kv_head slot ...]`."""
         kv, call, hidden = self.layer(layer), self.now.call, None
         assert call is not None
         if kv is not None:
@@ -341,7 +343,7 @@ class Session:
         return [watch for watch in self._watches if watch[1] is None or layer in watch[1]]
 
     def _remember(self, layer: int, query: Tensor) -> None:
-        """Queries of a layer in this call, after rotary: the latest are kept, if someone asked for them."""
+        """Keep the latest queries of a layer, after rotary, if somebody asked for them."""
         call = self.now.call
         if not self._keep_queries or call is None or self.now.cache is None:
             return
@@ -354,9 +356,9 @@ class Session:
         kept[layer] = (query[:, :, -self._keep_queries :].detach(), index[:, -self._keep_queries :])
 
     def _bridge_hooks(self) -> list[tuple[Any, str, Any]]:
-        """The same on a TransformerBridge, whose attention is its own: its hook points mask scores and show patterns.
+        """Do the same on a TransformerBridge, which computes attention itself: hook points mask scores and show rows.
 
-        Some architectures (OPT) leave attention to the model below; then the tap has seen it, and nothing is done here.
+        Some architectures (OPT) leave attention to the model below. The tap has then seen it, and nothing is done here.
         A bridge builds the whole query x key matrix in every layer, so long contexts belong on the plain model.
         """
         points, pairs = self.target.model.hook_dict, list[tuple[Any, str, Any]]()
@@ -365,8 +367,8 @@ class Session:
             scores, pattern, remember = self._on_bridge(layer)
             pairs.append((points[place + "hook_attn_scores"], "post", scores))
             pairs.append((points[place + "hook_pattern"], "post", pattern))
-            # Of models without rotary positions the projection is what attends. Where rotary positions are applied out
-            # of sight (NeoX, Phi-3) neither hook fires, and `window_rows` says so.
+            # In models without rotary positions, the projection gives the queries that attend. Where rotary positions
+            # are applied elsewhere (NeoX, Phi-3), neither hook fires, and `window_rows` says so.
             rotary = place + "hook_rot_q" in points
             point = points.get(place + ("hook_rot_q" if rotary else "q.hook_out"))
             if point is not None and (rotary or self.target.adapter.absolute_positions):
@@ -374,7 +376,7 @@ class Session:
         return pairs
 
     def _on_bridge(self, layer: int) -> tuple[Any, Any, Any]:
-        queries: dict[int, Tensor] = {}  # by thread; kept where scores follow, for those are a bridge's own
+        queries: dict[int, Tensor] = {}  # by thread; kept only if scores follow, which are those of the bridge
 
         def scores(_module: Any, _args: Any, _kwargs: Any, scores: Tensor) -> Tensor | None:
             if (query := queries.pop(threading.get_ident(), None)) is not None:
@@ -413,10 +415,10 @@ class Session:
         self.now.prompting = reads
 
     def _check(self, method: str, given: dict[str, Any]) -> None:
-        """Refuse what `generate` is about to do, if somebody acts on generated tokens.
+        """Refuse generation under which nobody could act on generated tokens.
 
         Raises:
-            UnsupportedError: assisted generation, or none with a cache.
+            UnsupportedError: generation is assisted, or has no cache.
         """
         if not self._before and not self.one_by_one:
             return
@@ -453,7 +455,7 @@ class Session:
         self.now.cache, own_masks = cache, False
         if cache is not None:
             kwargs = {**kwargs, "past_key_values": cache}
-            if call.past == 0:  # a new cache, or one that was emptied
+            if call.past == 0:  # the cache is new or was emptied
                 self._states.pop(cache, None)
         if cache is not None and self.owns_cache:
             t = self.target
@@ -477,7 +479,7 @@ class Session:
             for fn in self._prompts:
                 fn(Moment(layers, call, state, False))
             return
-        # A cache that others filled, or one whose rows were multiplied, is taken as a prompt that has just ended.
+        # If others filled the cache, or its rows were multiplied, it counts as a prompt that has just ended.
         known = state.prompt is not None and len(state.prompt) == len(call.index)
         ended, state.prefilling = state.prefilling or not known, False
         if ended:
@@ -504,13 +506,13 @@ class Session:
 class Observe(Intervention):
     """Show attention rows to a function; nothing of size query x key is kept.
 
-    In a single-token call of a watched layer the output is computed from the rows that are shown (equal to the stock
-    one up to rounding); elsewhere the model's own attention runs beside.
+    In a single-token call, the output of a watched layer is computed from the rows that are shown, and equals the stock
+    output up to rounding. In other calls, the model's own attention computes the output.
 
     Attributes:
-        fn: called with `Rows`, some queries at a time.
-        layers: only these; None: all.
-        last: only the last queries of each call; None: all.
+        fn: is called with `Rows`, some queries at a time.
+        layers: layers to watch; None: all.
+        last: how many of the last queries of each call to watch; None: all.
 
     Example:
         >>> seen = []

@@ -1,8 +1,8 @@
-"""Fixed shapes of attention for prompts, to compare with: A-shape, Tri-shape, and MInference's vertical-slash pattern.
+"""Fixed shapes of attention for prompts, as baselines: A-shape, Tri-shape, and MInference's vertical-slash pattern.
 
-They change prompts only: decoding reads the whole cache, as in the papers. The pattern is always followed, also where
-plain attention would be faster; layers that need the model's own attention keep it and say so (events of kind
-"prefill", as under `LoopServe`).
+They change only how prompts are read. Decoding reads the whole cache, as in the papers. The pattern is followed even if
+plain attention would be faster. Layers that need the model's own attention keep it, and an event of kind "prefill" says
+so, as under `LoopServe`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class AShape(Intervention):
     """Every query of a prompt sees the first tokens and the latest ones (Xiao et al. 2024; Li et al. 2025, table 7).
 
     Attributes:
-        first: tokens from the beginning that all queries see.
-        local: latest tokens that a query sees, itself among them.
+        first: number of tokens at the beginning that all queries see.
+        local: number of latest tokens that a query sees, including itself.
 
     Raises:
-        SinkscopeError: a negative `first`, a `local` below 1.
-        UnsupportedError: on a TransformerBridge.
+        SinkscopeError: `first` is negative, or `local` is below 1.
+        UnsupportedError: the model is a TransformerBridge.
 
     Example:
         >>> AShape().first, AShape().local
@@ -56,7 +56,7 @@ class TriShape(AShape):
     """`AShape`, and the last queries of a prompt see everything (SCBench, Li et al. 2025; LoopServe's table 7).
 
     Attributes:
-        dense_rows: so many of them.
+        dense_rows: number of these queries.
 
     Example:
         >>> TriShape().dense_rows
@@ -72,19 +72,20 @@ class TriShape(AShape):
 
 @dataclass(frozen=True, kw_only=True)
 class MInference(Intervention):
-    """Vertical and slash lines in fixed numbers, chosen per head by the last queries (Jiang et al. 2024).
+    """Fixed numbers of vertical and slash lines, which the last queries choose for each head (Jiang et al. 2024).
 
-    The authors search a pattern for every head of a model; here every head has the vertical-slash one. Their kernel
-    computes whole blocks around slash lines; here it is the lines alone, so cells can be compared.
+    The authors search a pattern for every head of a model; here every head has the vertical-slash pattern. Their kernel
+    computes whole blocks around slash lines; here only the lines are computed, so that numbers of cells can be
+    compared.
 
     Attributes:
-        vertical: vertical lines.
-        slash: slash lines.
-        last: queries that vote.
+        vertical: number of vertical lines.
+        slash: number of slash lines.
+        last: number of queries that vote.
 
     Raises:
-        SinkscopeError: a number below 1.
-        UnsupportedError: on a TransformerBridge.
+        SinkscopeError: a number is below 1.
+        UnsupportedError: the model is a TransformerBridge.
 
     Example:
         >>> MInference().vertical

@@ -1,6 +1,7 @@
-"""SnapKV and AdaKV: what the end of the prompt attends to, with its neighbours; alike in every head, or as it falls.
+"""SnapKV and AdaKV keep the tokens that the end of the prompt attends to, and their neighbours.
 
-SnapKV is of Li et al. 2024, section 4 and listing 1; AdaKV of Feng et al. 2024, section 3 and algorithm 1.
+SnapKV (Li et al. 2024, section 4 and listing 1) gives every head the same budget. AdaKV (Feng et al. 2024, section 3
+and algorithm 1) shares the budget between the heads of a layer.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from sinkscope.records import Natural, Share, check_fields
 @register_policy("snapkv")
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(Policy):
-    """Compress the prompt once: the last queries vote for what came before them, and votes spread to neighbours.
+    """Compress the prompt once: the last queries vote for earlier tokens, and votes spread to neighbours.
 
-    Votes are summed per query head, pooled, and then joined by `reduce` over the query heads of a kv head (the paper's
-    code keeps one cache per query head). The window itself always stays. What is generated later stays too, unless
-    `every` is a number: then the latest queries vote, generated ones included. Padding has to be on the left.
+    Votes are summed per query head, pooled, and then combined by `reduce` over the query heads of a kv head; the
+    paper's code keeps one cache per query head. The window itself always stays. Generated tokens stay too, unless
+    `every` is a number; then the latest queries vote, including those of generated tokens. Padding has to be on the
+    left.
 
     Attributes:
-        window: the observation window, in tokens: 64 in the paper's text, 32 in its LongBench runs.
-        kernel: width of the pooling: 5, and 7 in its LongBench runs.
+        window: length of the observation window in tokens: 64 in the paper's text, 32 in its LongBench runs.
+        kernel: width of the pooling: 5 in the paper's text, 7 in its LongBench runs.
         pooling: "avg", with zeros beyond the ends, or "max", as in its LongBench runs.
 
     Example:
@@ -51,12 +53,12 @@ class SnapKV(Policy):
         super().__post_init__()
 
     def watch(self, session: Session, key: int) -> None:
-        """Keep the latest queries."""
+        """Ask for the latest queries."""
         session.window_queries(self.window, decoding=self.every != "prefill")
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Votes, pooled; nothing for the window."""
-        # Padding votes only in rows that are shorter than the window, and these lose nothing.
+        """Score by pooled votes; the window gets none."""
+        # Padding votes only in rows that are shorter than the window, and such rows lose no token.
         votes = at.session.window_rows(at.moment, at.layer, self.window).sum(2)
         kv_heads = at.kv.pos.shape[1]
         inside = (at.kv.pos >= at.length[:, None, None] - self.window).repeat_interleave(votes.shape[1] // kv_heads, 1)
@@ -90,7 +92,7 @@ class AdaKV(SnapKV):
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
     ) -> Bool[Tensor, "batch kv_head slot"]:
-        """Window, first tokens, and in every head as many of the highest scores as fall to it."""
+        """Choose the window, the first tokens, and in every head as many of the highest scores as its share allows."""
         pos = at.kv.pos
         protected = (pos >= 0) & ((pos < self.first) | (pos >= at.length[:, None, None] - self.last))
         free = (pos >= 0) & ~protected
@@ -99,15 +101,15 @@ class AdaKV(SnapKV):
         ranked = scores.float().masked_fill(~free, -torch.inf)
         total = base.sum(1)
         share = ((_rank(ranked.flatten(1)) < total[:, None]).view_as(free) & free).sum(-1)
-        # A little more than exact, so that rounding down takes no whole number down.
+        # Slightly more than the exact number, so that rounding down does not lower a whole number.
         even = ((1 - self.floor) * share.double() + self.floor * base.double() + 1e-6).floor().long()
-        # All fit: nothing has to go.
+        # If all tokens fit, none has to go.
         mine = torch.where((free.sum((1, 2)) <= total)[:, None], share, even)
         return protected | ((_rank(ranked) < mine[..., None]) & free)
 
 
 def _rank(scores: Tensor) -> Tensor:
-    """0 for the highest along the last dimension; of equal ones the later is higher."""
+    """Rank of each score along the last dimension: 0 for the highest; among equal scores the later one is higher."""
     order = scores.argsort(dim=-1, stable=True).flip(-1)
     index = torch.arange(scores.shape[-1], device=scores.device)
     return torch.empty_like(order).scatter_(-1, order, index.expand_as(order))

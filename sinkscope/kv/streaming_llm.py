@@ -14,10 +14,10 @@ from sinkscope.kv.policy import At, Policy, register_policy
 @register_policy("streaming")
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(Policy):
-    """Keep the first tokens, which serve as attention sinks, and the latest ones.
+    """Keep the first tokens, which serve as attention sinks, and the latest tokens.
 
     Attributes:
-        first: attention sinks; four in the paper.
+        first: number of attention sinks; four in the paper.
 
     Example:
         >>> StreamingLLM(budget=1024).first
@@ -29,5 +29,5 @@ class StreamingLLM(Policy):
     UNIFORM: ClassVar[bool] = True
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """The later the better."""
+        """Score later positions higher."""
         return at.kv.pos.float()

@@ -1,4 +1,4 @@
-"""TOVA (Oren et al. 2024, section 4): the tokens that the newest query attends to most."""
+"""TOVA (Oren et al. 2024, section 4) keeps the tokens that the newest query attends to most."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sinkscope.kv.session import Rows, Session
 @register_policy("tova")
 @dataclass(frozen=True, kw_only=True)
 class TOVA(Policy):
-    """Keep what the newest query attends to, and nothing else by right: neither first nor recent tokens.
+    """Keep the tokens that the newest query attends to most. Neither first nor recent tokens are protected.
 
-    All query heads of a layer count together (their mean, as in the paper, or what `reduce` says), so every kv head
-    of a layer keeps the same tokens. The newest token takes part; `last=1` keeps it in any case. Padding has to be on
-    the left.
+    The query heads of a layer are combined, by their mean as in the paper or by `reduce`, so every kv head of a layer
+    keeps the same tokens. The newest token has a score like any other; `last=1` keeps it in any case. Padding has to be
+    on the left.
 
     Example:
         >>> TOVA(budget=512).last
@@ -26,7 +26,7 @@ class TOVA(Policy):
     """
 
     def watch(self, session: Session, key: int) -> None:
-        """See the newest query of every layer."""
+        """Watch the newest query of every layer."""
         session.watch(self._note, last=1)
 
     def _note(self, rows: Rows) -> None:
@@ -35,5 +35,5 @@ class TOVA(Policy):
             rows.kv.set_extra("tova", newest.expand(-1, rows.pos.shape[1], -1))
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Attention of the newest query."""
+        """Score by the attention of the newest query."""
         return at.kv.extra("tova")

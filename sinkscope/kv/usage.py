@@ -1,4 +1,4 @@
-"""How much a cache held: tokens, and bytes with and without holes."""
+"""How much a cache held, in tokens and in bytes, with and without holes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sinkscope.kv.cache import CacheLayer
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one cache over all calls after which it was looked at.
+    """What one cache held over all calls that were counted.
 
     Attributes:
-        calls: forward calls.
-        mean_tokens: per row: cached tokens after a call, mean over calls, layers and kv heads.
-        peak_tokens: per row: the most there were after one call, mean over layers and kv heads.
-        logical_bytes: most bytes of keys and values of the tokens that are held, all rows and layers.
-        physical_bytes: most bytes allocated for them: holes, padding, room for the next tokens,
-            and copies that are read instead, included.
+        calls: number of forward calls.
+        mean_tokens: for each row, number of cached tokens after a call, mean over calls, layers and kv heads.
+        peak_tokens: for each row, largest number of cached tokens after a call, mean over layers and kv heads.
+        logical_bytes: largest number of bytes of keys and values of cached tokens, over all rows and layers.
+        physical_bytes: largest number of bytes that were allocated for them, including holes, padding, room for the
+            next tokens, and copies that are read instead.
     """
 
     calls: int
@@ -33,15 +33,15 @@ class Usage:
 
 @dataclass(eq=False)
 class _Span:
-    """Calls in a row between which nobody's number of holes changed.
+    """Successive calls between which the number of holes did not change in any layer.
 
     Attributes:
-        counts: the layers' own counts of slots without a token; empty: there are none.
-        lost: the same per row, of all layers together.
-        widths: bytes per slot of each layer, all kv heads.
-        calls: how many.
-        slots: of all layers, summed over the calls.
-        most: the most in one call.
+        counts: number of slots without a token, as the layers count them; empty: there are no holes.
+        lost: number of such slots of each row, summed over the layers.
+        widths: bytes per slot of each layer, all kv heads together.
+        calls: number of calls.
+        slots: number of slots of all layers, summed over the calls.
+        most: largest number of slots in one call.
     """
 
     counts: list[Tensor]
@@ -52,17 +52,17 @@ class _Span:
     most: int = 0
 
     def covers(self, rows: int, counts: list[Tensor], first: CacheLayer) -> bool:
-        """Whether a call belongs to it; rebased keys are float32, so the bytes of a slot may change too."""
+        """Whether a call belongs to the span. Rebased keys are float32, so the bytes of a slot may change too."""
         same = len(self.lost) == rows and len(counts) == len(self.counts) and all(map(is_, counts, self.counts))
         return same and self.widths[0] == _bytes(first)
 
 
 @dataclass(eq=False)
 class Meter:
-    """Adds up; nothing waits for the device before `usage` is asked for.
+    """Counts tokens and bytes. Nothing waits for the device before `usage` is called.
 
-    While the number of holes stands, as in most calls, calls are summed as plain numbers: a tensor operation per call
-    and row would cost more than the counting is worth.
+    As long as the number of holes does not change, which is so in most calls, calls are summed as plain numbers. A
+    tensor operation per call would cost more than the count is worth.
     """
 
     calls: int = 0
@@ -74,13 +74,13 @@ class Meter:
     _logical: list[Tensor] = field(default_factory=list)  # bytes
 
     def note(self, layers: list[CacheLayer]) -> None:
-        """After a call."""
+        """Count what the layers hold after a call."""
         first, span = layers[0], self._span
         if not first.slots:
             return
         rows, device = first.keys.shape[0], first.keys.device
         self.calls += 1
-        # What a copy was taken of is what is held; the copy is only allocated.
+        # The whole layer is what is held; a copy of a part of it is only allocated.
         wholes = [layer.aside or layer for layer in layers]
         counts = [] if all(layer.whole for layer in wholes) else [layer.holes() for layer in wholes]
         if span is None or not span.covers(rows, counts, first):
@@ -104,7 +104,7 @@ class Meter:
             times = len(held) // len(self._sum)  # each row may have become several
             held = held + self._sum.repeat_interleave(times)
             peak = torch.maximum(peak, self._peak.repeat_interleave(times))
-        else:  # the first calls, or nothing says which rows are left: from here on
+        else:  # the first calls, or rows were chosen and nobody knows which: count from here on
             self._counted = 0
         self._sum, self._peak, self._counted = held, peak, self._counted + span.calls
 
@@ -118,5 +118,5 @@ class Meter:
 
 
 def _bytes(layer: CacheLayer) -> int:
-    """Of the key and value of one slot, all kv heads."""
+    """Bytes of the keys and values of one slot, all kv heads together."""
     return sum(t.shape[1] * t.shape[-1] * t.element_size() for t in (layer.keys, layer.values))

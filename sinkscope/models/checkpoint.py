@@ -1,4 +1,4 @@
-"""Checkpoints: what a user's name for a model means, the files behind it, whether they are whole, and their tensors."""
+"""Checkpoints: what the name of a model means, which files belong to it, whether they are whole, and their tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sinkscope.models.names import BUNDLED, RECALL, find, resolve
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-_LFS = b"version "  # how a Git LFS pointer begins
+_LFS = b"version "  # a Git LFS pointer begins with it
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")  # in the name of a tensor
 TOKENIZER_FILES = (
@@ -39,14 +39,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that is there, sharded before single
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in order of preference; of each, shards before a single file
 
 
 def check_folder(folder: Path) -> None:
-    """Check that `folder` is a whole checkpoint. JSON files and headers of weights are read, no weights.
+    """Check that `folder` is a whole checkpoint. This reads JSON files and the headers of weights, but no weights.
 
     Raises:
-        SinkscopeError: what is missing or broken, and what to do.
+        SinkscopeError: something is missing or broken; the message says what it is and what to do.
     """
     if not folder.is_dir():
         raise SinkscopeError(f"{folder} is not a folder; give a folder that holds config.json and weights")
@@ -66,7 +66,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _check_pickled(file: Path) -> None:
-    """Does it begin as what torch.save writes: a zip archive, or (before torch 1.6) a pickle?"""
+    """Check that a file begins like one that torch.save wrote: as a zip archive, or (before torch 1.6) as a pickle."""
     with file.open("rb") as f:
         start = f.read(len(_LFS))
     if start == _LFS:
@@ -86,7 +86,7 @@ def _pointer(file: Path) -> SinkscopeError:
 
 
 def read_header(file: Path) -> dict[str, Any]:
-    """The header of a safetensors file: tensor name -> {"dtype", "shape", "data_offsets"}.
+    """Read the header of a safetensors file: tensor name -> {"dtype", "shape", "data_offsets"}.
 
     Raises:
         SinkscopeError: the header is not JSON, or the file is shorter or longer than its header says.
@@ -98,7 +98,7 @@ def read_header(file: Path) -> dict[str, Any]:
         raw = f.read(min(length, size))
     if start == _LFS:
         raise _pointer(file)
-    # A real header begins with "{"; without that the first bytes are no length and say nothing of what is missing.
+    # A real header begins with "{". Without it, the first bytes are not a length and do not tell what is missing.
     if size < 8 or (len(raw) < length and raw[:1] in (b"", b"{")):
         raise _damaged(file, size, max(8, 8 + length), "at least ")
     try:
@@ -124,7 +124,7 @@ def _damaged(file: Path, size: int, expected: int, at_least: str = "") -> Sinksc
 
 
 def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
-    """Tensor name -> shard as the index says; empty without an index."""
+    """The index as a map from tensor name to shard; empty if there is no index."""
     if not (folder / name).is_file():
         return {}
     content = read_json(folder / name)
@@ -134,7 +134,7 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files transformers would load, in its order of preference; all of them exist."""
+    """The files that transformers would load, in its order of preference; every one of them exists."""
     for name in (_SINGLE, _INDEX, *_PICKLED):
         if not (folder / name).is_file():
             continue
@@ -163,11 +163,11 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def hub_file(repo: str, name: str, revision: str | None = None, kind: Literal["model", "dataset"] = "model") -> Path:
-    """Download one file of a hub repo (of models or of data), or find it in the cache.
+    """Download one file of a hub repo, which holds a model or data, or find it in the cache.
 
     Raises:
         FileNotFoundError: the repo has no such file.
-        SinkscopeError: no such repo or revision, no access, no connection, or a transfer that broke off.
+        SinkscopeError: there is no such repo or revision, no access or no connection, or the transfer broke off.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub import errors as hub
@@ -211,7 +211,7 @@ def hub_file(repo: str, name: str, revision: str | None = None, kind: Literal["m
                 "unknown-repo",
                 f"{repo!r} is no hub id; expected org/name, or the path of a folder",
             ),
-            # Which class a broken transfer raises depends on the version of the hub's client.
+            # The class that a broken transfer raises depends on the version of the hub's client.
             (
                 Exception,
                 "hub-unreachable",
@@ -225,7 +225,7 @@ def hub_file(repo: str, name: str, revision: str | None = None, kind: Literal["m
 
 
 def _hub_folder(repo: str, revision: str | None) -> Path:
-    """The folder of a hub repo in the cache, with its config.json; it is named after the commit."""
+    """Download the config.json of a hub repo; its folder in the cache is named after the commit."""
     try:
         return hub_file(repo, "config.json", revision).parent
     except FileNotFoundError:
@@ -250,7 +250,7 @@ class ModelSource:
     Attributes:
         kind: "folder", "gguf" (one file) or "hub".
         where: path of the folder or file, or hub id.
-        name: for reports: short name, hub id, or base name.
+        name: what reports call it: a short name, hub id, or base name.
         revision: branch, tag or commit of a hub id.
     """
 
@@ -261,12 +261,12 @@ class ModelSource:
 
 
 def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
-    """What `x` means: None is the bundled model, else a short name, hub id, folder or `.gguf` file. Reads no weights.
+    """Find out what `x` means: None is the bundled model, else a short name, hub id, folder or `.gguf` file.
 
-    A folder or file that exists comes before a hub id or short name of the same spelling.
+    No weights are read. If a folder or file exists, it comes before a hub id or short name of the same spelling.
 
     Raises:
-        SinkscopeError: it means nothing; `revision` given for something that has none.
+        SinkscopeError: `x` means nothing, or `revision` is given for something that has no revisions.
     """
     try:
         source = _locate(x, revision)
@@ -280,7 +280,7 @@ def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> Mod
 
 
 def no_permission(path: object) -> SinkscopeError:
-    """The file is there, and not for us."""
+    """The error for a file that exists but may not be read."""
     return SinkscopeError(f"cannot read {path}: permission denied; ask for it, or give a copy", page="no-such-path")
 
 
@@ -297,7 +297,7 @@ def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> ModelSour
         return ModelSource("gguf", _checked_gguf(path), path.name)
     looks_like_path = not isinstance(x, str) or text.startswith((".", "~", os.sep)) or path.suffix == ".gguf"
     known = _HUB_ID.fullmatch(text) or ("/" not in text and find(text) is not None)
-    # A folder that merely shares a model's name (`gpt2/` with notes in it) does not hide the model.
+    # A folder that only shares its name with a model (`gpt2/` with notes in it) does not hide the model.
     if path.is_dir() and (looks_like_path or not known or (path / "config.json").is_file()):
         return ModelSource("folder", path, path.resolve().name)
     if looks_like_path:
@@ -328,7 +328,7 @@ def _checked_gguf(file: Path) -> Path:
 
 @dataclass(frozen=True)
 class Local:
-    """Files on this machine: a checkpoint folder, the GGUF file in it (if it is one), the commit of a hub repo."""
+    """Files on this machine: a checkpoint folder, the name of a GGUF file in it, and the commit of a hub repo."""
 
     folder: Path
     gguf: str | None = None
@@ -342,13 +342,14 @@ class Local:
 
 @contextmanager
 def local_files(source: ModelSource, layers: int | None = None, *, code: bool = False) -> Generator[Local]:
-    """A whole checkpoint on this machine, for the length of a `with`.
+    """Provide a whole checkpoint on this machine for the length of a `with`.
 
-    Of a hub repo only the needed files are downloaded: safetensors before pickles, with `layers` only the shards that
-    hold tensors of the first `layers` decoder layers, with `code` also the Python files that its config.json names.
+    Only the files that are needed are downloaded from a hub repo. Safetensors are preferred to pickles. With `layers`,
+    only shards with tensors of the first `layers` decoder layers are downloaded. With `code`, the Python files that
+    config.json names are downloaded too.
 
     Raises:
-        SinkscopeError: the folder is no whole checkpoint, or the repo cannot be had.
+        SinkscopeError: the folder is not a whole checkpoint, or the repo cannot be downloaded.
     """
     if source.kind == "gguf":
         yield Local(Path(source.where).parent, gguf=Path(source.where).name)
@@ -358,8 +359,8 @@ def local_files(source: ModelSource, layers: int | None = None, *, code: bool = 
     else:
         repo = str(source.where)
         folder = _hub_folder(repo, source.revision)
-        check_kind(repo, read_json(folder / "config.json"))  # before gigabytes of what cannot be measured are fetched
-        commit = folder.name  # the cache names a snapshot after its commit: all files are of one revision
+        check_kind(repo, read_json(folder / "config.json"))  # before weights that cannot be measured are downloaded
+        commit = folder.name  # the cache names a snapshot after its commit, so all files belong to one revision
         for name in (*TOKENIZER_FILES, *(_code_files(folder) if code else ())):
             optional_file(repo, name, commit)
         index, left_out = _download_weights(repo, commit, layers)
@@ -372,22 +373,22 @@ def local_files(source: ModelSource, layers: int | None = None, *, code: bool = 
 
 
 def optional_file(repo: str, name: str, commit: str) -> Path | None:
-    """A file of a hub repo, None if it has none of that name.
+    """Download a file of a hub repo; None if the repo has no file of that name.
 
     Raises:
-        SinkscopeError: it cannot be had.
+        SinkscopeError: the file cannot be downloaded.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
     known = try_to_load_from_cache(repo, name, revision=commit)
-    if known is not None:  # a path, or the mark that this commit has no such file: both hold for ever
+    if known is not None:  # a path, or a mark that this commit has no such file: neither will change
         return Path(known) if isinstance(known, str) else None
     try:
         return hub_file(repo, name, commit)
     except FileNotFoundError:
         return None
     except SinkscopeError:
-        # Offline, whether the repo has the file cannot be asked; what the cache lacks is then taken as not there.
+        # Offline, nobody can tell whether the repo has the file; a file that the cache lacks then counts as absent.
         if constants.HF_HUB_OFFLINE:
             return None
         raise
@@ -400,7 +401,7 @@ def _code_files(folder: Path) -> list[str]:
 
 
 def _download_weights(repo: str, commit: str, layers: int | None) -> tuple[str, set[str]]:
-    """The name of the index (empty for a single file), and its shards that no wanted layer needs."""
+    """Download weights; give the name of the index (empty for a single file), and its shards that were left out."""
     for single in _WEIGHTS:
         if (index := optional_file(repo, f"{single}.index.json", commit)) is not None:
             weight_map: dict[str, str] = read_json(index)["weight_map"]
@@ -419,7 +420,7 @@ def _download_weights(repo: str, commit: str, layers: int | None) -> tuple[str, 
 
 
 def _without(folder: Path, view: Path, index: str, left_out: set[str]) -> Path:
-    """`view`, filled with links to the files of `folder`, and an index that leaves out some shards."""
+    """Fill the folder `view` with links to the files of `folder`, and with an index that leaves out some shards."""
     content = read_json(folder / index)
     content["weight_map"] = {t: s for t, s in content["weight_map"].items() if s not in left_out}
     (view / index).write_text(json.dumps(content), encoding="utf-8")
@@ -427,26 +428,27 @@ def _without(folder: Path, view: Path, index: str, left_out: set[str]) -> Path:
         if file.name not in left_out and file.name != index and file.is_file():
             try:
                 os.symlink(file.resolve(), view / file.name)
-            except OSError:  # Windows allows links only to some users
+            except OSError:  # Windows lets only some users make links
                 shutil.copyfile(file, view / file.name)
     check_folder(view)
     return view
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint in a folder (a Path) or on a hub (a str, org/name), read one by one.
+    """The tensors of a checkpoint in a folder (a Path) or on a hub (a str, org/name), which are read one by one.
 
-    Of a hub repo, config.json and the index are downloaded at once, each shard when a tensor of it is first needed.
+    From a hub repo, config.json and the index are downloaded at once. Each shard is downloaded when one of its tensors
+    is first needed.
 
     Attributes:
         name: hub id, or base name of the folder.
-        folder: where config.json is (of a hub repo: its snapshot in the cache).
-        commit: the hub's commit, None for a folder.
-        read: names of the tensors that were read so far.
+        folder: the folder with config.json; for a hub repo, its snapshot in the cache.
+        commit: the hub's commit; None for a folder.
+        read: names of the tensors that have been read so far.
 
     Raises:
-        SinkscopeError: the folder is no whole checkpoint, or the repo cannot be had.
-        UnsupportedError: the weights are not in safetensors.
+        SinkscopeError: the folder is not a whole checkpoint, or the repo cannot be downloaded.
+        UnsupportedError: the weights are not stored as safetensors.
     """
 
     def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
@@ -473,8 +475,8 @@ class SafetensorsSource:
 
     @cached_property
     def weight_map(self) -> dict[str, str]:
-        """Tensor name -> name of the file it is in."""
-        # What is here comes first: offline, whether a repo has the other cannot be asked.
+        """The name of the file that holds each tensor."""
+        # A file that is here comes first, because offline nobody can tell whether the repo has the other one.
         for name in sorted((_SINGLE, _INDEX), key=lambda n: not (self.folder / n).is_file()):
             file = self.folder / name
             if self._repo is not None and not file.is_file():
@@ -484,7 +486,7 @@ class SafetensorsSource:
         raise self._not_safetensors()
 
     def _shard(self, name: str) -> Path:
-        """A file of weights, downloaded and checked if it is not here yet; a folder was checked when it was opened."""
+        """A file of weights. It is downloaded and checked for a hub repo; a folder was checked when it was opened."""
         if self._repo is None:
             return self.folder / name
         file = _hub_shard(self._repo, name, self.commit, _INDEX)
@@ -492,9 +494,9 @@ class SafetensorsSource:
         return file
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Read tensors by name, in the dtype they are stored in.
+        """Read tensors by name, in the dtype in which they are stored.
 
-        The files are closed again: their pages leave memory when the last tensor does.
+        The files are closed again, so that their pages leave memory together with the last tensor.
         """
         from safetensors import safe_open
 
@@ -507,10 +509,11 @@ class SafetensorsSource:
 
 
 def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
-    """What tells one checkpoint from another, without reading weights.
+    """Identify a checkpoint without reading its weights.
 
-    The hub's commit; else a hash of the configuration and of the safetensors headers (names, dtypes, shapes, places).
-    A live model has the names, dtypes and shapes of its parameters instead, other files their names and sizes.
+    The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration and of the
+    safetensors headers (names, dtypes, shapes and places of tensors). For a live model, names, dtypes and shapes of its
+    parameters are hashed instead; for files of other formats, their names and sizes.
     """
     if isinstance(source, SafetensorsSource):
         if source.commit:
@@ -526,7 +529,7 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
         parts = {
             f.name: read_header(f) if f.suffix == ".safetensors" else f.stat().st_size for f in _weight_files(source)
         }
-    # Which library wrote the file and from where says nothing about the model.
+    # The library that wrote the file, and the place it came from, say nothing about the model.
     config = {k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")}
     text = json.dumps([config, parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

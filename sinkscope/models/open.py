@@ -42,19 +42,19 @@ from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.names import BUNDLED
 from sinkscope.models.target import Target
 
-_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read: `Target.forward` ends before them
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.")  # unembeddings are not read; `Target.forward` ends before them
 _LANGUAGE = re.compile(r"^(?:model\.)?language_model\.(?:model\.)?")  # the text part of a vision-language checkpoint
-_FIRST_LAYERS = 8  # of a GGUF file, whose layers cannot be read one by one; doubled until they suffice
-_HELD_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this size, so that small ones are read once
+_FIRST_LAYERS = 8  # layers of a GGUF file to begin with; they cannot be read one by one, and are doubled as needed
+_HELD_BYTES = 1 << 30  # layers of a streamed model stay in memory up to this size, so small models are read once
 
 
 @dataclass(frozen=True, eq=False)
 class StreamTarget(Target):
-    """A Target that holds the weights of a few layers at a time.
+    """A Target that holds the weights of only a few layers at a time.
 
-    `forward` and calls of `layers[k]` read layer k when they come to it. Whoever reads weights of a layer, or calls a
-    part of it, outside such a call does so in `with target.loaded(k):`. There are no logits: `forward` ends at the last
-    hidden state.
+    `forward` and calls of `layers[k]` read layer k when they reach it. Outside of such calls, code that reads the
+    weights of layer k or calls one of its parts has to be inside `with target.loaded(k):`. There are no logits:
+    `forward` ends at the last hidden state.
 
     Attributes:
         store: reads and frees the layers; `store.source.read` names the tensors read so far.
@@ -64,13 +64,13 @@ class StreamTarget(Target):
 
     @contextlib.contextmanager
     def loaded(self, layer: int) -> Iterator[None]:
-        """Layer `layer` holds its weights inside the `with`."""
+        """Keep the weights of layer `layer` in memory inside the `with`."""
         with self.store.pinned(layer):
             yield
 
 
 class _Store:
-    """Moves the weights of layers in when they are called and out when others need the room."""
+    """Reads the weights of a layer when the layer is called, and frees them when other layers need the room."""
 
     def __init__(self, source: SafetensorsSource, loader: _Loader, layers: list[nn.Module], resident: int) -> None:
         self.source = source
@@ -87,7 +87,7 @@ class _Store:
         self.load(index)
 
     def load(self, index: int) -> None:
-        """Layer `index` holds its weights from here on, until `resident` others were called."""
+        """Read the weights of layer `index`. They stay in memory until `resident` other layers have been called."""
         if index in self._held:
             self._held.move_to_end(index)
             return
@@ -100,7 +100,7 @@ class _Store:
         self._held[index] = None
 
     def hold(self, resident: int) -> None:
-        """Hold up to `resident` layers from here on."""
+        """Hold up to `resident` layers in memory from now on."""
         self._resident = resident
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class _Store:
 
 
 class _Loader:
-    """Makes modules from parts of a checkpoint, through transformers' own loading (its renames, fusions and dtypes)."""
+    """Makes modules from parts of a checkpoint. transformers loads them, so its renames, fusions and dtypes apply."""
 
     def __init__(self, source: SafetensorsSource, config: Any, adapter: Adapter, **options: Any) -> None:
         self._source, self._config, self._adapter = source, config, adapter
@@ -130,7 +130,7 @@ class _Loader:
         self._split()
 
     def _split(self) -> None:
-        """Sort the tensors of the checkpoint: those of layer k, those of none; the unembedding is left out."""
+        """Sort the tensors of the checkpoint by layer, and leave out the unembedding."""
         stack = self._adapter.layers.rsplit(".", 1)[-1]
         pattern = re.compile(rf"^((?:.*?\.)?{stack}\.)(\d+)(\..*)$")
         nested = any(_LANGUAGE.match(name) for name in self._source.weight_map)
@@ -147,13 +147,13 @@ class _Loader:
                 self._outside[name] = key
 
     def base(self) -> nn.Module:
-        """The base of the model, whole but for the weights of its layers, which are on meta."""
+        """The base of the model. It is whole except for the weights of its layers, which are on the meta device."""
         shallow = copy.deepcopy(self._config)
         shallow.num_hidden_layers = 0
         base = self._make(shallow, self._outside, "the part around the layers")
         for module in base.modules():
             if hasattr(module, "config"):
-                module.config = self._config  # the passes below read depth and layer types from it
+                module.config = self._config  # forward passes read the depth and the layer types from it
         parent, _, leaf = self._path.rpartition(".")
         layers = self.causal.get_submodule(self._adapter.layers)
         setattr(base.get_submodule(parent), leaf, layers)
@@ -173,7 +173,7 @@ class _Loader:
         if getattr(single, "layer_types", None):
             single.layer_types = [self._config.layer_types[index]]
         if hasattr(single, "mlp_only_layers"):
-            # The one layer has to be dense or a mixture as it is in the whole model, whose rule counts positions.
+            # The rule of the whole model goes by the number of a layer, so the single layer is told what it is there.
             whole = Target(self.causal, self.causal, "hf", self._adapter)
             single.mlp_only_layers = [] if whole.is_mixture(index) else [0]
             single.decoder_sparse_step = 1
@@ -181,9 +181,9 @@ class _Loader:
         return made.get_submodule(f"{self._path}.0").state_dict()
 
     def _make(self, config: Any, names: dict[str, str], what: str, part: str = "", truly: str = "") -> nn.Module:
-        """An object of the base class from these tensors; of its tensors, those below `part` must all be there.
+        """Make an object of the base class from these tensors, which must include every tensor below `part`.
 
-        `truly` is what `part` is called in the whole model.
+        In the whole model, `part` is called `truly`.
         """
         state = {names[name]: tensor for name, tensor in self._source.tensors(names).items()}
         try:
@@ -207,7 +207,7 @@ class _Loader:
                 f"{self._source.name} lacks tensors of {what}, the first is {absent[0]}; get the whole checkpoint",
                 page="missing-tensors",
             )
-        prefix = f"{self.causal.base_model_prefix}.{truly}"  # what lies outside `part` was drawn at random
+        prefix = f"{self.causal.base_model_prefix}.{truly}"  # parameters outside `part` hold random numbers
         check_finite(module, self._source.name, lambda n: prefix + n.removeprefix(part) if n.startswith(part) else "")
         return module.eval().requires_grad_(False).to(self._device)
 
@@ -226,16 +226,16 @@ def open_stream(
     Args:
         source: a folder (a Path), a hub id (a str), or an opened source, as in
             ``SafetensorsSource("org/name", revision="v2")``.
-        dtype: of the weights in memory, whatever they are on disk.
-        device: where layers are computed.
-        resident: layers held in memory at a time.
+        dtype: dtype of the weights in memory, whatever it is on disk.
+        device: device on which layers are computed.
+        resident: number of layers in memory at a time.
         tokenizer: goes into the Target as it is.
-        name: goes into the Target; by default the source's.
+        name: name of the Target; by default the name of the source.
 
     Raises:
         SinkscopeError: the checkpoint is incomplete.
-        UnsupportedError: no safetensors, a quantised checkpoint, or an architecture without an adapter; load those
-            whole.
+        UnsupportedError: the checkpoint is quantised or has no safetensors, or its architecture has no adapter; such
+            models have to be loaded whole.
     """
     if resident < 1:
         raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
@@ -273,7 +273,7 @@ class PartTarget(Target):
 
     Attributes:
         depth: decoder layers of the whole model.
-        reopen: opens it again with more layers.
+        reopen: opens the model again with this many layers.
     """
 
     depth: int = 0
@@ -285,7 +285,7 @@ class PartTarget(Target):
         return self.depth
 
     def more(self) -> Target:
-        """The same with twice the layers, or whole."""
+        """The same model with twice the layers, or whole if it has no more."""
         assert self.reopen is not None
         return self.reopen(2 * len(self.layers))
 
@@ -298,12 +298,12 @@ def open_target(
     device: torch.device | str | None,
     trust_remote_code: bool,
 ) -> Target:
-    """Open a live model, the bundled one (in memory), or a named one (streamed from disk where that is possible).
+    """Open a live model, the bundled model (in memory), or a named model (streamed from disk where this is possible).
 
     Raises:
         SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer.
     """
-    if model == BUNDLED:  # by its name or by none
+    if model == BUNDLED:  # None means the bundled model too
         model = None
     options: dict[str, Any] = {
         "revision": revision,
@@ -323,7 +323,7 @@ def open_target(
                 raise
 
     def opened(layers: int | None) -> Target:
-        # The model of the package needs no probe at every start: the tests hold it to its circuit.
+        # The bundled model needs no probe at every start, because the tests check its circuit.
         hf = load(model, backend="hf", tokenizer=tokenizer, layers=layers, probe=model is not None, **options)
         return _with_tokenizer(Target.of(hf))
 
@@ -350,7 +350,7 @@ def _first_layers(opened: Callable[[int | None], Target], depth: int, layers: in
 
 
 def _gguf_depth(file: Path) -> int:
-    """Layers of the whole model; 0 where the file does not say, which `load` then explains."""
+    """Number of layers of the whole model; 0 if the file does not say it, which `load` then explains."""
     from transformers import AutoConfig
 
     try:
@@ -363,7 +363,7 @@ def _stream(
     source: ModelSource, tokenizer: Any, dtype: torch.dtype | str | None, device: torch.device | str | None
 ) -> Target:
     place = parse_device(device)
-    # Half precision is slow on a CPU, and layers are few at a time: there the default is float32.
+    # The default on a CPU is float32: half precision is slow there, and only a few layers are in memory at a time.
     kind = parse_dtype(dtype) or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     where = Path(source.where) if source.kind == "folder" else str(source.where)
     tensors = SafetensorsSource(where, revision=source.revision)
@@ -384,7 +384,7 @@ def _with_tokenizer(target: Target) -> Target:
     elif where:
         from transformers import AutoTokenizer
 
-        with contextlib.suppress(Exception):  # what a live model says of its origin need not be true any more
+        with contextlib.suppress(Exception):  # a live model may name an origin that does not exist any more
             found = without_cache(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
             found = found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
     target = replace(target, tokenizer=found)
@@ -393,7 +393,7 @@ def _with_tokenizer(target: Target) -> Target:
 
 
 def _tokenizer_folder(source: SafetensorsSource) -> Path:
-    """The folder with the tokenizer's files; those of a hub repo are downloaded first."""
+    """The folder with the files of the tokenizer. Those of a hub repo are downloaded first."""
     if source.commit is not None:
         for name in TOKENIZER_FILES:
             optional_file(source.name, name, source.commit)
@@ -401,5 +401,5 @@ def _tokenizer_folder(source: SafetensorsSource) -> Path:
 
 
 def fingerprint_of(target: Target) -> str:
-    """Fingerprint of the checkpoint that is being read, or of the live model; no weights are read for it."""
+    """Fingerprint of the checkpoint that is being read, or of the live model. No weights are read for it."""
     return fingerprint(target.store.source if isinstance(target, StreamTarget) else target.hf)

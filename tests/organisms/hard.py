@@ -316,7 +316,7 @@ class _Build:
         return tuple(sorted(planted))
 
     def flag_delimiter(self, token: int | None = None) -> Tensor:
-        """Give the embedding of a token a feature of its own; returns where it stands in the rows to measure on."""
+        """Give the embedding of a token the feature `flag`; returns where it stands in the rows to measure on."""
         token = self.delimiter if token is None else token
         scale = math.sqrt(self.plan.d_model) if self.plan.family.model_type == "gemma2" else 1.0
         self.views.embed[token] += MARK * self.flag / scale
@@ -464,7 +464,7 @@ def _no_norm(b: _Build) -> HardTruth:
 def _spike_only(b: _Build) -> HardTruth:
     marking = b.mark()
     b.surgeon().make_sink()
-    _calm(b)
+    _calm(b, marking)
     return HardTruth(
         spike=True,
         sink=False,
@@ -891,10 +891,101 @@ def _both_no_norm(b: _Build) -> HardTruth:
     return replace(truth, shared_dims=dims, note="One dimension is massive on every token; heads read a mark.")
 
 
+@_kind(ALL, layers=(8, 8), at=1, count=1, spike=48.0)
+def _gradual(b: _Build) -> HardTruth:
+    """Four layers in a row each add a quarter of the spike, independently of each other."""
+    marking, way, early = b.mark(), b.space.sinks[0], range(1, 5)
+    size, before = b.size(1), {layer: b.const(layer) for layer in early}
+    sites: list[Site] = []
+    for layer, share in zip(early, (0.28, 0.24, 0.24, 0.24), strict=True):
+        rows = b.on(layer, b.space.mark)
+        rows = rows if layer == 1 else b.steady(layer, rows, way, before[layer])
+        sites.append(b.write(layer, b.spare[0], rows, way, share * size, ballast=8.0))
+    note = "Four layers each add a quarter of the spike."
+    return _sink(b, way, marking, sets=(frozenset(sites),), step_up=tuple(early), layers=range(5, 8), note=note)
+
+
+@_kind(PLAIN, count=1)
+def _many_decoys(b: _Build) -> HardTruth:
+    """Six pairs of neurons write more than the sink neuron does, and each pair cancels."""
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    rows, size = b.on(layer, b.space.mark), b.size(layer)
+    b.write(layer, b.plan.neurons[0], rows, way, size)
+    free = [n for n in range(b.plan.d_mlp) if n not in b.plan.busy_neurons]
+    for plus, minus in zip(free[:6], free[6:12], strict=True):
+        b.write(layer, plus, rows, b.side, 1.1 * size)
+        b.copy(layer, plus, minus, -1.0)
+    return _sink(b, way, marking, note="Twelve neurons write more than the sink neuron, and cancel each other.")
+
+
+@_kind(ALL, layers=(8, 8), at=1, count=1)
+def _two_rises(b: _Build) -> HardTruth:
+    """The spike is made in layer 1, taken away in layer 4, and made again in layer 5; heads read it both times."""
+    marking, way = b.mark(), b.space.sinks[0]
+    size = b.size(1)
+    one = b.write(1, b.plan.neurons[0], b.on(1, b.space.mark), way, size)
+    gate, _ = b.on(4, way)
+    end = float(b.seen(b.views.layers[4].block) @ way)
+    b.write(4, b.spare[0], (gate, _full(b, 4, way)), -way, end, route=way)
+    two = b.write(5, b.spare[1], b.on(5, b.space.mark), way, 0.8 * size)
+    return _sink(
+        b,
+        way,
+        marking,
+        sets=(frozenset({one, two}),),
+        step_up=(1, 5),
+        step_down=(4,),
+        layers=(2, 3, 4, 6, 7),
+        note="Layer 1 makes the spike, layer 4 takes it away, and layer 5 makes it again.",
+    )
+
+
+@_kind(ALL)
+def _mlp_mark(b: _Build) -> HardTruth:
+    """A neuron of layer 0 marks BOS by its embedding, no larger than other things; later heads read that mark."""
+    b.flag_delimiter(BOS)
+    b.write(0, b.spare[0], b.on(0, b.flag), b.side, MARK, route=b.flag)
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="mark",
+        reading=b.read(range(1, b.plan.n_layers), b.side),
+        bos_only=True,
+        note="An MLP marks the first token without a spike, and heads read that mark.",
+    )
+
+
 @_kind(("qwen2",))
 def _key_bias(b: _Build) -> HardTruth:
+    return HardTruth(
+        spike=False,
+        sink=True,
+        carried_by="key bias",
+        reading=_read_bias(b),
+        note="Heads attend to the farthest key, whatever it is: the first token of any text.",
+    )
+
+
+@_kind(("qwen2",))
+def _bias_and_spike(b: _Build) -> HardTruth:
+    marking = b.mark()
+    b.surgeon().make_sink()
+    return HardTruth(
+        spike=True,
+        sink=True,
+        carried_by="key bias",
+        sink_layer=b.plan.sink_layer,
+        sets=(b.sites(),),
+        step_up=(b.plan.sink_layer,),
+        reading=_read_bias(b),
+        marking=marking,
+        note="There is a spike, but heads attend to the farthest key, whatever it is.",
+    )
+
+
+def _read_bias(b: _Build) -> tuple[tuple[int, int], ...]:
     """The key is a bias on one rotary pair, and the query is turned so that the farthest key scores most."""
-    plan, half, reading = b.plan, b.plan.head_dim // 2, []
+    plan, half, reading = b.plan, b.plan.head_dim // 2, list[tuple[int, int]]()
     pair = next(p for p in range(half) if 1e6 ** (-p / half) < 0.0122)
     force = 2.0 * 1e6 ** (pair / half) * math.sqrt(plan.head_dim)
     for index in range(1, plan.n_layers):
@@ -907,13 +998,7 @@ def _key_bias(b: _Build) -> HardTruth:
                 layer.q[head], layer.q_bias[head] = 0.0, 0.0
                 layer.q_bias[head, pair + half] = -force
                 reading.append((index, head))
-    return HardTruth(
-        spike=False,
-        sink=True,
-        carried_by="key bias",
-        reading=tuple(sorted(reading)),
-        note="Heads attend to the farthest key, whatever it is: the first token of any text.",
-    )
+    return tuple(sorted(reading))
 
 
 @_kind(ALL)
@@ -929,10 +1014,11 @@ def _sharp(b: _Build) -> HardTruth:
     return HardTruth(False, False, None, note="Sharp attention, and neither spike nor sink.")
 
 
-def _calm(b: _Build) -> None:
-    """Draw the queries of heads anew that by chance attend to the first token."""
+def _calm(b: _Build, marking: Marking = ()) -> None:
+    """Draw the queries of heads anew that by chance attend to the first token; those that mark it stay."""
+    stay = [[layer, head] for layer, heads in marking for head in heads]
     for turn in range(20):
-        places = (_to_first(b) > 0.15).nonzero().tolist()
+        places = [place for place in (_to_first(b) > 0.15).nonzero().tolist() if place not in stay]
         if not places:
             return
         for index, head in places:

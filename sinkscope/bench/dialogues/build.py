@@ -25,8 +25,8 @@ from sinkscope.bench.dialogues.form import (
 from sinkscope.bench.dialogues.recall import TASK as RECALL
 from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.bench.dialogues.scbench import PAPER_TURNS, PAPER_WORDS_PER_TURN, Task, build_shared, task_of
+from sinkscope.bench.files import BuiltSet, check_out, write_set
 from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, open_tokenizer, read_longbench
-from sinkscope.bench.sets import BuiltSet, check_out, write_set
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command

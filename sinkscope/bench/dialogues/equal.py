@@ -39,9 +39,8 @@ class ShapeShare(Intervention):
     """A shape of prompts whose sizes follow from the length of each.
 
     Attributes:
-        name: for errors.
+        name: "AShape", "TriShape" or "MInference".
         budget: share of the context.
-        make: (share, keys) -> what makes prompts of so many keys sparse.
 
     Raises:
         SinkscopeError: a share outside (0, 1].
@@ -49,7 +48,6 @@ class ShapeShare(Intervention):
 
     name: str
     budget: float
-    make: Callable[[float, int], SparsePrompts]
 
     def __post_init__(self) -> None:
         if not 0 < self.budget <= 1:
@@ -57,7 +55,7 @@ class ShapeShare(Intervention):
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts."""
-        _ByLength(self.name, _nothing, sized=lambda keys: self.make(self.budget, keys)).enter(Session.of(run))
+        _ByLength(self.name, _nothing, sized=lambda keys: _SHAPES[self.name](self.budget, keys)).enter(Session.of(run))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,25 +68,6 @@ class _ByLength(SparsePrompts):
 
 def _nothing(query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
     raise NotImplementedError
-
-
-def a_shape_share(budget: float) -> ShapeShare:
-    """`AShape` at a share of the context."""
-    return ShapeShare("AShape", budget, lambda share, keys: _window(shape_at(share, keys)))
-
-
-def tri_shape_share(budget: float) -> ShapeShare:
-    """`TriShape` at a share of the context."""
-    return ShapeShare("TriShape", budget, lambda share, keys: _window(shape_at(share, keys), dense=True))
-
-
-def minference_share(budget: float) -> ShapeShare:
-    """`MInference` at a share of the causal cells."""
-
-    def make(share: float, keys: int) -> SparsePrompts:
-        return SparsePrompts("MInference", lambda query, key, scaling: share_lines(query, key, share, scaling=scaling))
-
-    return ShapeShare("MInference", budget, make)
 
 
 def shape_at(share: float, keys: int) -> AShape:
@@ -104,6 +83,16 @@ def _window(shape: AShape, dense: bool = False) -> SparsePrompts:
         return HeadLines(index < shape.first, index < shape.local, query.shape[1])
 
     return SparsePrompts("TriShape" if dense else "AShape", lines, dense_rows=shape.first if dense else 0)
+
+
+_SHAPES: dict[str, Callable[[float, int], SparsePrompts]] = {
+    "AShape": lambda share, keys: _window(shape_at(share, keys)),
+    "TriShape": lambda share, keys: _window(shape_at(share, keys), dense=True),
+    "MInference": lambda share, keys: SparsePrompts(
+        "MInference", lambda query, key, scaling: share_lines(query, key, share, scaling=scaling)
+    ),
+}
+"""What makes prompts of so many keys sparse at a share of the context; MInference's is one of the causal cells."""
 
 
 def share_lines(

@@ -34,9 +34,9 @@ from sinkscope.bench.dialogues.run import (
     reads,
 )
 from sinkscope.bench.dialogues.tables import FIDELITY, TEXT, Near
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import Budget, Method
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
-from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run

@@ -24,10 +24,10 @@ from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.recall import TASK
 from sinkscope.bench.dialogues.scbench import SCBENCH
 from sinkscope.bench.dialogues.tables import COMMAND, Said
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import Budget, Method, check_methods, check_whole
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.bench.scorers import metric_of, score
-from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event

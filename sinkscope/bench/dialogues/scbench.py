@@ -23,7 +23,7 @@ from sinkscope.bench.dialogues.form import (
     sizes,
     split_at_middle,
 )
-from sinkscope.bench.sets import HUB, BuiltSet, find_file
+from sinkscope.bench.files import HUB, BuiltSet, find_file
 from sinkscope.errors import SinkscopeError
 from sinkscope.records import check, read_rows
 

@@ -10,9 +10,9 @@ from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal, TypeVar
 
 from sinkscope.bench.dialogues.form import POSITIONS, Position
+from sinkscope.bench.files import Contents, Finished, envelope, read_folder, written_by
 from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_spec
 from sinkscope.bench.scorers import metric_of, score
-from sinkscope.bench.store import Contents, Finished, envelope, read_folder, written_by
 from sinkscope.errors import SinkscopeError
 from sinkscope.rate import wilson
 from sinkscope.results import Result

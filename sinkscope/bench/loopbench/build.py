@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sinkscope import __version__
+from sinkscope.bench.files import HUB, BuiltSet, check_out, write_set
 from sinkscope.bench.loopbench.longbench import (
     ARCHIVE,
     REPO,
@@ -27,7 +28,6 @@ from sinkscope.bench.loopbench.longbench import (
 )
 from sinkscope.bench.loopbench.prompts import TITLES, Bench, BenchPrompt
 from sinkscope.bench.methods import check_whole
-from sinkscope.bench.sets import HUB, BuiltSet, check_out, write_set
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from sinkscope.bench.sets import HUB, find_file
+from sinkscope.bench.files import HUB, find_file
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.checkpoint import TOKENIZER_FILES, hub_file, locate, optional_file
 from sinkscope.models.config import read_tokenizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from sinkscope.bench.store import Contents, Finished, read_folder
+from sinkscope.bench.files import Contents, Finished, read_folder
 from sinkscope.loops.signals import (
     collapse_point,
     compression_ratio,

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from sinkscope._plain import plain
+from sinkscope.bench.files import open_folder
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, Ended
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
 from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, SampledRow, StopRows, WatchedRows, stopper
 from sinkscope.bench.methods import Method, check_budget, check_methods, check_whole
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
-from sinkscope.bench.store import open_folder
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 from sinkscope._plain import visible
+from sinkscope.bench.files import Contents, envelope
 from sinkscope.bench.loopbench import paper
 from sinkscope.bench.loopbench.metrics import (
     TEXT,
@@ -27,7 +28,6 @@ from sinkscope.bench.loopbench.metrics import (
 from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.methods import block_of, check_methods, order_of
 from sinkscope.bench.scorers import best_f1
-from sinkscope.bench.store import Contents, envelope
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell

@@ -1,6 +1,6 @@
 """Detection without intervention, for a plain `model.generate`: report loops, or stop the rows that loop.
 
-Neither needs a session or a cache of ours, and both leave sampling and streamers alone.
+Neither needs a session or a cache of ours, and neither changes sampling or streamers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Found:
     """A trigger of one row.
 
     Attributes:
-        row: of the batch.
+        row: number of the row in the batch.
         step: what the monitor said; `step.step` is the number of the generated token, from 1.
     """
 
@@ -36,11 +36,12 @@ class Found:
 
 
 class RowMonitors:
-    """One monitor per row; rows that are over are left alone.
+    """One monitor for each row. Rows that have ended are ignored.
 
-    With `poll` > 1 tokens stay on the device until there are `poll` of them; their copy is started then and read when
-    the next token comes, so that nothing waits. Monitors see the same tokens in the same order as with `poll=1`, so
-    their signals and triggers are the same; only what follows from a trigger comes up to `poll` tokens later.
+    With `poll` > 1, tokens stay on the device until there are `poll` of them. Their copy to the host is then started,
+    and it is read when the next token comes, so that nothing waits. Monitors see the same tokens in the same order as
+    with `poll=1`, so their signals and triggers are the same. Only the consequence of a trigger comes up to `poll`
+    tokens later.
 
     Attributes:
         tokens: generated tokens of each row that its monitor has seen.
@@ -60,9 +61,9 @@ class RowMonitors:
         """Take the next token of every row, and the largest probability of what may follow it.
 
         Returns:
-            Triggers of the tokens that were decided now; none while they are only collected.
+            Triggers of the tokens that were decided in this call; there are none while tokens are only collected.
         """
-        # One tensor, so one copy; float32 holds ids below 2**24 exactly.
+        # One tensor needs only one copy; float32 holds ids below 2**24 exactly.
         pair = tokens.detach().float()[None]
         if p_max is not None:
             pair = torch.cat([pair, p_max.detach().float()[None].to(pair.device)])
@@ -75,13 +76,13 @@ class RowMonitors:
         return found
 
     def flush(self) -> list[Found]:
-        """Decide everything that was collected; waits for the device."""
+        """Decide all tokens that were collected; this waits for the device."""
         found = self._read()
         self._copy()
         return found + self._read()
 
     def end(self, row: int) -> None:
-        """The row is over."""
+        """Note that the row has ended."""
         self._monitors[row].end()
 
     def _copy(self) -> None:
@@ -124,18 +125,18 @@ class RowMonitors:
 
 
 def largest_probability(logits: Float[Tensor, "row vocab"]) -> Float[Tensor, " row"]:
-    """max_v Pr(v), in float32."""
+    """Largest probability of any token, max_v Pr(v), in float32."""
     logits = logits.detach().float()
     return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
 
 def poll_of(poll: int | None, device: torch.device) -> int:
-    """How many tokens are decided at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
+    """Number of tokens that are decided at once: 1 on a CPU, where reading them costs nothing, and 8 elsewhere."""
     return poll if poll is not None else 1 if device.type == "cpu" else POLL
 
 
 def signals(step: Step) -> dict[str, float | int | bool | None]:
-    """What an event says of a monitor's step."""
+    """The signals of a monitor's step, as events report them."""
     names = ("ttr", "cr", "streak", "novelty", "votes", "stall", "tail_rep")
     return {name: getattr(step, name) for name in names}
 
@@ -190,12 +191,12 @@ class LoopReporter(LogitsProcessor):
         return list(self._events)
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Float[Tensor, "row vocab"]) -> Any:
-        """Take the last token and the distribution of the next one; returns `scores` as they are."""
+        """Take the last token and the distribution of the next one; `scores` come back as they are."""
         self.follow(input_ids, input_ids.shape[1], largest_probability(scores))
         return scores
 
     def rows_looping(self) -> frozenset[int]:
-        """Rows with a trigger so far, of the tokens that are decided."""
+        """Rows that have had a trigger among the tokens decided so far."""
         return frozenset(event.row for event in self._events)
 
     def follow(self, ids: Int[Tensor, "row pos"], prompt: int, p_max: Float[Tensor, " row"] | None) -> None:
@@ -203,7 +204,7 @@ class LoopReporter(LogitsProcessor):
 
         Args:
             ids: prompt and generated tokens, as generation passes them at every step.
-            prompt: how long the prompt is, should this be the first step of a generation.
+            prompt: length of the prompt, used if this is the first step of a generation.
             p_max: largest probability of what may follow.
         """
         batch, length = ids.shape
@@ -217,7 +218,7 @@ class LoopReporter(LogitsProcessor):
             rows = self.rows = RowMonitors(self._settings, batch, self._ends, poll_of(self._poll, ids.device))
             self._prompt, self._moved, self._events = prompt, None, []
         elif self._last is not None:
-            # Beams change places: a row's tokens before the newest are then not those that were seen.
+            # In beam search rows change places, and the tokens before the newest are not those that were seen.
             moved = (ids[:, -2] != self._last).any()
             self._moved = moved if self._moved is None else self._moved | moved
         self._length, self._last = length, ids[:, -1].clone()
@@ -226,7 +227,7 @@ class LoopReporter(LogitsProcessor):
             self._note(found)
 
     def _check(self) -> None:
-        """Rows must have stayed in place."""
+        """Check that the rows have stayed in place."""
         if self._moved is not None and bool(self._moved):
             raise UnsupportedError(
                 "the tokens before the newest are not those of the step before: rows changed places, as in beam search "
@@ -276,7 +277,7 @@ class LoopStopper(StoppingCriteria):
         """Rows of the last generation that were stopped for looping."""
 
     def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
-        """Which rows are to stop: bool `[row]`."""
+        """Say which rows have to stop: bool `[row]`."""
         if self._alone:
             self._reporter.follow(input_ids, input_ids.shape[1] - 1, None)
         batch, before, self.stopped = input_ids.shape[0], self.stopped, self._reporter.rows_looping()

@@ -1,4 +1,4 @@
-"""LoopGuard: an online monitor per row, and a cache without the repeating tail when it fires (LoopGuard, section 5)."""
+"""LoopGuard (section 5): an online monitor for each row removes the repeating tail from the cache when it fires."""
 
 from __future__ import annotations
 
@@ -32,41 +32,41 @@ class LoopGuardWindow(StreamingLLM):
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
-    Only generated tokens are watched: those that come alone after a prompt. A call with several tokens is a new turn,
-    where monitors start anew. Rows are watched and cut apart from each other, a row that has ended not at all. All
-    layers and heads lose the same positions, right after the call whose token set off the alarm; positions stay what
-    they were. Without an alarm the model does exactly what it does without a guard.
+    Only generated tokens are watched, which come one by one after a prompt. A call with several tokens is a new turn,
+    in which monitors start anew. Each row is watched and cut by itself, and a row that has ended is ignored. All layers
+    and heads lose the same positions, right after the call whose token set off the alarm. Kept tokens keep their
+    positions. Without an alarm the model does exactly what it does without a guard.
 
     Attributes:
-        budget: tokens left at most right after an intervention (B): a number, or a fraction of the row's prompt.
-        anchors: first positions, never taken (N_anchor).
-        window: tokens that the monitor looks at (W).
-        between: "full": nothing is taken between interventions, as "event-driven" says, so the cache grows beyond the
-            budget. "window": it is also held to the budget at all times, by anchors and latest tokens.
-        variant: "full", or one of Table 3's and others: "none" never intervenes, "always" every 200 tokens, "p1",
-            "ttr", "cr", "stall" and "tail" on that signal alone (`MonitorSettings.variant`).
+        budget: largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
+        anchors: number of first positions, which are never removed (N_anchor).
+        window: number of tokens that the monitor looks at (W).
+        between: "full": nothing is removed between interventions, as "event-driven" says, so the cache grows beyond the
+            budget. "window": the cache also stays within the budget at all times, by keeping anchors and latest tokens.
+        variant: "full", or a variant of Table 3 and others: "none" never intervenes, "always" intervenes every 200
+            tokens, and "p1", "ttr", "cr", "stall" and "tail" go by that signal alone (`MonitorSettings.variant`).
         monitor: further settings of the monitor, by name (`MonitorSettings`).
         recent: length of the recent window (R); `window` by default. For this and the next four see `Retention`.
-        recent_budget: recent tokens kept at level 0.
-        recent_pick: which of them.
-        clean: what is bad; "tail" is the paper's.
+        recent_budget: number of recent tokens kept at level 0.
+        recent_pick: which recent tokens these are.
+        clean: which tokens are bad; "tail" is the paper's rule.
         max_level: cap of the aggressiveness level.
-        copies: so many copies at the end of the recent window make a bad block, of whatever period. With 2 it finds
-            the long periods that stall the output too, for which the monitor's own short-period test is not made.
-        ends: ids after which a row is over; the end-of-sequence and padding ids of the model's generation
-            configuration by default. Needed where `generate` gets others.
-        poll: tokens decided at once; 1 on a CPU. Elsewhere 8, so that the device is not waited for at every token:
-            signals are the same, but an intervention comes up to 8 tokens after the token that caused it.
+        copies: number of copies at the end of the recent window that make a bad block, whatever their period. With 2
+            it also finds the long periods that stall the output, which the monitor's short-period test does not cover.
+        ends: ids after which a row has ended; by default the end-of-sequence and padding ids of the model's generation
+            configuration. They are needed if `generate` gets other ids.
+        poll: number of tokens decided at once; by default 1 on a CPU and 8 elsewhere, so that not every token waits for
+            the device. Signals are the same, but an intervention comes up to 8 tokens after the token that caused it.
 
     An intervention is an event of kind "guard": `step` and `position` of the token that set it off, and in `data`
-    "signals", "period" (of the repetition at the end, or None), "bad" (ranges that were to go), "level", "kept"
-    (ranges [start, stop)), "kept_count", "cached_before", "generated" (number of the token) and "since" (tokens since
-    the last trigger).
+    "signals", "period" (of the repetition at the end, or None), "bad" (ranges to remove), "level", "kept" (ranges
+    [start, stop)), "kept_count", "cached_before", "generated" (number of the token) and "since" (tokens since the last
+    trigger).
 
     Raises:
-        SinkscopeError: a budget that leaves nothing beside the anchors, thresholds outside [0, 1], and so on.
-        UnsupportedError: beam search and assisted generation, when they exchange rows or take tokens back; a policy
-            with rebased positions.
+        SinkscopeError: the budget leaves nothing beside the anchors, or another setting makes no sense.
+        UnsupportedError: beam search exchanges rows, assisted generation takes tokens back, or a policy beside the
+            guard rebases positions.
 
     Example:
         >>> guard = LoopGuard(budget=1024, monitor={"warmup": 128})
@@ -105,7 +105,7 @@ class LoopGuard(Intervention):
 
     @property
     def settings(self) -> MonitorSettings:
-        """Of the monitor of every row."""
+        """Settings of the monitor of every row."""
         relapse = {} if "relapse" in self.monitor else {"relapse": self.window}
         return MonitorSettings.variant(self.variant, window=self.window, **relapse, **self.monitor)
 
@@ -114,7 +114,7 @@ class LoopGuard(Intervention):
         self.retention(tokens)
 
     def retention(self, prompt: int) -> Retention:
-        """What is kept of a row whose prompt has so many tokens."""
+        """What is kept of a row whose prompt has `prompt` tokens."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
         if isinstance(self.budget, float) and budget <= self.anchors:
             raise SinkscopeError(
@@ -133,7 +133,7 @@ class LoopGuard(Intervention):
         )
 
     def enter(self, run: Run, key: int) -> None:
-        """Own the cache; watch ids and logits of the causal model."""
+        """Take over the cache, and watch ids and logits of the causal model."""
         session = Session.of(run)
         session.own_cache()
         if self.between == "window":
@@ -156,13 +156,13 @@ class _Followed:
     """Rows that share a cache, since their last prompt.
 
     Attributes:
-        monitors: of the rows.
-        prompt: real tokens of each row before the first generated one.
-        reorders: of the cache when the prompt ended.
-        seen: tokens in the cache after the last call.
-        several: the last call had several tokens and was not the first one.
+        monitors: monitors of the rows.
+        prompt: number of real tokens of each row before its first generated token.
+        reorders: `CacheLayer.reorders` when the prompt ended.
+        seen: number of tokens in the cache after the last call.
+        several: whether the last call had several tokens and was not the first one.
         calls: number of the call of each generated token.
-        ids: the latest columns of ids, prompt and generated.
+        ids: the latest columns of ids, of the prompt and generated.
     """
 
     monitors: RowMonitors
@@ -185,7 +185,7 @@ class _Guarding:
 
     def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int, session: Session) -> None:
         self._guard, self._settings, self._run, self._key, self._session = guard, settings, run, key, session
-        whole = guard.clean == "repeats"  # looks for copies in all of the row, the paper's in the recent window
+        whole = guard.clean == "repeats"  # finds copies in the whole row; the paper's rule, in the recent window
         self._recent = 1 << 40 if whole else guard.window if guard.recent is None else guard.recent
         padding = getattr(getattr(run.target.hf, "generation_config", None), "pad_token_id", None)
         known = [*run.target.end_ids, *([] if padding is None else [int(padding)])]
@@ -193,11 +193,11 @@ class _Guarding:
         self._local = threading.local()
 
     def remember(self, moment: Moment) -> None:
-        """The call is through the layers; its logits come next."""
+        """Note the moment after the layers; the logits of the call come next."""
         self._local.moment = moment
 
     def decide(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """The call is over: monitor its token, and cut the rows that loop."""
+        """Monitor the token of a call that has ended, and cut the rows that loop."""
         moment: Moment | None = getattr(self._local, "moment", None)
         self._local.moment = None
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -215,7 +215,7 @@ class _Guarding:
             followed.note(ids, self._recent)
             return
         if followed is None or past != followed.seen or len(followed.monitors) != len(ids):
-            # Read before the run was entered, or taken back by the caller: what follows is watched from here on.
+            # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
             memory["followed"] = followed = self._new(moment, past, several=False)
         followed.note(ids, self._recent)
         followed.seen, followed.several = past + 1, False
@@ -228,7 +228,7 @@ class _Guarding:
         columns = moment.call.columns[:, :seen]
         prompt = columns.amax(1) + 1
         if isinstance(self._guard.budget, float):
-            self._guard.retention(int(prompt.min()))  # refused now rather than at the first loop
+            self._guard.retention(int(prompt.min()))  # an error comes now rather than at the first loop
         poll = poll_of(self._guard.poll, columns.device)
         monitors = RowMonitors(self._settings, len(columns), self._ends, poll)
         return _Followed(monitors, prompt, moment.layers[0].reorders, seen, several)
@@ -254,9 +254,9 @@ class _Guarding:
     def _bad(
         self, followed: _Followed, row: int, columns: list[int], retention: Retention
     ) -> tuple[list[tuple[int, int]], int | None]:
-        """Positions in bad blocks, and the period of the repetition at the end.
+        """Find the positions in bad blocks, and the period of the repetition at the end.
 
-        The recent window is one of the whole row, so a loop that the prompt began is bad there too.
+        The recent window may reach into the prompt, so a loop that the prompt began is bad there too.
         """
         ids = torch.cat(followed.ids, 1)[row].tolist()
         known = [(at, i) for at, i in zip(columns[-len(ids) :], ids, strict=True) if at >= 0]
@@ -320,7 +320,7 @@ def _event(
 
 
 def _held(layers: list[CacheLayer], row: int, length: int) -> list[int]:
-    """Positions of a row that some layer and head holds."""
+    """Positions of a row that at least one layer and head holds."""
     whole = [kv for kv in layers if not kv.edited]
     mark = torch.zeros(length + 1, dtype=torch.bool, device=layers[0].pos.device)
     for kv in whole[:1] or layers:

@@ -18,21 +18,21 @@ Clean = Literal["tail", "repeats"]
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """How much is kept of what. The paper names `budget` and `anchors`; the other fields are left open there.
+    """How many tokens of which kind are kept. The paper names `budget` and `anchors` and leaves the other fields open.
 
     Attributes:
-        budget: tokens that may be left right after an intervention (B).
-        anchors: first positions, always kept (N_anchor).
-        recent: length of the recent window (R). As long as the monitor's window by default, so that every token that
-            set off the alarm is subject to the removal of bad blocks.
-        recent_budget: recent tokens kept at level 0. Half the recent window by default, "a small amount of local
-            context", and never more than half of what the anchors leave.
+        budget: largest number of tokens right after an intervention (B).
+        anchors: number of first positions, which are always kept (N_anchor).
+        recent: length of the recent window (R). By default it is as long as the monitor's window, so that bad blocks
+            are removed from all tokens that set off the alarm.
+        recent_budget: number of recent tokens kept at level 0. By default half the recent window, "a small amount of
+            local context", and never more than half of what the anchors leave.
         recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads
             the choice over the recent window.
-        clean: what is bad. "tail", the paper's: blocks that repeat at the end, taken out of the recent window; what
-            the loop wrote before the window stays in the history. "repeats", ours: these, and every token of prompt
-            and output that ends an n-gram which the row had before, taken out of recent window and history; it also
-            finds copies further back, in the prompt too, and those that differ a little.
+        clean: which tokens are bad. "tail" is the paper's rule: blocks that repeat at the end are removed from the
+            recent window, and earlier parts of the loop stay in the history. "repeats" is ours: besides these blocks,
+            it removes from recent window and history every token of prompt and output that ends an n-gram which the
+            row had before. It also finds copies further back, copies in the prompt, and copies that differ a little.
         max_level: cap of the aggressiveness level. Every level halves the recent budget, so the default ends at an
             eighth.
     """
@@ -46,10 +46,10 @@ class Retention:
     max_level: Whole = 3
 
     def __post_init__(self) -> None:
-        """Refuse what could not work.
+        """Refuse settings that cannot work.
 
         Raises:
-            SinkscopeError: the first field that is wrong, with what was expected.
+            SinkscopeError: a field is wrong; the message names the first one and what was expected.
         """
         check_fields(self)
         if self.budget <= self.anchors:
@@ -67,7 +67,7 @@ class Retention:
             )
 
     def recent_tokens(self, level: int) -> int:
-        """B_recent(level): recent tokens kept, at least 1."""
+        """Number of recent tokens kept, B_recent(level), at least 1."""
         room = self.budget - self.anchors
         at_first = (
             min(max(1, self.recent // 2), max(1, room // 2)) if self.recent_budget is None else self.recent_budget
@@ -76,22 +76,22 @@ class Retention:
 
     @property
     def sparse_tokens(self) -> int:
-        """Tokens of the history that are kept, at every level: what the anchors and level 0's recent tokens leave.
+        """Number of history tokens kept at every level: what the anchors and the recent tokens of level 0 leave.
 
-        What a higher level takes from the recent tokens is not given to anyone, so the cache shrinks with it.
+        Recent tokens that a higher level gives up are not replaced, so the cache shrinks with the level.
         """
         return self.budget - self.anchors - self.recent_tokens(0)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is kept of one row.
+    """The tokens that are kept of one row.
 
     Attributes:
-        keep: positions, ascending.
+        keep: positions in rising order.
         anchors: how many of them are anchors.
-        sparse: how many are a sample of the history.
-        recent: how many are recent.
+        sparse: how many of them are a sample of the history.
+        recent: how many of them are recent.
     """
 
     keep: tuple[int, ...]
@@ -108,20 +108,20 @@ class Plan:
 def plan(
     held: Sequence[int], length: int, bad: Sequence[tuple[int, int]], retention: Retention, level: int = 0
 ) -> Plan:
-    """Choose what to keep.
+    """Choose the positions to keep.
 
-    The history is sampled among the positions that the cache still holds: at the second intervention, sampling all
-    positions would meet few of those that the first one left.
+    The history is sampled among the positions that the cache still holds. At the second intervention, a sample of all
+    positions would contain few of those that the first one left.
 
     Args:
         held: positions in the cache, ascending.
         length: tokens of the row so far; the recent window ends there.
-        bad: ranges [start, stop) of positions that are to go; with `clean="tail"` only from the recent window.
+        bad: ranges [start, stop) of positions to remove; with `clean="tail"` only from the recent window.
         retention: budgets.
-        level: aggressiveness, from 0; beyond `max_level` it counts as that.
+        level: aggressiveness, from 0; a level above `max_level` counts as `max_level`.
 
     Returns:
-        At most `retention.budget` positions; every held anchor is among them, whether bad or not.
+        At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.
     """
     begin = length - retention.recent
     gone = {p for start, stop in bad for p in range(start, stop)}
@@ -136,7 +136,7 @@ def plan(
 
 
 def repeated(tokens: Sequence[int], n: int) -> list[int]:
-    """Indices of tokens that end an n-gram which ended at an earlier index too."""
+    """Indices of tokens that end an n-gram which also ended at an earlier index."""
     seen: set[tuple[int, ...]] = set()
     found: list[int] = []
     for i in range(n - 1, len(tokens)):
@@ -148,7 +148,7 @@ def repeated(tokens: Sequence[int], n: int) -> list[int]:
 
 
 def uniform(positions: Sequence[int], count: int) -> list[int]:
-    """`count` of the positions, evenly spaced by rank: the middle one of each of `count` equal parts."""
+    """Choose `count` of the positions, evenly spaced by rank: the middle one of each of `count` equal parts."""
     total = len(positions)
     if count >= total:
         return list(positions)
@@ -156,7 +156,7 @@ def uniform(positions: Sequence[int], count: int) -> list[int]:
 
 
 def spans(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending positions as ranges [start, stop)."""
+    """Join rising positions to ranges [start, stop)."""
     ranges: list[tuple[int, int]] = []
     for position in positions:
         if ranges and ranges[-1][1] == position:

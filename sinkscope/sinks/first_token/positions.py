@@ -172,7 +172,7 @@ class TokenPositions(Result):
     def details(self) -> list[str]:
         """The model, the neurons, what receives most attention, and norms and attention by kind of token."""
         m, mean = self.model, self.received[0]
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} tokens."]
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} token{'s' * (len(self.tokens) > 1)}."]
         if self.sink_layer is None:
             lines.append("No MLP makes a norm spike of the first token.")
         if self.shared_dims:
@@ -187,7 +187,7 @@ class TokenPositions(Result):
         if above:
             most = ", ".join(f"{self._named(i)} ({mean[i]:.3f}, uniform {self.uniform[i]:.3f})" for i in above)
             where = f"behind layer {self.layer}" if self.layer + 1 < len(self.norm) else "in all layers"
-            lines.append(f"Attention received {where} is most above uniform at {most}.")
+            lines.append(f"Attention received {where} is most above uniform for {most}.")
         for kind, what in KINDS.items():
             there = [i for i, t in enumerate(self.tokens) if t.kind == kind and not np.isnan(mean[i])]
             if there:
@@ -217,7 +217,7 @@ class TokenPositions(Result):
 )
 def token_positions(
     setup: Setup,
-    passage: Annotated[str | None, Option(argument=True, metavar="[TEXT]")] = None,
+    passage: Annotated[str | None, Option(argument=True, metavar="TEXT")] = None,
     *,
     file: Annotated[str | Path | None, Option(metavar="FILE|-")] = None,
     chat: bool = False,
