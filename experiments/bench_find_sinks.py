@@ -118,18 +118,18 @@ def plain_arm(folder: str) -> dict[str, Any]:
 
     def run() -> dict[str, Any]:
         target: Any = open_target(Path(folder), None, None, None, None, False)
-        depth = min(target.n_layers, layer + max(3, -(-target.n_layers // 3)) + 1)
+        last = target.n_layers - 1  # no head attends to this sink, so only the last layer ends the search
 
         def forward(rows: int, tokens: int, last: int) -> None:
             ids = torch.randint(target.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
             with target.hooks((target.layers[last], "post", lambda *_: target.stop())):
                 target.forward(ids)
 
-        forward(4, 64, depth - 1)  # typical text
-        forward(4, 64, depth - 1)  # ... once more for its attention
+        forward(4, 64, last)  # typical text
+        forward(25, 64, last)  # texts of the sink rate
         forward(1, REPEATS + 1, layer)  # repetitions
-        forward(22, 32, depth - 1)  # the ablated text, 20 controls and the intact one
-        return {"layers_read": depth}
+        forward(1, 64, last)  # first tokens: 28 single candidates and random neurons, 20 random sets
+        return {"layers_read": last + 1}
 
     return measured(run)
 
