@@ -27,7 +27,8 @@ def part(block: Any, *names: str) -> Any:
 
 
 def down(block: Any) -> nn.Module:
-    return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj")
+    shared = ("mlp.shared_expert.down_proj", "mlp.shared_experts.down_proj")
+    return part(block, "mlp.down_proj", "mlp.dense_4h_to_h", "mlp.c_proj", *shared)
 
 
 def head_outputs(block: Any) -> nn.Module:

@@ -23,7 +23,7 @@ from sinkscope.models.target import Target, first_tensor
 IDS = torch.tensor([[1, 10, 11, 12, 13, 14, 15]])
 UNSUPPORTED = {("falcon", "bridge")}
 PAIRS = [(t, b) for t in MODEL_TYPES for b in BACKENDS if (t, b) not in UNSUPPORTED]
-D_MLP = {"qwen3_moe": 32}
+D_MLP = {"qwen2_moe": 32, "qwen3_moe": 32, "glm4_moe": 24}
 KV_HEADS = dict.fromkeys(("gpt2", "gpt_neox", "opt", "phi", "olmo", "olmo2"), 4)
 
 

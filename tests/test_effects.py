@@ -109,3 +109,23 @@ def test_batches_of_edits_give_what_one_batch_gives(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(whole.norms, parts.norms)
     torch.testing.assert_close(whole.attention, parts.attention)
     assert (effects(target, ids, []).intact_norms > whole.intact_norms).all(), "dimensions were left out"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_added_vectors_are_added_to_what_the_mlp_gives(family: str) -> None:
+    o = organism(family, 5)
+    target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
+    vectors = 5 * torch.randn(2, target.d_model, generator=torch.Generator().manual_seed(0))
+    seen = effects(target, ids, [Edit(), Edit(zero=o.truth.neurons, add=((1, vectors),))], at=4)
+    rows = iter(vectors)
+
+    def add(_module: object, _args: object, out: torch.Tensor) -> torch.Tensor:
+        out[:, 4] += next(rows)
+        return out
+
+    hook = target.sub(1, "mlp").register_forward_hook(add)
+    with Ablate(sites=o.truth.neurons).on(o.model):
+        norms = _long_way(target, ids, 4)[0]
+    hook.remove()
+    torch.testing.assert_close(seen.norms[1], norms, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen.norms[0], seen.intact_norms)

@@ -34,7 +34,9 @@ def until_end(tokens: list[int], end: int = 2) -> list[int]:
 
 def test_text_is_that_of_a_reference_loop() -> None:
     model, tokenizer = model_and_tokenizer()
-    results = generate(model, PROMPTS, patch=SinkPatch(sites=SITES), tokenizer=tokenizer, max_new_tokens=12)
+    results = generate(
+        model, PROMPTS, patch=SinkPatch(sites=SITES, value="listing"), tokenizer=tokenizer, max_new_tokens=12
+    )
     plain = generate(model, PROMPTS, tokenizer=tokenizer, max_new_tokens=12)
     for prompt, got in zip(PROMPTS, results, strict=True):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -91,14 +93,14 @@ def test_policy_and_guard(make: Any) -> None:
     rows = []
     for i, prompt in enumerate(PROMPTS):  # what the pieces do when they are put together by hand
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        with (SinkPatch(sites=SITES) | policy | guard).on(model) as run:
+        with (SinkPatch(sites=SITES, value="listing") | policy | guard).on(model) as run:
             out = model.generate(input_ids=ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
         rows.append((out, [(i, e.step, e.position, e.kind) for e in run.events if e.kind == "guard"]))
     for size in (1, 3):
         got = generate(
             other,
             PROMPTS,
-            patch=SinkPatch(sites=SITES),
+            patch=SinkPatch(sites=SITES, value="listing"),
             policy="streaming:16",
             guard=guard,
             batch_size=size,

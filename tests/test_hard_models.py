@@ -164,6 +164,19 @@ def test_without_bos(name: str, family: str) -> None:
         assert frozenset(result.minimal.numbers) in h.truth.sets
 
 
+def test_a_sink_at_another_position_than_the_first() -> None:
+    """The embeddings of positions 0 and 1 change places, so heads attend to position 1, whatever stands there."""
+    h = hard("position", "gpt2", 0)
+    with torch.no_grad():
+        weight = h.model.transformer.wpe.weight
+        weight[[0, 1]] = weight[[1, 0]]
+    result = look(h)
+    assert result.norm_spike is None and result.attention_sink is not None
+    assert [(p.position, p.token) for p in result.attention_sink.positions] == [(1, "")]
+    assert result.attention_sink.carried_by == "position embedding"
+    assert "attend to position 1, whatever stands there" in result.conclusion()
+
+
 # --- ordinary models without a sink --------------------------------------------------------------------------------
 
 

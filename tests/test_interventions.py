@@ -25,13 +25,15 @@ from sinkscope.interventions.positions import Tracker
 from sinkscope.models.target import Target
 
 IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
-EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
+SHARED = {"qwen2_moe": "mlp.shared_expert", "glm4_moe": "mlp.shared_experts"}
+EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", *SHARED)
 KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
 
 
 def sites_for(model_type: str) -> list[tuple[int, ...]]:
     if model_type in EXPERTS:
-        return [(1, expert, neuron) for expert in range(4) for neuron in (3, 11)]
+        routed = [(1, expert, neuron) for expert in range(4) for neuron in (3, 11)]
+        return routed + ([(1, 3), (2, 40)] if model_type in SHARED else [])  # 40: more than a routed expert has
     return [(1, 3), (1, 11), (2, 0)]
 
 
@@ -44,7 +46,8 @@ def zeroed_copy(model: Any, sites: list[tuple[int, ...]]) -> Any:
             weight = target.sub(layer, "mlp.experts").down_proj.data[expert[0]]
             (weight if target.config.model_type == "gpt_oss" else weight.T)[neuron] = 0
         else:
-            weight = target.sub(layer, target.adapter.down).weight.data
+            path = SHARED.get(target.config.model_type)
+            weight = target.sub(layer, target.adapter.down if path is None else f"{path}.down_proj").weight.data
             (weight if target.adapter.transposed_down else weight.T)[neuron] = 0
     return edited
 

@@ -24,7 +24,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.experts import activate, bind, columns, gate_up
-from sinkscope.models.target import Target, on_input, on_output, plain_weight
+from sinkscope.models.target import Target, on_input, on_output
 from sinkscope.records import Number, Whole, conform
 
 SiteLike = Sequence[int | None]
@@ -37,7 +37,7 @@ _PAGE = "neuron-sites"
 
 
 class NeuronSite(NamedTuple):
-    """One neuron: of a layer's MLP, or of one expert of a mixture."""
+    """One neuron: of a layer's MLP (in a mixture: of its shared expert), or of one routed expert of a mixture."""
 
     layer: int
     neuron: int
@@ -49,7 +49,7 @@ class NeuronSite(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """(layer, neuron), in a mixture (layer, expert, neuron): as results name it."""
+        """(layer, neuron), of a routed expert (layer, expert, neuron): as results name it."""
         return (self.layer, self.neuron) if self.expert is None else (self.layer, self.expert, self.neuron)
 
 
@@ -87,8 +87,8 @@ class NeuronEdit(Intervention):
     """Gives chosen neurons other values at chosen positions.
 
     Attributes:
-        sites: the neurons: (layer, neuron), or (layer, expert, neuron) in a mixture of experts. `layer` and `neurons`
-            are a shorter way to give those of one layer.
+        sites: the neurons: (layer, neuron), or (layer, expert, neuron) in a mixture of experts. A neuron of a shared
+            expert is named (layer, neuron). `layer` and `neurons` are a shorter way to give those of one layer.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
@@ -147,8 +147,7 @@ class NeuronEdit(Intervention):
                 experts = run.target.sub(group.layer, adapter.experts or "")
                 run.hook(experts, "post", expert_hook(group.expert, group.neurons, self.site, edit))
             elif self.site == "post":
-                down = run.target.sub(group.layer, adapter.down)
-                run.hook(down, "pre", on_input(_columns(group.neurons, edit)))
+                run.hook(run.target.mlp_part(group.layer, "down"), "pre", on_input(_columns(group.neurons, edit)))
             else:
                 module, offset = _up_module(run.target, group.layer)
                 run.hook(module, "post", on_output(_columns([offset + n for n in group.neurons], edit)))
@@ -160,7 +159,7 @@ class NeuronEdit(Intervention):
         hooks = []
         for group in self.groups():
             name = f"blocks.{group.layer}.mlp.{point}"
-            if group.expert is not None or name not in run.target.model.hook_dict:
+            if run.target.is_mixture(group.layer) or name not in run.target.model.hook_dict:
                 raise UnsupportedError(
                     f"this bridge has no hook point for {group.sites[0]} at "
                     f"site={self.site!r}: use `with ....on(bridge):` instead",
@@ -195,14 +194,14 @@ class NeuronEdit(Intervention):
         gated = adapter.gate is not None or adapter.fused_gate_up
         for s in self.checked_sites:
             _check_range("layer", s.layer, target.n_layers, target)
-            mixture = target.is_mixture(s.layer)
-            if mixture != (s.expert is not None):
+            if not target.has_mlp(s.layer, s.expert):
+                mixture = target.is_mixture(s.layer)
                 what, want = ("a mixture of experts", "expert, ") if mixture else ("one MLP without experts", "")
                 raise SinkscopeError(
                     f"{s}: layer {s.layer} of {target.name} is {what}; give (layer, {want}neuron)", page=_PAGE
                 )
             if s.expert is None:
-                width = _width(target, s.layer)
+                width = target.width(s.layer)
             else:
                 experts, width = check_experts(target, s.layer)
                 _check_range("expert", s.expert, experts, target)
@@ -365,14 +364,7 @@ def _up_module(target: Target, layer: int) -> tuple[nn.Module, int]:
     """The module that computes the linear factor, and the column where it begins."""
     if target.adapter.fused_gate_up and target.kind == "bridge":  # a bridge splits the fused projection into two
         return target.sub(layer, f"{target.adapter.mlp}.in"), 0
-    module = target.sub(layer, target.adapter.up or "")
-    return module, _width(target, layer) if target.adapter.fused_gate_up else 0
-
-
-def _width(target: Target, layer: int) -> int:
-    """Neurons of this layer's MLP (in some mixtures, layers without experts have another width)."""
-    weight = plain_weight(target.sub(layer, target.adapter.down))
-    return target.d_mlp if weight is None else int(weight.shape[0 if target.adapter.transposed_down else 1])
+    return target.mlp_part(layer, "up"), target.width(layer) if target.adapter.fused_gate_up else 0
 
 
 def _check_range(what: str, value: int, count: int, target: Target) -> None:

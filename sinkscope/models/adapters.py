@@ -34,6 +34,8 @@ class Adapter:
     post_attn_norm: str | None = None  # (layer) norm between the attention and the residual stream
     post_mlp_norm: str | None = None  # (layer) norm between the MLP and the residual stream
     experts: str | None = None  # (layer) fused experts, where the layer is a mixture
+    shared: str | None = None  # (layer) the expert beside them that every token goes through: an MLP like a dense one
+    shared_gate: str | None = None  # (layer) the sigmoid of its output multiplies what the shared expert gives
     transposed_down: bool = False  # weight of the down projection is stored input x output (Conv1D)
     attention_interface: bool = True  # attention goes through transformers' AttentionInterface
     absolute_positions: bool = False
@@ -63,6 +65,14 @@ ADAPTERS: dict[str, Adapter] = {
         ),
         replace(_SANDWICH, model_type="olmo2", mid="mlp"),
         *(replace(_LLAMA, model_type=t, experts="mlp.experts") for t in ("mixtral", "qwen3_moe")),
+        replace(
+            _LLAMA,
+            model_type="qwen2_moe",
+            experts="mlp.experts",
+            shared="mlp.shared_expert",
+            shared_gate="mlp.shared_expert_gate",
+        ),
+        replace(_LLAMA, model_type="glm4_moe", experts="mlp.experts", shared="mlp.shared_experts"),
         replace(_LLAMA, model_type="gpt_oss", experts="mlp.experts", learned_sinks=True),
         replace(
             _LLAMA,

@@ -177,6 +177,8 @@ class _Loader:
             whole = Target(self.causal, self.causal, "hf", self._adapter)
             single.mlp_only_layers = [] if whole.is_mixture(index) else [0]
             single.decoder_sparse_step = 1
+        if hasattr(single, "first_k_dense_replace"):
+            single.first_k_dense_replace = 1 if index < single.first_k_dense_replace else 0
         made = self._make(single, names, f"layer {index}", f"{self._path}.0", f"{self._path}.{index}")
         return made.get_submodule(f"{self._path}.0").state_dict()
 

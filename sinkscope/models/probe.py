@@ -163,17 +163,18 @@ class _Watch:
     """Edits in one layer, one per row of a batch, and the hooks that see what they lead to.
 
     Row 0 is not edited. Row 1: a neuron at the input of the down projection is moved; of a mixture, the output of the
-    fused experts is halved. Rows 2 and 3: every second neuron is moved up and down at the output of `up`; in post only
-    these may change, and where `up` is the linear factor by opposite amounts (those of the gate would not be).
+    fused experts is halved. Row 2 of a mixture with a shared expert: a neuron of that expert is moved. Rows 2 and 3 of
+    a dense MLP: every second neuron is moved up and down at the output of `up`; in post only these may change, and
+    where `up` is the linear factor by opposite amounts (those of the gate would not be).
     """
 
     def __init__(self, target: Target, layer: int) -> None:
         self.target, self.layer, self.adapter = target, layer, target.adapter
-        self.mixture = target.is_mixture(layer)
-        self.neuron = 0 if self.mixture else _typical_neuron(target, layer) or 0
+        self.mixture, self.shared = target.is_mixture(layer), target.has_shared(layer)
+        self.neuron = 0 if self.mixture and not self.shared else _typical_neuron(target, layer) or 0
         self.seen: dict[str, Tensor] = {}
         self.ran: set[str] = set()
-        ungated = () if self.mixture else ("down", "up", "gate")
+        ungated = ("shared_gate",) if self.mixture else ("down", "up", "gate")
         names = ("attn", "mlp", "q", "k", "v", "fused_qkv", "o", "post_attn_norm", "post_mlp_norm", *ungated)
         self.paths: dict[str, str] = {n: path for n in names if (path := getattr(self.adapter, n)) is not None}
 
@@ -189,6 +190,8 @@ class _Watch:
         pairs += [(self._sub(path), "post", partial(self._see, name)) for name, path in self.paths.items()]
         if self.mixture:
             pairs.append((self._sub(a.experts), "post", self._halve))
+            if self.shared:
+                pairs.append((self.target.mlp_part(self.layer, "down"), "pre", self._move_shared))
         else:
             pairs += [(self._sub(a.down), "pre", self._move_post), (self._sub(a.up), "post", self._move_up)]
         self._check_shapes()
@@ -208,8 +211,11 @@ class _Watch:
             found = {f"{a.experts}.down_proj": (experts.down_proj[0], t.d_mlp, t.d_model)}
             input_first = experts.is_transposed
         else:
-            fans = {a.down: (t.d_mlp, t.d_model), a.up: (t.d_model, t.d_mlp * (2 if a.fused_gate_up else 1))}
-            fans |= {a.gate: (t.d_model, t.d_mlp)} if a.gate else {}
+            width = (
+                t.d_mlp if a.experts is None else int(t.config.intermediate_size)
+            )  # experts have a width of their own
+            fans = {a.down: (width, t.d_model), a.up: (t.d_model, width * (2 if a.fused_gate_up else 1))}
+            fans |= {a.gate: (t.d_model, width)} if a.gate else {}
             found = {path: (plain_weight(self._sub(path)), *fan) for path, fan in fans.items()}
             input_first = a.transposed_down
         for path, (weight, fan_in, fan_out) in found.items():
@@ -232,6 +238,13 @@ class _Watch:
         rows[1, _POSITION, self.neuron] += _step(rows)
         self.seen["post"] = self._shaped(edited)
         return ((edited, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": edited})
+
+    def _move_shared(self, _module: object, args: tuple[Tensor], kwargs: dict[str, Any]) -> Any:
+        edited = args[0].clone()
+        rows = edited.view(_ROWS, _LENGTH, -1)
+        rows[2, _POSITION, self.neuron] += _step(rows)
+        self.seen["shared"] = self._shaped(edited)
+        return (edited,), kwargs
 
     def _move_up(self, _module: object, _args: object, _kwargs: object, output: Tensor) -> Tensor:
         edited = output.clone()
@@ -262,6 +275,11 @@ class _Watch:
             column = self.target.w_out(self.layer, [self.neuron]).float().to(post.device)
             written = expected[:, self.neuron, None] * column
         errors = [_relative(post[1], expected), _relative(change["mlp"][1], written, self.seen["mlp"])]
+        if self.shared:
+            step = change["shared"][2, :, self.neuron, None]
+            weight = self.seen["shared_gate"][2].sigmoid() if "shared_gate" in self.seen else 1.0
+            column = self.target.w_out(self.layer, [self.neuron]).float().to(step.device)
+            errors.append(_relative(change["mlp"][2], weight * step * column, self.seen["mlp"]))
         if not self._normed_after():
             added = change.get("post_mlp_norm", change["mlp"])
             errors.append(_relative(change["layer"][1], added[1], self.seen["layer"]))
@@ -281,7 +299,7 @@ class _Watch:
     def _gate_is_closed(self) -> bool:
         """The gate of every moved neuron is exactly zero (weights of zero), so that no move of `up` shows."""
         gate = self.seen.get("gate", self.seen["up"] if self.adapter.fused_gate_up else None)
-        return gate is not None and not gate[0, _POSITION, : self.target.d_mlp : 2].any()
+        return gate is not None and not gate[0, _POSITION, : self.target.width(self.layer) : 2].any()
 
     def _normed_after(self) -> bool:
         """OPT-350m normalises the residual stream itself, after adding the MLP's output."""

@@ -182,6 +182,35 @@ class Target:
             return False
         return True
 
+    def n_experts(self, layer: int) -> int:
+        """Routed experts of a layer; 0 where it is no mixture."""
+        experts: Any = self.sub(layer, self.adapter.experts or "") if self.is_mixture(layer) else None
+        return 0 if experts is None else int(experts.num_experts)
+
+    def has_shared(self, layer: int) -> bool:
+        """Whether the layer is a mixture with an expert beside the routed ones that every token goes through."""
+        return self.adapter.shared is not None and self.is_mixture(layer)
+
+    def has_mlp(self, layer: int, expert: int | None) -> bool:
+        """Whether neurons of the layer are named with an expert or, None, without one: dense, or of a shared expert."""
+        return self.is_mixture(layer) != (expert is None) or (expert is None and self.has_shared(layer))
+
+    def mlp_part(self, layer: int, name: Literal["gate", "up", "down"]) -> nn.Module:
+        """A projection of the layer's MLP, or of its shared expert where the layer is a mixture."""
+        path = getattr(self.adapter, name) or ""
+        if self.has_shared(layer):
+            path = f"{self.adapter.shared}{path.removeprefix(self.adapter.mlp)}"
+        return self.sub(layer, path)
+
+    def width(self, layer: int, expert: int | None = None) -> int:
+        """Neurons of an expert; without one, of the layer's dense MLP or of its shared expert."""
+        if expert is not None:
+            return self.d_mlp
+        down = self.mlp_part(layer, "down")
+        if (weight := plain_weight(down)) is None:
+            return int(getattr(down, "in_features", self.d_mlp))
+        return int(weight.shape[0 if self.adapter.transposed_down else 1])
+
     def loaded(self, layer: int) -> AbstractContextManager[None]:
         """A `with` in which the weights of a layer may be read, and its parts called, outside a call of the layer.
 
@@ -191,15 +220,18 @@ class Target:
 
     @torch.no_grad()
     def w_out(self, layer: int, neurons: list[int], expert: int | None = None) -> Float[Tensor, "neuron d_model"]:
-        """Columns of the down projection: what each neuron writes when its `hook_post` is 1."""
+        """Columns of the down projection: what each neuron writes when its `hook_post` is 1.
+
+        In a mixture, None is the shared expert; routing weight and sigmoid gate are not part of it.
+        """
         with self.loaded(layer):
             if expert is not None:
                 return experts.columns(self.sub(layer, self.adapter.experts or ""), expert, neurons)
-            down = self.sub(layer, self.adapter.down)
+            down = self.mlp_part(layer, "down")
             if (weight := plain_weight(down)) is not None:
                 return weight[neurons] if self.adapter.transposed_down else weight[:, neurons].T
             # Quantised or adapted weights: ask the module itself what a unit input writes.
-            eye = torch.zeros(len(neurons) + 1, self.d_mlp, device=self.device, dtype=self.dtype)
+            eye = torch.zeros(len(neurons) + 1, self.width(layer), device=self.device, dtype=self.dtype)
             eye[torch.arange(len(neurons)), torch.tensor(neurons)] = 1
             out = down(eye)
             return out[:-1] - out[-1:]
@@ -208,9 +240,11 @@ class Target:
     def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
         """L2 norm of every column of the down projection."""
         with self.loaded(layer):
-            if expert is None and (weight := plain_weight(self.sub(layer, self.adapter.down))) is not None:
+            if expert is None and (weight := plain_weight(self.mlp_part(layer, "down"))) is not None:
                 return torch.linalg.vector_norm(weight, dim=int(self.adapter.transposed_down), dtype=torch.float32)
-            columns = (self.w_out(layer, some.tolist(), expert) for some in torch.arange(self.d_mlp).split(1024))
+            columns = (
+                self.w_out(layer, some.tolist(), expert) for some in torch.arange(self.width(layer, expert)).split(1024)
+            )
             return torch.cat([torch.linalg.vector_norm(c, dim=1, dtype=torch.float32) for c in columns])
 
     @torch.no_grad()

@@ -158,6 +158,7 @@ class _Build:
         factor: str = "gate",
         thin: bool = False,
         dense: bool = False,  # the sink layer of a mixture is an ordinary MLP
+        shared: bool = False,  # the sink neurons are of the expert that every token goes through
         bos_only: bool = False,
         **changes: Any,
     ) -> None:
@@ -178,10 +179,10 @@ class _Build:
             factor=factor if plan.family.gated else None,
             window=plan.window and 1024,
             groups=groups,
-            **({"expert": 0} if dense else {}),
+            **({"expert": 0} if dense or shared else {}),
             **changes,
         )
-        self.dense = (self.plan.sink_layer,) if dense else ()
+        self.dense = (self.plan.sink_layer,) if dense or shared else ()
         self.space, (self.flag, self.side, self.mark2) = _with_features(make_space(self.plan), self.plan, 3)
         self.model = make_body(self.plan, **({"mlp_only_layers": list(self.dense)} if dense else {}))
         self.delimiter = N_SPECIAL + rng.randrange(20)
@@ -190,6 +191,10 @@ class _Build:
             self.views = views(self.model)
             generator = torch.Generator().manual_seed(zlib.crc32(f"hard {name} {family} {seed}".encode()))
             fill(self.plan, self.space, self.views, generator)
+        if shared:
+            own = self.views.layers[self.plan.sink_layer].shared
+            assert own is not None
+            self.views.layers[self.plan.sink_layer] = own
         self.noise = generator
         self.first = torch.zeros_like(self.tokens, dtype=torch.bool)
         self.first[:, 0] = True
@@ -1041,3 +1046,21 @@ def _to_first(b: _Build) -> Tensor:
     out: Any = b.model(b.tokens, output_attentions=True, use_cache=False)
     b.model.set_attn_implementation(usual)
     return torch.stack([a[:, :, 4:, 0].mean((0, 2)) for a in out.attentions])
+
+
+@_kind(("qwen2_moe",), shared=True)
+def _moe_shared(b: _Build) -> HardTruth:
+    return _textbook(b, note="A mixture whose shared expert makes the spike: its neurons have no expert's number.")
+
+
+@_kind(("qwen2_moe",), count=2)
+def _moe_both(b: _Build) -> HardTruth:
+    marking, layer, way = b.mark(), b.plan.sink_layer, b.space.sinks[0]
+    rows, size, routed = b.on(layer, b.space.mark), b.size(layer), b.views.layers[layer]
+    one = b.write(layer, b.plan.neurons[0], rows, way, size)
+    assert routed.shared is not None
+    b.views.layers[layer] = routed.shared
+    b.write(layer, b.plan.neurons[1], rows, way, size, expert=0)
+    b.views.layers[layer] = routed
+    sets = (frozenset({one, (layer, b.plan.neurons[1])}),)
+    return _sink(b, way, marking, sets=sets, note="A routed and a shared neuron, each of which suffices.")

@@ -78,7 +78,8 @@ def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
         "pad_token_id": PAD,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "num_experts_per_tok": 2,
-        ("num_experts" if family.model_type == "qwen3_moe" else "num_local_experts"): family.experts,
+        "shared_expert_intermediate_size": plan.d_mlp + 8,
+        ("num_experts" if family.model_type.startswith("qwen") else "num_local_experts"): family.experts,
         "query_pre_attn_scalar": plan.head_dim,
     } | more
     if family.model_type == "gpt2":
@@ -102,6 +103,9 @@ def fill(plan: Plan, space: Space, all_views: Views, generator: torch.Generator)
     for index, layer in enumerate(all_views.layers):
         _attention(plan, space, layer, noise)
         _mlp(plan, space, layer, noise)
+        if layer.shared is not None and layer.shared_gate is not None:
+            _mlp(plan, space, layer.shared, noise)
+            layer.shared_gate.copy_(noise.reading(0.33, 1))
         if plan.by_heads and index < plan.marking_layer:  # tokens still have nearly one norm where heads mark
             content = torch.zeros(plan.d_model).index_fill(0, space.content, 1.0)
             for written in (layer.o, layer.down):

@@ -54,6 +54,7 @@ FAMILIES = {
     "qwen3_moe": Family("qwen3_moe", experts=5, free_head_dim=True),
     "gpt_oss": Family("gpt_oss", experts=4, free_head_dim=True, windows=(128, 1024)),
 }
+ONLY_HARD = {"qwen2_moe": Family("qwen2_moe", experts=4)}  # families of single kinds of hard models
 
 # (query heads, key heads, head dim)
 _SHAPES = [(4, 4, 12), (4, 2, 16), (4, 4, 16), (5, 5, 16), (6, 3, 16), (6, 6, 16), (6, 2, 16), (8, 4, 12), (8, 2, 12)]
@@ -132,9 +133,9 @@ def _silu(x: float) -> float:
 
 
 def make_plan(family: str, seed: int, kind: str, n_layers: int | None, d_model: int | None, bos: bool) -> Plan:
-    if family not in FAMILIES:
+    if family not in FAMILIES | ONLY_HARD:
         raise ValueError(f"no organism of family {family!r}; there are: {', '.join(FAMILIES)}")
-    fam = FAMILIES[family]
+    fam = (FAMILIES | ONLY_HARD)[family]
     if kind not in fam.kinds:
         raise ValueError(f"no organism {kind!r} of family {family!r}; there are: {', '.join(fam.kinds)}")
     rng = random.Random(f"{family} {kind} {seed} {bos}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,8 @@ class Layer:
     post_attn_norm: nn.Module | None = None  # Gemma 2: on the branch, before it is added
     post_mlp_norm: nn.Module | None = None
     attn_sinks: Tensor | None = None  # gpt-oss: learned logits beside the keys
+    shared: Layer | None = None  # the same layer with the neurons of its shared expert, as one dense MLP
+    shared_gate: Tensor | None = None  # [1, d_model]
 
 
 @dataclass
@@ -78,7 +80,7 @@ def _llama_layer(block: Any) -> Layer:
     qk_norm = hasattr(attn, "q_norm")
     mlp = _experts(block.mlp) if hasattr(block.mlp, "experts") else _dense(block.mlp)
     out_biases = (() if attn.o_proj.bias is None else (attn.o_proj.bias,)) + mlp.pop("out_biases", ())
-    return Layer(
+    layer = Layer(
         block=block,
         attn_norm=block.input_layernorm,
         mlp_norm=block.pre_feedforward_layernorm if post_norms else block.post_attention_layernorm,
@@ -96,6 +98,10 @@ def _llama_layer(block: Any) -> Layer:
         **mlp,
         **biases,
     )
+    if hasattr(block.mlp, "shared_expert"):
+        layer.shared = replace(layer, router=None, out_biases=(), **_dense(block.mlp.shared_expert))
+        layer.shared_gate = block.mlp.shared_expert_gate.weight
+    return layer
 
 
 def _dense(mlp: Any) -> dict[str, Any]:

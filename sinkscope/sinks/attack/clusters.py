@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
-from sinkscope.sinks.first_token.ablation import Neuron, view_layer
+from sinkscope.sinks.first_token.ablation import Neuron, flat_number, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.repetition.sequences import norms_after
 from sinkscope.trace.run import trace
@@ -359,7 +359,7 @@ def clusters_of(
     if layer is None or not neurons:
         return TokenClusters(neuron=None, **empty)
     site = max(neurons, key=lambda n: n.contribution_norm)
-    flat = site.neuron + (site.expert or 0) * target.d_mlp
+    flat = flat_number(target, layer, site.expert, site.neuron)
     hold_layers(target, layer)
     reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
     some = draw(vocabulary(target, None), LDA_TOKENS, setup.seed)  # the few of --token would make no plane

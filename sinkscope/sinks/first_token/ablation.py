@@ -30,14 +30,17 @@ def numbers(layer: int, expert: int | None, neuron: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerView:
-    """A layer at `n` positions. Neurons of a mixture are numbered `expert * d_mlp + neuron`.
+    """A layer at `n` positions.
+
+    Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert come behind all of these.
 
     Attributes:
         resid: residual stream after the layer.
         mlp: output of the down projection(s), before any norm behind it.
-        post: `hook_post`; in a mixture times the routing weight, 0 for experts that were not chosen.
+        post: `hook_post`; in a mixture times the weight in `routing`.
         up: output of the up projection, the linear factor; None where there is no such factor, and in a mixture.
-        routing: weight of every expert, 0 for those not chosen; None where the layer is no mixture.
+        routing: weight of every expert, 0 for those not chosen, and last that of a shared one, if there is one; None
+            where the layer is no mixture.
     """
 
     layer: int
@@ -79,6 +82,11 @@ def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: T
     pairs: list[tuple[Any, str, Any]] = [(target.sub(layer, a.mlp), "post", whole)]
     if target.is_mixture(layer):
         pairs.append((target.sub(layer, a.experts or ""), "post", experts))
+        if target.has_shared(layer):
+            pairs.append((target.mlp_part(layer, "down"), "post", keeper("shared", lambda args, _: args[0])))
+            if a.shared_gate is not None:
+                sigmoid = keeper("weight", lambda _, out: out.sigmoid())
+                pairs.append((target.sub(layer, a.shared_gate), "post", sigmoid))
     else:
         pairs.append((target.sub(layer, a.down), "post", keeper("post", lambda args, _: args[0])))
         if a.up is not None and (a.gate is not None or a.fused_gate_up):
@@ -87,19 +95,24 @@ def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: T
     pairs.append((target.layers[layer], "post", keeper("resid", lambda _, out: first_tensor(out))))
     with target.hooks(*pairs, (target.layers[layer], "post", lambda *_: target.stop())):
         target.forward(ids)
+    if "shared" in got:
+        shared = got.pop("shared").float()
+        weight = got.pop("weight", torch.ones_like(shared[:, :1])).float()
+        got["post"] = torch.cat([got["post"], shared * weight], 1)
+        got["routing"] = torch.cat([got["routing"], weight], 1)
     return LayerView(layer, **{name: tensor.float() for name, tensor in got.items()})
 
 
 @torch.no_grad()
 def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
     """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
-    if not target.is_mixture(view.layer):
-        return view.post.abs() * target.w_out_norms(view.layer).float()
-    width = target.d_mlp
-    out = torch.zeros_like(view.post)
-    for expert in view.post.unflatten(1, (-1, width)).any(-1).any(0).nonzero().flatten().tolist():
-        part = slice(expert * width, (expert + 1) * width)
-        out[:, part] = view.post[:, part].abs() * target.w_out_norms(view.layer, expert).float()
+    layer, out = view.layer, torch.zeros_like(view.post)
+    experts = [*range(target.n_experts(layer)), *([None] if target.has_mlp(layer, None) else [])]
+    for expert in experts:
+        start = flat_number(target, layer, expert, 0)
+        part = slice(start, start + target.width(layer, expert))
+        if bool(view.post[:, part].any()):  # norms are read of those experts only that write anything
+            out[:, part] = view.post[:, part].abs() * target.w_out_norms(layer, expert).float()
     return out
 
 
@@ -129,8 +142,8 @@ def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Ten
     ids = neurons.tolist()
     if not target.is_mixture(layer):
         return target.w_out(layer, ids).float()
-    width = target.d_mlp
-    return torch.cat([target.w_out(layer, [n % width], n // width).float() for n in ids])
+    sites = [split(target, layer, n) for n in ids]
+    return torch.cat([target.w_out(layer, [neuron], expert).float() for expert, neuron in sites])
 
 
 @torch.no_grad()
@@ -162,8 +175,16 @@ def _norm(resid: Tensor, without: Sequence[int]) -> Tensor:
 
 
 def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
-    """(expert, neuron) of a flat number; expert is None where the layer is no mixture."""
-    return divmod(neuron, target.d_mlp) if target.is_mixture(layer) else (None, neuron)
+    """(expert, neuron) of a flat number; expert is None where the layer is no mixture, and for a shared expert."""
+    first = target.n_experts(layer) * target.d_mlp  # of those that have no expert's number
+    if target.has_mlp(layer, None) and neuron >= first:
+        return None, neuron - first
+    return divmod(neuron, target.d_mlp)
+
+
+def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:
+    """The number of a neuron in a `LayerView`."""
+    return (target.n_experts(layer) if expert is None else expert) * target.d_mlp + neuron
 
 
 @dataclass(frozen=True)
@@ -172,7 +193,7 @@ class Neuron:
 
     Attributes:
         layer: where it is.
-        expert: None where the layer is no mixture of experts.
+        expert: None where the layer is no mixture of experts, and for a neuron of a shared expert.
         neuron: its number in the MLP (in the expert).
         contribution_norm: norm of `hook_post[j] * W_out[j]` at the first token.
         share: that over the norm of the MLP's output there.
@@ -388,7 +409,8 @@ def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, f
     """Median `hook_post` of a neuron on typical text, and of its up factor where there is one: what a patch writes."""
     expert, _ = split(target, text.layer, flat)
     post = text.post[:, flat]
-    if text.routing is not None and expert is not None:  # what the expert itself gives, where it was asked
+    if text.routing is not None:  # what the expert itself gives, where it was asked; the last weight is a shared one's
+        expert = -1 if expert is None else expert
         asked = text.routing[:, expert] > 0
         post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
     return float(post.median()), None if text.up is None else float(text.up[:, flat].median())

@@ -231,6 +231,8 @@ class _Run:
             hooks.insert(0, (t.sub(layer, a.up or "") if a.mlp == a.down else mlp, "pre", self.keep("y")))
             if t.is_mixture(layer):
                 hooks.insert(0, (t.sub(layer, a.experts or ""), "post", lambda _m, *call: self.route(layer, *call[:2])))
+                if a.shared_gate is not None:
+                    hooks.insert(0, (t.sub(layer, a.shared_gate), "post", self.keep("shared", "post")))
             else:
                 hooks.insert(0, (t.sub(layer, a.down), "pre", self.keep("post")))
         return hooks
@@ -305,8 +307,12 @@ class _Run:
             error = max(error, float((split[i].sum(0) - true).abs().max() / true.abs().max().clamp(min=1e-9)))
         gate, up = split if len(split) == 2 else (None, split[0])
         if "routing" in self.seen:
-            size = post(gate.sum(0) if gate is not None else None, up.sum(0)) * self.seen.pop("routing")
-            cols = torch.cat([self.target.w_out(layer, [site[2]], site[1]) for site in sites]).float()
+            weight = self.seen.pop("routing")
+            if "shared" in self.seen:
+                of_shared = torch.tensor([len(site) == 2 for site in sites], device=weight.device)
+                weight = torch.where(of_shared, self.seen.pop("shared").sigmoid(), weight)
+            size = post(gate.sum(0) if gate is not None else None, up.sum(0)) * weight
+            cols = torch.cat([self.target.w_out(layer, [site[-1]], *site[1:-1]) for site in sites]).float()
         else:
             size = self.seen["post"][:, [site[1] for site in sites]]
             cols = self.target.w_out(layer, [site[1] for site in sites]).float()
@@ -319,10 +325,16 @@ class _Run:
         if t.is_mixture(layer):
             experts: Any = t.sub(layer, a.experts or "")
 
+            def of_one(site: tuple[int, ...], y: Tensor) -> Sequence[Tensor]:
+                if len(site) == 3:
+                    return gate_up(experts, site[1], y.to(experts.gate_up_proj.dtype), [site[2]])
+                which = torch.tensor([site[1]])
+                parts = [_rows(t.mlp_part(layer, n), which, a.transposed_down, t.d_model) for n in ("gate", "up")]
+                return [y @ weight.T + bias for weight, bias in parts]
+
             def of_experts(y: Tensor) -> list[Tensor]:
-                dtype = experts.gate_up_proj.dtype
-                each = [gate_up(experts, e, y.flatten(0, -2).to(dtype), [n]) for _, e, n in sites]
-                return [torch.cat([one[i] for one in each], -1).float().view(*y.shape[:-1], -1) for i in (0, 1)]
+                each = [of_one(site, y.flatten(0, -2)) for site in sites]
+                return [torch.cat([one[i].float() for one in each], -1).view(*y.shape[:-1], -1) for i in (0, 1)]
 
             return of_experts, lambda gate, up: activate(experts, gate, up)
         order = torch.tensor([site[1] for site in sites])
@@ -336,10 +348,14 @@ class _Run:
         return lambda y: [y @ weight.T + bias for weight, bias in maps], post
 
     def route(self, layer: int, args: Any, kwargs: Any) -> None:
-        """The routing weights of the experts that hold sink neurons."""
+        """The weights of the experts that hold sink neurons; 1 for a shared expert."""
         _, chosen, weights = bind(args, kwargs)
         flat = self.places[0] * self.shape[1] + self.places[1]
-        each = [torch.where(chosen == site[1], weights, 0).sum(-1)[flat] for site in self.sites[layer]]
+        ones = torch.ones_like(weights[:, 0])
+        each = [
+            torch.where(chosen == site[1], weights, 0).sum(-1)[flat] if len(site) == 3 else ones[flat]
+            for site in self.sites[layer]
+        ]
         self.seen["routing"] = torch.stack(each, -1).float()
 
     # -- keys ------------------------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ class Circuit(Result):
             return f"{made}; no head attends to the first token{logits}."
         carried = "the spike" if self.carried_by == "spike" else self.carried_by
         control = "" if a.control is None else f" ({a.control:.2f} in the random control)"
+        if self.neurons and self.carried_by != "spike":
+            made += "; heads do not need the spike"
         return (
             f"{made}; without {carried} the attention of the heads that read the first token falls from {a.intact:.2f} "
             f"to {a.without:.2f}{control}."
@@ -100,7 +102,7 @@ class Circuit(Result):
         }
         lines = []
         for m in self.marking:
-            what = "Mark of the first token" if m.place == "first token" else "Mark of the repetition"
+            what = "What the keys need" if m.place == "keys" else f"Mark of the {m.place}"
             lost = f"without {'it' if len(m.components) == 1 else 'them'} {_percent(m.necessity)} is lost"
             lines.append(f"{what}: {and_(m.components)} {said[m.relation]}; {lost}.")
         if self.repeated is not None:

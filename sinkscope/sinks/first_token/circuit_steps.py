@@ -69,7 +69,7 @@ class Marking:
     """Components that mark a position together.
 
     Attributes:
-        place: "first token" or "repetition".
+        place: "first token" or "repetition", whose mark it is; "keys": what heads read without a spike.
         components: attention layers, MLPs and embeddings; or heads of one layer.
         by: the same, where heads of its layers are known instead of their layers.
         relation: "alone": there is one; "all needed": each is necessary, and none suffices; "in series": each is
@@ -244,7 +244,9 @@ class Steps:
             by = tuple(final) if group is whole else group.members
             proof, control = bench.proofs([group.members])[0], _largest(bench.proofs(self.sets(pool, len(by))))
             names = tuple(map(told, group.members)), tuple(map(told, by))
-            self.marking.append(Marking(place, *names, group.relation, *_interleaved(proof, control)))
+            self.marking.append(
+                Marking(place if bench.heads is None else "keys", *names, group.relation, *_interleaved(proof, control))
+            )
         written = {c for of in shares.values() for c, share in of.items() if abs(share) >= SHOWN}
         control = _largest(bench.proofs(self.sets(pool, 1)))
         rows = [*final, *sorted(written - set(final), key=str)]
@@ -269,8 +271,9 @@ class Steps:
         """Random sets of as many neurons of the same layers (and experts), and what they write."""
         generator = torch.Generator().manual_seed(self.setup.seed)
         sets: list[tuple[Site, ...]] = []
+        width = min(self.target.width(site[0], *site[1:-1]) for site in self.sites)
         for _ in range(DRAWS):
-            order = torch.randperm(self.target.d_mlp, generator=generator).tolist()
+            order = torch.randperm(width, generator=generator).tolist()
             free = iter(order)
             sets.append(tuple(next(o for n in free if (o := (*site[:-1], n)) not in self.sites) for site in self.sites))
         chosen = sorted({site for some in sets for site in some})
@@ -370,11 +373,16 @@ class Steps:
     # -- the heads that read ---------------------------------------------------------------------------------------
 
     def reader(self) -> Bench | None:
-        """The attention to the first token of the heads that read it, behind the sink layer; None: there are none."""
+        """The attention to the first token of the heads that read it; None: there are none.
+
+        Those behind the sink layer; if there are none, all, which then cannot read the spike.
+        """
         paid = effects(self.target, self.ids, [], attention=True).intact_attention
         assert paid is not None
         reading = paid.mean(0) >= READS
-        reading[: 0 if self.layer is None else self.layer + 1] = False
+        behind = 0 if self.layer is None else self.layer + 1
+        if bool(reading[behind:].any()):
+            reading[:behind] = False
         return Bench(self.target, self.ids, 0, self.other, heads=reading) if bool(reading.any()) else None
 
     def carries(self, bench: Bench) -> bool:

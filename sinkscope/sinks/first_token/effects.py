@@ -180,7 +180,7 @@ class _Pass:
         return hooks + [hook for component, numbers in swapped.items() for hook in self._swap(component, numbers)]
 
     def _silence(self, layer: int, expert: int | None, neurons: dict[int, list[int]]) -> tuple[Any, str, Any]:
-        adapter, order = self.target.adapter, list(neurons)
+        order = list(neurons)
         mask = torch.zeros(len(self.ids), len(order), dtype=torch.bool)
         for column, numbers in enumerate(neurons.values()):
             for number in numbers:
@@ -191,7 +191,7 @@ class _Pass:
             return values.masked_fill(mask[:, None].to(flat.device), 0).reshape(flat.shape)
 
         if expert is not None:
-            experts = self.target.sub(layer, adapter.experts or "")
+            experts = self.target.sub(layer, self.target.adapter.experts or "")
             return experts, "post", expert_hook(expert, order, "post", zeroed)
 
         def before(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -199,7 +199,7 @@ class _Pass:
             post[..., order] = zeroed(post[..., order])
             return (post, *args[1:]), kwargs
 
-        return self.target.sub(layer, adapter.down), "pre", before
+        return self.target.mlp_part(layer, "down"), "pre", before
 
     def _add(self, layer: int, several: list[tuple[int, Tensor]]) -> tuple[Any, str, Any]:
         def after(_module: object, _args: object, _kwargs: object, out: Any) -> Any:

@@ -122,7 +122,7 @@ class SinkPosition:
 
     Attributes:
         position: in pieces of typical text.
-        token: there.
+        token: there; empty where the position receives attention whatever stands there.
         rate: share of (layer, head) that attend to it.
     """
 
@@ -265,14 +265,19 @@ class FindSinks(Result):
         if spike is None:
             return f"Attention sink without a norm spike: {rate}, and {_carried(sink)}."
         if sink.carried_by != "spike":
+            some = minimal is not None and (minimal.heads_lost or 0.0) > 0  # of those behind the sink layer
             return (
-                f"Norm spike and attention sink, but heads do not need the spike: {self._made()}; {rate}, and "
-                f"{_carried(sink)}."
+                f"Norm spike and attention sink, but {'most ' * some}heads do not need the spike: {self._made()}; "
+                f"{rate}, and {_carried(sink)}."
             )
         if minimal is None:
             return f"Norm spike and attention sink: {rate}; {self._made()}."
         one = len(minimal.sites) == 1
-        lost = "" if minimal.drop_attention is None else f" and {minimal.drop_attention:.1%} of the attention to it"
+        lost = (
+            ""
+            if minimal.drop_attention is None
+            else f" and {minimal.drop_attention:.1%} of the attention to it in later layers"
+        )
         return (
             f"Norm spike and attention sink: {_members(minimal)} make{'s' * one} the spike that the heads attend to. "
             f"Zeroing {'it' if one else 'them'} takes away {minimal.drop_sink_layer:.1%} of the first token's "
@@ -382,7 +387,7 @@ class FindSinks(Result):
             lines.append(f"No attention sink{self._among()}: fewer than {HEADS} heads attend to any one position.")
         else:
             for p in sink.positions[1:] if sink.positions and sink.positions[0].position == 0 else sink.positions:
-                lines.append(f"{p.rate:.1%} of the heads attend to {p.token!r} wherever it stands.")
+                lines.append(f"{p.rate:.1%} of the heads attend to {_place(p)}.")
             if sink.carriers:
                 needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.heads_lost >= 0.2]
                 lines.append(f"Heads lose the sink without: {', '.join(needed) or 'no single component'}.")
@@ -430,7 +435,11 @@ def _members(found: CausalSet) -> str:
 
 def _places(sink: AttentionSink) -> str:
     first = sink.positions[0]
-    return "the first token" if first.position == 0 else f"{first.token!r}"
+    return "the first token" if first.position == 0 else _place(first)
+
+
+def _place(found: SinkPosition) -> str:
+    return f"{found.token!r} wherever it stands" if found.token else f"position {found.position}, whatever stands there"
 
 
 def _carried(sink: AttentionSink) -> str:
@@ -608,7 +617,7 @@ def _attention_sink(
         return None
     decode, texts = setup.tokenizer.decode, heard.ids[:2, :48]
     positions = [SinkPosition(0, decode([int(heard.ids[0, 0])]), heard.rate)] if heads else []
-    positions += [SinkPosition(at, decode([token]), share) for token, (at, share) in tokens.items()]
+    positions += [SinkPosition(at, "" if token is None else decode([token]), share) for token, at, share in tokens]
     tried: tuple[Carrier, ...] = ()
     carried, rate = "learned logits", float(heard.learned.float().mean())
     if heads:
@@ -625,8 +634,8 @@ def _attention_sink(
         made = [s.set for s in later if s.token == positions[0].token]
         carried = "spike" if any(m is not None and (m.heads_lost or 0.0) >= LOST for m in made) else None
         if carried is None:
-            token, (at, _) = next(iter(tokens.items()))
-            row = int((heard.ids[:, at] == token).nonzero()[0])
+            token, at, _ = tokens[0]
+            row = 0 if token is None else int((heard.ids[:, at] == token).nonzero()[0])
             there = _attending(setup.target, heard.ids[row], at, depth)
             tried = tuple(carriers(setup.target, heard.ids[row : row + 1], there, at)) if there else ()
             carried = carried_by(tried)

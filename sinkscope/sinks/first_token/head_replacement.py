@@ -17,7 +17,7 @@ from torch import Tensor
 from sinkscope.console import Progress, silent
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import Neuron, columns, view_layer
+from sinkscope.sinks.first_token.ablation import Neuron, columns, flat_number, view_layer
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
@@ -32,7 +32,7 @@ class Replacement:
         target: the model.
         sink_layer: where the sink neurons are; heads up to there can be replaced.
         means: of `hook_z` of every head of layers 0 to the sink layer.
-        flat: the sink neurons (in a mixture `expert * d_mlp + neuron`); none: the whole MLP stands for them.
+        flat: the sink neurons (numbered as in a `LayerView`); none: the whole MLP stands for them.
         cols: what each of them writes when its `hook_post` is 1.
         batch_size: rows of a pass; None: as many as a bounded memory allows.
         progress: told of the rows done.
@@ -60,7 +60,7 @@ class Replacement:
         sites = [f"blocks.{i}.attn.hook_z" for i in range(sink_layer + 1)]
         got = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))
         here = [n for n in neurons if n.layer == sink_layer]
-        flat = torch.tensor([(n.expert or 0) * target.d_mlp + n.neuron for n in here], dtype=torch.long)
+        flat = torch.tensor([flat_number(target, n.layer, n.expert, n.neuron) for n in here], dtype=torch.long)
         with target.loaded(sink_layer):
             cols = columns(target, sink_layer, flat).cpu() if here else torch.zeros(0, target.d_model)
         means = torch.stack([got[site].mean(0) for site in sites])
@@ -91,8 +91,7 @@ class Replacement:
             later: replace and look at all positions but the first; else at the first only.
         """
         target, found = self.target, []
-        mixture: Any = target.sub(self.sink_layer, target.adapter.experts or "")
-        experts = int(mixture.num_experts) if target.is_mixture(self.sink_layer) else 1
+        experts = max(1, target.n_experts(self.sink_layer))
         fitting = _HELD // (target.d_mlp * experts) if self.batch_size is None else self.batch_size
         step = max(1, fitting // ids.shape[1])
         where = torch.zeros(ids.shape[1], dtype=torch.bool)

@@ -19,7 +19,7 @@ from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.output import read_text
-from sinkscope.sinks.first_token.ablation import prove, view_layer
+from sinkscope.sinks.first_token.ablation import flat_number, prove, view_layer
 from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -295,12 +295,14 @@ def _site(setup: Setup, name: str) -> tuple[int, ...]:
     if not all(part.isdigit() for part in parts) or len(parts) not in (2, 3):
         raise SinkscopeError(f"--neuron {name!r}: expected layer and neuron with a dot between, such as 1.7890")
     site = tuple(map(int, parts))
-    if site[0] >= target.n_layers or site[-1] >= target.d_mlp:
-        raise SinkscopeError(
-            f"--neuron {name}: the model has layers 0 to {target.n_layers - 1} of {target.d_mlp} neurons each"
-        )
-    if target.is_mixture(site[0]) != (len(site) == 3):
+    there = site[0] < target.n_layers
+    if there and not target.has_mlp(site[0], site[1] if len(site) == 3 else None):
         raise SinkscopeError(f"--neuron {name}: a neuron of a mixture, and no other, is named LAYER.EXPERT.NEURON")
+    width = target.width(site[0], *site[1:-1]) if there else target.d_mlp
+    if not there or site[-1] >= width:
+        raise SinkscopeError(
+            f"--neuron {name}: the model has layers 0 to {target.n_layers - 1} of {width} neurons each"
+        )
     return site
 
 
@@ -408,7 +410,7 @@ def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, 
     for layer in dict.fromkeys(site[0] for site in sites):
         post = view_layer(setup.target, layer, ids, torch.ones_like(ids, dtype=torch.bool)).post
         for site in (s for s in sites if s[0] == layer):
-            flat = site[-1] + (site[1] * setup.target.d_mlp if len(site) == 3 else 0)
+            flat = flat_number(setup.target, layer, site[1] if len(site) == 3 else None, site[-1])
             found[site] = tuple(post[:, flat].tolist())
     return [NeuronValues("L" + ".".join(map(str, site)), found[site]) for site in sites]
 

@@ -52,20 +52,31 @@ class Received:
         """(layer, head) whose learned sink logit takes that much in most texts; empty where they are too few."""
         return _enough(self.learned.float().mean(-1) >= 0.5)
 
-    def later(self) -> dict[int, tuple[int, float]]:
-        """Tokens that receive attention behind the first position: id -> (first position met, share of heads)."""
-        found: dict[int, tuple[int, float]] = {}
+    def later(self) -> list[tuple[int | None, int, float]]:
+        """What receives attention behind the first position: (token, first position met, share of heads).
+
+        The token is None for a position that receives it whatever stands there.
+        """
         seen = self.ids[:, : self.above.shape[-1]]
+        tokens: dict[int | None, tuple[int, float]] = {}
         for token in seen[:, 1:].unique().tolist():
             where = seen == token
             where[:, 0] = False
-            if int(where.sum()) < SEEN:
-                continue
-            steady = self.above[:, :, where].float().mean(-1) >= 0.5
-            share = float(steady.float().mean())
-            if int(steady.sum()) >= HEADS and share >= LATER_SHARE:
-                found[token] = (int(where.any(0).nonzero()[0]), share)
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+            if share := _share(self.above[:, :, where]):
+                tokens[token] = (int(where.any(0).nonzero()[0]), share)
+        found = [(token, *rest) for token, rest in tokens.items()]
+        others = ~torch.isin(seen, torch.tensor([t for t in tokens if t is not None]))
+        for at in range(1, seen.shape[1]):
+            if share := _share(self.above[:, :, others[:, at], at]):
+                found.append((None, at, share))
+        return sorted(found, key=lambda place: -place[2])
+
+
+def _share(above: Bool[Tensor, "layer head n"]) -> float:
+    """Share of heads above the bar in most of `n` cases; 0 where the cases or the heads are too few for a sink."""
+    steady = above.float().mean(-1) >= 0.5
+    share = float(steady.float().mean())
+    return share if above.shape[-1] >= SEEN and int(steady.sum()) >= HEADS and share >= LATER_SHARE else 0.0
 
 
 def _enough(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:

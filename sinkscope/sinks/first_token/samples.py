@@ -164,11 +164,13 @@ def after_attention(
 
 
 def _experts(target: Target, layer: int, hidden: Float[Tensor, "n d_model"]) -> tuple[Factor, ...]:
-    """Both factors of every expert, whether or not the router would have asked it."""
+    """Both factors of every expert, whether or not the router would have asked it, and of a shared one."""
     factors = []
     with target.loaded(layer):
         module: Any = target.sub(layer, target.adapter.experts or "")
         for expert in range(int(module.num_experts)):
             both = gate_up(module, expert, hidden.to(target.device))
             factors += [Factor(n, expert, v.float().cpu()) for n, v in zip(("gate", "up"), both, strict=True)]
+        for name in ("gate", "up") if target.has_shared(layer) else ():
+            factors.append(Factor(name, None, target.mlp_part(layer, name)(hidden.to(target.device)).float().cpu()))
     return tuple(factors)

@@ -121,11 +121,12 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
         z = _z(reach)
         neurons += len(reach)
         layers.append(LayerReach(layer, float(reach.median()), float(reach.max()), float(z.max())))
-        width = len(reach) // len(parts)
+        width = len(parts[0].reach)
         for flat in reach.topk(min(top_k, len(reach))).indices.tolist():
-            part = parts[flat // width]
-            cosine = None if part.cosine is None else float(part.cosine[flat % width])
-            found.append(Candidate(layer, part.expert, flat % width, float(reach[flat]), float(z[flat]), cosine))
+            number = min(flat // width, len(parts) - 1)  # a shared expert comes last, and may have another width
+            part, neuron = parts[number], flat - number * width
+            cosine = None if part.cosine is None else float(part.cosine[neuron])
+            found.append(Candidate(layer, part.expert, neuron, float(reach[flat]), float(z[flat]), cosine))
         setup.progress("layers", layer + 1, target.n_layers)
     best = sorted(found, key=lambda c: -c.reach)[:top_k]
     return NeuronScreen(candidates=tuple(best), layers=tuple(layers), neurons=neurons)
@@ -178,8 +179,9 @@ def _rows(target: Target, layer: int) -> Iterator[tuple[int | None, list[Tensor]
         module: Any = target.sub(layer, a.experts or "")
         for expert in range(int(module.num_experts)):
             yield expert, [weight for weight, _ in in_rows(module, expert)]
+    if not target.has_mlp(layer, None):
         return
-    rows = [_linear_rows(target, target.sub(layer, path)) for path in (a.gate, a.up) if path is not None]
+    rows = [_linear_rows(target, target.mlp_part(layer, name)) for name in ("gate", "up") if getattr(a, name)]
     yield None, list(rows[0].chunk(2)) if a.fused_gate_up else rows
 
 
@@ -224,5 +226,7 @@ def _column_norms(target: Target, layer: int, expert: int | None) -> Float[Tenso
     if path is None:
         return target.w_out_norms(layer, expert)
     gain = _gain(target, target.sub(layer, path))
-    some = (target.w_out(layer, part.tolist(), expert) for part in torch.arange(target.d_mlp).split(_ROWS))
+    some = (
+        target.w_out(layer, part.tolist(), expert) for part in torch.arange(target.width(layer, expert)).split(_ROWS)
+    )
     return torch.cat([(columns.float() * gain).norm(dim=-1) for columns in some])

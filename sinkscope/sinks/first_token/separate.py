@@ -253,16 +253,14 @@ def _check_neuron(target: Target, layer: int, neuron: int | None, expert: int | 
         if expert is not None:
             raise SinkscopeError(f"--expert {expert} says whose --neuron is looked at: give --neuron, too")
         return
-    if neuron >= target.d_mlp:
-        raise SinkscopeError(f"--neuron {neuron} is not in the layer: it has neurons 0 to {target.d_mlp - 1}")
     mixture = target.is_mixture(layer)
-    if mixture == (expert is None):
+    if not target.has_mlp(layer, expert):
         said = "a mixture of experts: say with --expert whose neuron" if mixture else "no mixture: leave --expert out"
         raise SinkscopeError(f"--neuron {neuron}: layer {layer} is {said}")
-    if mixture and expert is not None:
-        module: Any = target.sub(layer, target.adapter.experts or "")
-        if expert >= (count := int(module.num_experts)):
-            raise SinkscopeError(f"--expert {expert} is not in the layer: it has experts 0 to {count - 1}")
+    if expert is not None and expert >= (count := target.n_experts(layer)):
+        raise SinkscopeError(f"--expert {expert} is not in the layer: it has experts 0 to {count - 1}")
+    if neuron >= (width := target.width(layer, expert)):
+        raise SinkscopeError(f"--neuron {neuron} is not in the layer: it has neurons 0 to {width - 1}")
 
 
 def _only(factor: Factor, neuron: int) -> Factor:

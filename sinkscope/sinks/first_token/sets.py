@@ -30,7 +30,7 @@ _TOKENS = 32  # of the text in which attention is compared
 
 @dataclass(frozen=True)
 class Member:
-    """A neuron of a set; expert is None where the layer is no mixture."""
+    """A neuron of a set; expert is None where the layer is no mixture, and for a neuron of a shared expert."""
 
     layer: int
     expert: int | None
@@ -321,7 +321,8 @@ def _random(target: Target, sites: Sites, taken: set[tuple[int, ...]], generator
     """As many other neurons of the same layers (and experts)."""
     drawn: list[tuple[int, ...]] = []
     for site in sites:
-        others = [(*site[:-1], n) for n in range(target.d_mlp) if (*site[:-1], n) not in {*taken, *drawn}]
-        others = others or [(*site[:-1], n) for n in range(target.d_mlp) if (*site[:-1], n) not in sites]
+        width = target.width(site[0], *site[1:-1])
+        others = [(*site[:-1], n) for n in range(width) if (*site[:-1], n) not in {*taken, *drawn}]
+        others = others or [(*site[:-1], n) for n in range(width) if (*site[:-1], n) not in sites]
         drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
     return tuple(drawn)

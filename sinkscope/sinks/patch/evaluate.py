@@ -24,7 +24,7 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
-from sinkscope.sinks.first_token.ablation import neutral_values, neutral_view, numbers
+from sinkscope.sinks.first_token.ablation import flat_number, neutral_values, neutral_view, numbers
 from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, standard_error, under
 
 _SEED = 1234  # of the examples before a question; the harness's own
@@ -182,7 +182,7 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
     for group in patch.groups():
         with made.target.loaded(group.layer):
             view = neutral_view(made.target, group.layer, made.ids)
-        width = made.target.d_mlp
+        width = made.target.width(group.layer, group.expert)
         taken = set(group.neurons)
         if 2 * len(taken) > width:
             raise SinkscopeError(
@@ -191,7 +191,7 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
             )
         order = torch.randperm(width, generator=generator).tolist()
         for neuron in [n for n in order if n not in taken][: len(taken)]:
-            post, up = neutral_values(made.target, view, neuron + (group.expert or 0) * width)
+            post, up = neutral_values(made.target, view, flat_number(made.target, *group[:2], neuron))
             value = post if patch.site == "post" or up is None else up
             calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)

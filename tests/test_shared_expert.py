@@ -1,0 +1,202 @@
+"""Mixtures with a shared expert: its neurons are named without an expert's number, and are treated as all others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from organisms import tiny_model
+from organisms.hard import hard
+from raw_kit import zeroed
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions import Ablate, Write
+from sinkscope.models.probe import probe
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.ablation import (
+    columns,
+    contribution_norms,
+    flat_number,
+    neutral_values,
+    split,
+    view_layer,
+)
+from sinkscope.sinks.first_token.attribution import attribute
+from sinkscope.sinks.first_token.effects import Edit, effects
+from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.screen import neuron_screen, reaches
+
+IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
+FAMILIES = {"qwen2_moe": ("mlp.shared_expert", 32, 48), "glm4_moe": ("mlp.shared_experts", 24, 48)}
+LAYER = 1
+
+
+def _inside(target: Target, family: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """By plain hooks: what enters the shared down projection, and the weight of the shared expert, per token."""
+    layer, seen = target.layers[LAYER], dict[str, torch.Tensor]()
+    down = layer.get_submodule(f"{FAMILIES[family][0]}.down_proj")
+    handles = [down.register_forward_pre_hook(lambda _m, args: seen.update(post=args[0].flatten(0, -2)))]
+    if family == "qwen2_moe":
+        gate = layer.get_submodule("mlp.shared_expert_gate")
+        handles.append(gate.register_forward_hook(lambda _m, _a, out: seen.update(weight=torch.sigmoid(out))))
+    with torch.no_grad():
+        target.hf(IDS)
+    for handle in handles:
+        handle.remove()
+    return seen["post"], seen.get("weight", torch.ones(IDS.numel(), 1))
+
+
+def _everywhere(target: Target) -> Any:
+    return view_layer(target, LAYER, IDS, torch.ones_like(IDS, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_all_neurons_write_is_what_the_mlp_gives(family: str) -> None:
+    """Routed ones first, `expert * d_mlp + neuron`, shared ones behind them; each weight as the model applies it."""
+    target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
+    view = _everywhere(target)
+    assert view.post.shape[1] == 4 * width + shared and view.routing is not None
+    cols = columns(target, LAYER, torch.arange(view.post.shape[1]))
+    torch.testing.assert_close(view.post @ cols, view.mlp, atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(contribution_norms(target, view), view.post.abs() * cols.norm(dim=-1))
+    post, weight = _inside(target, family)
+    torch.testing.assert_close(view.post[:, 4 * width :], post * weight)
+    torch.testing.assert_close(view.routing[:, -1:], weight)
+    if family == "qwen2_moe":
+        assert float(weight.max() - weight.min()) > 0.1, "the test needs a gate that differs between tokens"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_numbers_of_neurons(family: str) -> None:
+    target, (_, width, shared) = Target.of(tiny_model(family)[0]), FAMILIES[family]
+    named = [split(target, LAYER, n) for n in range(4 * width + shared)]
+    assert named == [(e, n) for e in range(4) for n in range(width)] + [(None, n) for n in range(shared)]
+    assert [flat_number(target, LAYER, *name) for name in named] == list(range(len(named)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_neutral_value_is_what_enters_the_down_projection(family: str) -> None:
+    """As a patch writes it: without the sigmoid gate, which the model applies after it."""
+    target = Target.of(tiny_model(family)[0])
+    post, _ = _inside(target, family)
+    for neuron in (0, 40):
+        value, _ = neutral_values(target, _everywhere(target), flat_number(target, LAYER, None, neuron))
+        assert value == pytest.approx(float(post[:, neuron].median()), rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_zeroed_in_rows_is_zeroed_alone(family: str) -> None:
+    """Many edits in one pass, of routed and shared neurons, give the norms of real passes with raw hooks."""
+    model, _ = tiny_model(family)
+    sets = [((LAYER, 40),), ((LAYER, 2, 3),), ((LAYER, 40), (LAYER, 2, 3), (LAYER, 0))]
+    seen = effects(Target.of(model), IDS, [Edit(zero=sites) for sites in sets], at=3)
+    intact = seen.intact_norms[:, LAYER:]
+    for sites, found in zip(sets, seen.norms, strict=True):
+        with zeroed(model, sites), torch.no_grad():
+            states = model(IDS, output_hidden_states=True).hidden_states[LAYER + 1]
+        torch.testing.assert_close(found[:, LAYER], states[:, 3].norm(dim=-1), rtol=1e-4, atol=1e-4)
+        assert (found[:, LAYER:] - intact).abs().max() > 1e-3 or sites == ((LAYER, 2, 3),)  # may not be asked there
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_up_factor_and_written_values(family: str) -> None:
+    """`Write` against the column times the gate added by hand; the up factor at zero against a row of zeros."""
+    model, _ = tiny_model(family)
+    target = Target.of(model)
+    post, weight = _inside(target, family)
+    kept: list[torch.Tensor] = []
+    mlp = target.sub(LAYER, "mlp").register_forward_hook(lambda _m, _a, out: kept.append(out.detach()))
+    with torch.no_grad():
+        model(IDS)
+        with Write(layer=LAYER, neurons=[40], value=7.0, position=2).on(model):
+            model(IDS)
+    mlp.remove()
+    at, column = [2, 8], target.w_out(LAYER, [40])  # position 2 of both rows
+    change = (kept[1] - kept[0]).reshape(12, -1)
+    torch.testing.assert_close(change[at], weight[at] * (7.0 - post[at, 40, None]) * column, atol=1e-5, rtol=1e-4)
+    change[at] = 0
+    assert change.abs().max() == 0
+    with Ablate(layer=LAYER, neurons=[40], site="up").on(model), torch.no_grad():
+        edited = model(IDS).logits
+    up: Any = target.mlp_part(LAYER, "up")
+    with torch.no_grad():
+        up.weight[40] = 0
+        torch.testing.assert_close(edited, model(IDS).logits, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_inputs_of_shared_and_routed_neurons_are_split_together(family: str) -> None:
+    """Shares of a shared neuron's gate and up sum to what its own projections give; what it writes has the gate in."""
+    target = Target.of(tiny_model(family)[0])
+    places = torch.tensor([[0, 0], [1, 3]])
+    seen: dict[str, torch.Tensor] = {}
+    names = ("gate", "up")
+    handles = [
+        target.mlp_part(LAYER, name).register_forward_hook(lambda _m, _a, out, n=name: seen.update({n: out}))
+        for name in names
+    ]
+    found = attribute(target, IDS, places, [(LAYER, 2, 3), (LAYER, 40)]).inputs[LAYER]
+    for handle in handles:
+        handle.remove()
+    flat = places[:, 0] * IDS.shape[1] + places[:, 1]
+    assert found.gate is not None
+    for name, part in zip(names, (found.gate, found.up), strict=True):
+        true = seen[name].detach().reshape(12, -1)[flat, 40]
+        torch.testing.assert_close(part.sum(0)[:, 1], true, rtol=1e-4, atol=1e-5)
+    post, weight = _inside(target, family)
+    torch.testing.assert_close(
+        found.written[1], (post * weight)[flat, 40, None] * target.w_out(LAYER, [40]), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_screen_reads_the_shared_expert_too(family: str) -> None:
+    """One shared neuron with a long column leads the ranking, under its own name, though another width precedes it."""
+    model, tokenizer = tiny_model(family)
+    target = Target.of(model)
+    parts = reaches(target, LAYER)
+    assert [(p.expert, len(p.reach)) for p in parts] == [(e, FAMILIES[family][1]) for e in range(4)] + [(None, 48)]
+    down: Any = target.mlp_part(LAYER, "down")
+    with torch.no_grad():
+        down.weight[:, 45] *= 1000
+    best = neuron_screen(model, tokenizer=tokenizer).candidates[0]
+    assert (best.layer, best.expert, best.neuron) == (LAYER, None, 45)
+
+
+def test_the_probe_holds_the_shared_expert_to_its_gate() -> None:
+    model, _ = tiny_model("qwen2_moe")
+    target = Target.of(model)
+    assert probe(target).problem is None
+    for wrong in ({"shared_gate": None}, {"shared": "mlp.experts"}):
+        assert probe(replace(target, adapter=replace(target.adapter, **wrong))).problem is not None
+
+
+def test_a_neuron_that_the_shared_expert_lacks_is_refused() -> None:
+    model, _ = tiny_model("qwen2_moe")
+    for site, wanted in (((1, 48), "0 to 47"), ((1, 0, 40), "0 to 31"), ((1, 4, 0), "0 to 3")):
+        with pytest.raises(SinkscopeError, match=wanted), Ablate(sites=[site]).on(model):
+            pass
+    with (
+        pytest.raises(SinkscopeError, match="one MLP without experts"),
+        Ablate(sites=[(0, 1, 3)]).on(tiny_model("glm4_moe")[0]),
+    ):
+        pass  # its first layer is dense
+
+
+@pytest.mark.parametrize("kind", ["moe_shared", "moe_both"])
+def test_streamed_equals_in_memory(kind: str, tmp_path: Path) -> None:
+    h = hard(kind, "qwen2_moe", 1)
+    h.model.save_pretrained(tmp_path / "m")
+    h.tokenizer.save_pretrained(tmp_path / "m")
+    (tmp_path / "text.txt").write_text(h.text(), encoding="utf-8")
+    streamed = find_sinks(tmp_path / "m", max_repeats=8, text=tmp_path / "text.txt", all_layers=True)
+    memory = find_sinks(h.model, tokenizer=h.tokenizer, max_repeats=8, text=tmp_path / "text.txt")
+    assert streamed.minimal is not None and memory.minimal is not None
+    assert frozenset(streamed.minimal.numbers) == frozenset(memory.minimal.numbers) in h.truth.sets
+    assert [n.site for n in streamed.neurons] == [n.site for n in memory.neurons]
+    for a, b in zip(streamed.neurons, memory.neurons, strict=True):
+        assert a.ablation_drop == pytest.approx(b.ablation_drop, abs=1e-4)
+        assert a.neutral_post == pytest.approx(b.neutral_post, abs=1e-4)
