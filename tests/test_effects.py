@@ -51,10 +51,13 @@ def test_silenced_neurons_equal_ablation_and_leave_the_intact_row_alone(family: 
 def test_a_swapped_token_embedding_is_another_token(family: str) -> None:
     o = organism(family, 2)
     target, ids = Target.of(o.model, o.tokenizer), o.natural(2, 10)
-    seen = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4)
+    seen = effects(target, ids, [Edit(swap=(Component("token embedding"),))], source=4, attention=True)
     other = ids.clone()
     other[:, 0] = ids[:, 4]
-    torch.testing.assert_close(seen.norms[0], _long_way(target, other)[0], rtol=1e-4, atol=1e-4)
+    norms, received = _long_way(target, other)
+    torch.testing.assert_close(seen.norms[0], norms, rtol=1e-4, atol=1e-4)
+    assert seen.attention is not None
+    torch.testing.assert_close(seen.attention[0], received, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

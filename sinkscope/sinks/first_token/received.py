@@ -176,13 +176,13 @@ def carriers(
 
 
 def carried_by(found: Sequence[Carrier]) -> str | None:
-    """The component that most heads of the sink need; of equals the one nearest to the heads. None: no single one.
+    """What most heads of the sink need, of several the one nearest to the heads; None: no single component.
 
     What an attention layer or an MLP writes without making a spike is called the mark.
     """
-    needed = [c for c in found if c.heads_lost >= 0.5]
-    chosen = next((c for c in needed if c.name == "key bias"), None)
-    blocks = [c for c in needed if "layer" in c.name]
-    chosen = chosen or (blocks[-1] if blocks else None) or next((c for c in needed if "embed" in c.name), None)
-    chosen = chosen or next(iter(needed), None)
-    return None if chosen is None else "mark" if "layer" in chosen.name else chosen.name
+    needed = [c.name for c in found if c.heads_lost >= LOST]
+    if "key bias" in needed:
+        return "key bias"
+    if any("layer" in name for name in needed):
+        return "mark"
+    return next((name for name in needed if "embed" in name), next(iter(needed), None))
