@@ -6,8 +6,9 @@ Rows:
 - `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
-  keep one norm. Arm B is `find_sinks(folder)`. Each arm is a process of its own; time runs from load to result, imports
-  are excluded; memory is the growth of resident memory from there.
+  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs nothing but the plain forward passes that the verdict needs.
+  Each arm is a process of its own; time runs from load to result, imports are excluded; memory is the growth of
+  resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
   with `all_layers`, too.
 - `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against
@@ -105,6 +106,34 @@ def sinkscope_arm(folder: str, all_layers: bool = False) -> dict[str, Any]:
     return out | {"deepest_tensor_read": max(layers, default=None), "tensors_read": len(read)}
 
 
+def plain_arm(folder: str) -> dict[str, Any]:
+    """Nothing but the forward passes that the verdict needs, layers streamed as `find_sinks` streams them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401 - imports are not timed
+
+    from sinkscope.models.open import open_target
+
+    truth = json.loads((Path(folder) / "truth.json").read_text())
+    layer = int(truth["neurons"][0]["layer"])
+
+    def run() -> dict[str, Any]:
+        target: Any = open_target(Path(folder), None, None, None, None, False)
+        last = target.n_layers - 1  # no head attends to this sink, so only the last layer ends the search
+
+        def forward(rows: int, tokens: int, last: int) -> None:
+            ids = torch.randint(target.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+            with target.hooks((target.layers[last], "post", lambda *_: target.stop())):
+                target.forward(ids)
+
+        forward(4, 64, last)  # typical text
+        forward(25, 64, last)  # texts of the sink rate
+        forward(1, REPEATS + 1, layer)  # repetitions
+        forward(1, 64, last)  # first tokens: 28 single candidates and random neurons, 20 random sets
+        return {"layers_read": last + 1}
+
+    return measured(run)
+
+
 def measured(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Seconds, and growth and peak of resident memory, of `run`."""
     before, start = status("VmRSS"), time.perf_counter()
@@ -154,16 +183,17 @@ def pair(folder: Path, sink_layer: int, rounds: int) -> dict[str, Any]:
         "2.7",
     )
     planted = sorted(n["neuron"] for n in truth["neurons"])
-    runs = [(child("notebook", folder), child("sinkscope", folder)) for _ in range(rounds)]
-    right = [a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted for a, b in runs]
+    arms = ("notebook", "sinkscope", "plain")
+    runs = [[child(arm, folder) for arm in arms] for _ in range(rounds)]
+    right = [a["layer"] == b["layer"] == sink_layer and a["neurons"] == b["neurons"] == planted for a, b, _ in runs]
     return {
         "sink_layer": sink_layer,
         "planted": planted,
         "same_answer_and_right": all(right),
-        "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b in runs),
-        "rss_growth_ratio": statistics.median(b["rss_growth_bytes"] / a["rss_growth_bytes"] for a, b in runs),
-        "notebook": [a for a, _ in runs],
-        "sinkscope": [b for _, b in runs],
+        "time_ratio": statistics.median(a["seconds"] / b["seconds"] for a, b, _ in runs),
+        "over_plain_passes": statistics.median(b["seconds"] / c["seconds"] for _, b, c in runs),
+        "rss_growth_ratio": statistics.median(b["rss_growth_bytes"] / a["rss_growth_bytes"] for a, b, _ in runs),
+        **{arm: [run[i] for run in runs] for i, arm in enumerate(arms)},
     }
 
 
@@ -203,12 +233,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=["shallow", "deep", "seven_b", "cold_start"])
-    parser.add_argument("--arm", choices=["notebook", "sinkscope", "sinkscope-all"], help=argparse.SUPPRESS)
+    parser.add_argument("--arm", choices=["notebook", "plain", "sinkscope", "sinkscope-all"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:
-        out = notebook_arm(args.folder) if args.arm == "notebook" else sinkscope_arm(args.folder, "all" in args.arm)
-        print(json.dumps(out))
+        alone = {"notebook": notebook_arm, "plain": plain_arm}.get(args.arm)
+        print(json.dumps(alone(args.folder) if alone else sinkscope_arm(args.folder, "all" in args.arm)))
         return
     rows: dict[str, Callable[[Path], dict[str, Any]]] = {
         "shallow": lambda f: pair(f, 1, args.rounds),

@@ -51,12 +51,12 @@ def test_experts_are_named() -> None:
 
 def test_lowest_bar_is_inside_the_axis() -> None:
     deep = sample_find_sinks(neurons=(replace(NEURONS[0], ablation_drop=-0.5),)).figure()
-    assert deep.layout.yaxis3.range[0] <= -0.5
+    assert deep.layout.yaxis4.range[0] <= -0.5
 
 
 def test_no_sink_is_drawn_and_said() -> None:
     figure = sample_without_sink().figure()
-    assert "no sink" in figure.layout.title.text
+    assert "no attention sink" in figure.layout.title.text
     assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked
 

@@ -19,6 +19,7 @@ from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
 from sinkscope.bench.loopbench.tables import Shown
 from sinkscope.registry import kinds
 from sinkscope.results import Result
+from sinkscope.sinks.first_token.training import SinksOverTraining
 
 CHOICES = {  # one of a few words, or packed numbers
     "attacks.source",
@@ -58,7 +59,7 @@ def _filled(hint: Any) -> Any:
 def _by_hand() -> Iterator[Result]:
     """Kinds of which no file lies in figures/."""
     sample = sample_find_sinks()
-    for made in (Dialogues, Fidelity, Positions, Shown):
+    for made in (Dialogues, Fidelity, Positions, Shown, SinksOverTraining):
         own = {name: _filled(t) for name, t in get_type_hints(made).items() if name in {f.name for f in fields(made)}}
         yield made(**{**own, "model": sample.model, "settings": {}, "provenance": sample.provenance})
     yield loops.check(["the same again " * 60, "a short text"], name="texts")

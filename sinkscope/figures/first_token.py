@@ -28,16 +28,35 @@ from sinkscope.results import cell
 
 
 def draw_find_sinks(result: Any) -> go.Figure:
-    """Norms per layer, contributions of the neurons, and their ablation against the control."""
-    titles = ["Norm of the residual stream", "What each neuron writes", "Norm lost by ablation"]
-    fig = panels(titles if result.neurons else titles[:1], [0.36, 0.28, 0.36], spacing=0.075)
+    """Norms and attention per layer, contributions of the neurons, and their ablation against the control."""
+    sink, spike = result.attention_sink, result.norm_spike
+    titles = ["Norm of the residual stream", "Heads that attend to the first token"]
+    titles += ["What each neuron writes", "Norm lost by ablation"] if result.neurons else []
+    fig = panels(titles, [0.27, 0.2, 0.22, 0.31] if result.neurons else None, spacing=0.06)
     _norms(fig, result)
+    _attention(fig, sink, len(result.first_token_norm))
     if result.neurons:
         _contributions(fig, result.neurons)
         _ablation(fig, result)
-    found = "no sink" if result.sink_layer is None else f"sink in layer {result.sink_layer}"
-    width = 1400 if result.neurons else 800
+    found = ("norm spike" if spike else "no norm spike") + " and " + ("attention sink" if sink else "no attention sink")
+    found += "" if result.sink_layer is None else f", made in layer {result.sink_layer}"
+    width = 1600 if result.neurons else 1000
     return finished(fig, result, found, width=width, height=460, barmode="group", bargap=0.25)
+
+
+def _attention(fig: Any, sink: Any, layers: int) -> None:
+    """The sink rate of each layer at position 0 (Gu et al. 2024)."""
+    rates = () if sink is None else sink.by_layer
+    fig.add_bar(
+        x=list(range(len(rates))),
+        y=list(rates),
+        marker_color=BLUE,
+        showlegend=False,
+        hovertemplate="layer %{x}: %{y:.0%} of the heads<extra></extra>",
+        row=1,
+        col=2,
+    )
+    axes(fig, 1, 2, x=counted("layer", layers), y=shares("share of the layer's heads", 0.0, 1.02))
 
 
 def _norms(fig: Any, result: Any) -> None:
@@ -57,6 +76,11 @@ def _norms(fig: Any, result: Any) -> None:
     style["mode"] = "lines+markers"
     fig.add_scatter(x=layers, y=result.typical_norm, name="typical text, median", line={"color": GREY}, **style)
     fig.add_scatter(x=layers, y=result.first_token_norm, name="first token", line={"color": BLUE, "width": 3}, **style)
+    for layer in result.norm_spike.step_down if result.norm_spike else ():
+        fig.add_vline(layer, line={"color": GREEN, "dash": "dot"}, row=1, col=1)
+        fig.add_annotation(
+            x=layer, y=0.1, yref="y domain", text=" falls", font={"color": GREEN}, showarrow=False, row=1, col=1
+        )
     if result.sink_layer is not None:
         fig.add_vline(result.sink_layer, line={"color": RED, "dash": "dash"}, row=1, col=1)
         fig.add_annotation(
@@ -88,11 +112,11 @@ def _contributions(fig: Any, neurons: Any) -> None:
         cliponaxis=False,
         showlegend=False,
         row=1,
-        col=2,
+        col=3,
         hovertemplate="%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
     )
     neuron = {"title_text": "neuron (orange: causal; label: share)", "type": "category", "tickangle": 0}
-    axes(fig, 1, 2, x=neuron, y="norm of its contribution")
+    axes(fig, 1, 3, x=neuron, y="norm of its contribution")
 
 
 def _ablation(fig: Any, result: Any) -> None:
@@ -120,11 +144,11 @@ def _ablation(fig: Any, result: Any) -> None:
             textangle=0,
             cliponaxis=False,
             row=1,
-            col=3,
+            col=4,
         )
-    level(fig, 0.1, col=3)
+    level(fig, 0.1, col=4)
     neuron = {"title_text": "neuron (dotted: least drop of a causal one)", "type": "category", "tickangle": 0}
-    axes(fig, 1, 3, x=neuron, y=shares("share of the norm lost", max(lowest * 1.1, -1.0), 1.05))
+    axes(fig, 1, 4, x=neuron, y=shares("share of the norm lost", max(lowest * 1.1, -1.0), 1.05))
 
 
 def draw_massive_activations(result: Any) -> go.Figure:

@@ -285,18 +285,34 @@ class _Candidates:
 
 @torch.no_grad()
 def stage_neurons(
-    target: Target, ids: Int[Tensor, "row pos"], layer: int, top_k: int, at: int = 0
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    stage: int,
+    top_k: int,
+    generator: torch.Generator,
+    *,
+    at: int = 0,
+    upto: int = 0,
 ) -> tuple[Neuron, ...]:
-    """The neurons of a layer that write most at a position, the first by default, with their own drops at that layer.
+    """The neurons of a layer that write most at a position, and what zeroing each takes away.
 
-    Under an ablation, those that write most then. They are held against the largest drop of as many random neurons.
+    Under an ablation, these are the neurons that write most then.
+
+    Args:
+        target: the model.
+        ids: typical text.
+        stage: the layer.
+        top_k: how many.
+        generator: of the 20 random neurons that they are held against.
+        at: the position.
+        upto: the layer after which the norm is read, where it lies behind `stage`.
     """
-    with target.loaded(layer):
-        found = _Candidates.of(target, ids, layer, min(top_k, target.d_mlp // 2), at)
+    with target.loaded(stage):
+        found = _Candidates.of(target, ids, stage, min(top_k, target.d_mlp // 2), at)
     top = found.top.tolist()
-    pool = torch.tensor([n for n in range(len(found.contribution)) if n not in top])
-    others = pool[torch.randperm(len(pool), generator=torch.Generator().manual_seed(0))[:DRAWS]].tolist()
-    drops = _drops_above(target, ids[:1, : at + 1], layer, [*top, *others], layer)
+    pool = torch.tensor([n for n in found.contribution.nonzero().flatten().tolist() if n not in top])
+    others = pool[torch.randperm(len(pool), generator=generator)[:DRAWS]].tolist()
+    drops = _drops_above(target, ids[:1, : at + 1], stage, [*top, *others], max(stage, upto))
     return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
 
 
@@ -324,7 +340,7 @@ def prove(
         without: residual dimensions that norms leave out, because they are massive on all tokens.
     """
     proof = _prove_at(target, ids, layer, top_k, generator, repeated, without)
-    others = [n for s in stages if s != layer for n in _prove_stage(target, ids, s, layer, generator)]
+    others = [n for s in stages if s != layer for n in stage_neurons(target, ids, s, 2, generator, upto=layer)]
     whole = Proof((*proof.neurons, *others), proof.set_drop, proof.set_control_drop, proof.controls)
     if not any(n.causal and n.layer < layer for n in others):
         return whole
@@ -371,19 +387,6 @@ def _prove_at(
         sets = draw(len(chosen))
         sites = tuple(numbers(layer, *split(target, layer, int(n))) for n in sets[0])
         return Proof(neurons, float(drops(chosen[None], first)), float(drops(sets, first).max()), sites)
-
-
-def _prove_stage(
-    target: Target, ids: Int[Tensor, "row pos"], stage: int, sink_layer: int, generator: torch.Generator, top_k: int = 2
-) -> tuple[Neuron, ...]:
-    """Candidates of another stage; what zeroing them does at the sink layer (at its own layer, where that is later)."""
-    with target.loaded(stage):
-        found = _Candidates.of(target, ids, stage, top_k)
-    top = found.top.tolist()
-    pool = torch.tensor([n for n in found.contribution.nonzero().flatten().tolist() if n not in top])
-    others = pool[torch.randperm(len(pool), generator=generator)[:DRAWS]].tolist()
-    drops = _drops_above(target, ids[:1, :1], stage, [*top, *others], max(stage, sink_layer))
-    return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
 
 
 def _drops_above(target: Target, texts: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:

@@ -445,10 +445,9 @@ def _place(found: SinkPosition) -> str:
 def _carried(sink: AttentionSink) -> str:
     if sink.carried_by is None:
         return "no single component carries it"
+    writer = next((c.name for c in reversed(sink.carriers) if c.heads_lost >= LOST and "layer" in c.name), "a layer")
     what = {
-        "mark": "a mark that "
-        + next((c.name for c in reversed(sink.carriers) if c.heads_lost >= 0.5), "a layer")
-        + " writes",
+        "mark": f"a mark that the {writer} writes",
         "position": "the position alone, through the rotary embedding",
         "key bias": "the bias of their keys",
     }.get(sink.carried_by, f"the {sink.carried_by}")
@@ -484,18 +483,19 @@ def find_sinks(
     words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
     setup.record(max_repeats=limit, unknown_tokens=_unknown(setup))
     whole = all_layers or setup.target.resident
+    proof, sets, repeated, at = Proof((), None, None, ()), Found((), (), ()), None, None
     while True:
         seen = walk_far_enough(setup, whole=whole)
-        target, layer = setup.target, seen.sink_layer()
-        depth = len(seen.first)
+        target, layer, depth = setup.target, seen.sink_layer(), len(seen.first)
         heard, rate = _received(setup, depth) if whole else (received(target, ids, RATE_EPS, layers=depth), None)
         generator = torch.Generator().manual_seed(setup.seed)
-        proof, sets, repeated = Proof((), None, None, ()), Found((), (), ()), None
-        if layer is not None:
+        if layer is not None and at != seen.stages():  # after reading on, often the same ones
+            at = seen.stages()
             repeated = repeat_until_half(
                 target, layer, words, prefixes(setup, words), limit, setup.progress, seen.shared
             )
-            proof = prove(target, ids, layer, top_k, generator, repeated.view, seen.stages(), seen.shared)
+            proof = prove(target, ids, layer, top_k, generator, repeated.view, at, seen.shared)
+        if layer is not None:
             sets = causal_sets(target, ids, seen, proof.neurons, heard.heads(), generator)
         lost = sets.minimal.heads_lost if sets.minimal is not None else None
         if whole or depth == target.n_layers or (lost or 0.0) >= LOST:

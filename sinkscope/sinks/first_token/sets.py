@@ -179,7 +179,7 @@ def causal_sets(
     chosen, backups = search.smallest(sites, layer, search.last), Sites()
     here = chosen or search.smallest(sites, layer)
     if here is None:  # more neurons of the sink layer than the first candidates
-        wide = stage_neurons(target, ids, layer, WIDE)
+        wide = stage_neurons(target, ids, layer, WIDE, generator)
         sites = tuple(dict.fromkeys([*sites, *(n.site for n in wide)]))
         here = search.smallest(sites, layer)
         chosen = None if here is None else search.smallest(sites, layer, search.last)
@@ -191,7 +191,7 @@ def causal_sets(
         with Ablate(sites=silent).on(target):
             again = walk(target, ids, whole=True, upto=search.last)
             stages = [i for i in again.stages() if i > layer]
-            brought = [n for i in stages for n in stage_neurons(target, ids, i, 4)]
+            brought = [n for i in stages for n in stage_neurons(target, ids, i, 4, generator)]
         brought = [n for n in brought if n.site not in silent]
         if not brought:
             break
@@ -250,7 +250,7 @@ def later_set(
     layer = int(torch.where(outlying, writes, 0).argmax())
     high = [i for i, norms in enumerate(seen.norms) if norms[row, at] > SINK_RATIO * seen.usual[i]]
     search = _Search(target, ids[row : row + 1, : at + 1], seen, layer, max(high, default=layer))
-    found = stage_neurons(target, ids[row : row + 1, : at + 1], layer, TOP, at)
+    found = stage_neurons(target, ids[row : row + 1, : at + 1], layer, TOP, generator, at=at)
     sites = tuple(n.site for n in found)
     chosen = search.smallest(sites, layer, search.last)
     texts = (ids[row : row + 1], at, [(i, head) for i, head in heads if i > layer])
