@@ -78,10 +78,11 @@ def make_body(plan: Plan, **more: Any) -> PreTrainedModel:
         "pad_token_id": PAD,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "num_experts_per_tok": 2,
-        "shared_expert_intermediate_size": plan.d_mlp + 8,
         ("num_experts" if family.model_type.startswith("qwen") else "num_local_experts"): family.experts,
         "query_pre_attn_scalar": plan.head_dim,
     } | more
+    if family.model_type == "qwen2_moe":
+        settings["shared_expert_intermediate_size"] = plan.d_mlp + 8
     if family.model_type == "gpt2":
         settings = {key: settings[key] for key in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
         sizes = {"n_embd": plan.d_model, "n_layer": plan.n_layers, "n_head": plan.n_heads, "n_inner": plan.d_mlp}

@@ -17,7 +17,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects
-from sinkscope.sinks.first_token.path_patching import HALF, MOST, Bench, Proof, random_sets, shares_of
+from sinkscope.sinks.first_token.path_patching import HALF, MOST, Bench, Group, Proof, random_sets, shares_of
 from sinkscope.sinks.first_token.walk import prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -227,21 +227,10 @@ class Steps:
             shares: by what is written into, of each component.
             judge: the effect by which it is told how they work together, where it is another one.
         """
-        whole = bench.needed(bench.candidates(depth), judge=judge)
-        final: list[Component] = []
-        groups = [whole]
-        for member in whole.members:
-            own: tuple[Component, ...] = (member,)
-            if member.kind == "attention":
-                each = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
-                base = tuple(m for m in whole.members if m != member) if whole.relation == "any suffices" else ()
-                inner = bench.needed(each, base, judge)
-                own = inner.members if len(inner.members) < MOST else own
-                groups += [inner] if 1 < len(inner.members) < MOST else []
-            final += own
+        final, groups = self.groups(bench, depth, judge)
         pool = self.heads(depth, final)
         for group in groups:
-            by = tuple(final) if group is whole else group.members
+            by = tuple(final) if group is groups[0] else group.members
             proof, control = bench.proofs([group.members])[0], _largest(bench.proofs(self.sets(pool, len(by))))
             names = tuple(map(told, group.members)), tuple(map(told, by))
             self.marking.append(
@@ -258,6 +247,22 @@ class Steps:
                 about = (place, name_of(component), name, component.layer, into.get(name))
                 self.steps.append(Step(*about, *_interleaved(proof, chance)))
         return tuple(final)
+
+    def groups(self, bench: Bench, depth: int, judge: Bench | None) -> tuple[list[Component], list[Group]]:
+        """Components with heads for their layers, and the groups: layers first, then heads of a layer."""
+        whole = bench.needed(bench.candidates(depth), judge=judge)
+        final: list[Component] = []
+        groups = [whole]
+        for member in whole.members:
+            own: tuple[Component, ...] = (member,)
+            if member.kind == "attention":
+                each = [Component("head", member.layer, head) for head in range(self.target.n_heads)]
+                base = tuple(m for m in whole.members if m != member) if whole.relation == "any suffices" else ()
+                inner = bench.needed(each, base, judge)
+                own = inner.members if len(inner.members) < MOST else own
+                groups += [inner] if 1 < len(inner.members) < MOST else []
+            final += own
+        return final, groups
 
     # -- the spike -------------------------------------------------------------------------------------------------
 
@@ -401,11 +406,7 @@ class Steps:
             carried, source, (edits, given) = "spike", "spike", self.spike_edits()
             parts = {c for found in seen.keys.values() for c in found.parts if self.makes_spike(c)}
         else:
-            total = sum(sum(split[i][h].values()) for i, h in order if i in split)
-            shares: dict[Component, float] = {}
-            for i, h in order:
-                for part, value in split.get(i, {}).get(h, {}).items():
-                    shares[part] = shares.get(part, 0.0) + value / total
+            shares = _together([split[i][h] for i, h in order if i in split])
             final = self.mark(bench, "first token", max(layers), {"keys": shares} if shares else {})
             sets = self.sets(self.heads(max(layers) - 1, final), len(final))
             carried, source, edits = and_(tuple(map(told, final))), "keys", list(map(bench.edit, (final, *sets)))
@@ -418,16 +419,27 @@ class Steps:
             layer, head = order[at]
             proof = Proof(lost[0][at], gain[0][at] if gain else None)
             control = _largest([Proof(a[at], b[at] if b else None) for a, b in zip_longest(lost[1:], gain[1:])])
-            of, target = split.get(layer, {}).get(head, {}), f"L{layer}.H{head}"
-            share = sum(of.get(part, 0.0) for part in parts) / sum(of.values()) if of else None
-            self.steps.append(Step("keys", source, target, layer, share, *_interleaved(proof, control)))
-            rest = {part: value / sum(of.values()) for part, value in of.items() if part not in parts}
-            best = max(rest, key=lambda part: abs(rest[part]), default=None)
-            if best is not None and abs(rest[best]) >= LARGE:
-                self.steps.append(Step("keys", name_of(best), target, layer, rest[best], None))
+            of = _together([split[layer][head]] if layer in split else [])
+            self.key(order[at], source, of, parts, _interleaved(proof, control))
         left = edited.mean((1, 2)).tolist()
         attended = tuple(order[at] for at in ranked)
         return carried, Attended(attended, float(top.mean()), left[0], min(left[1:], default=None))
+
+    def key(
+        self,
+        place: tuple[int, int],
+        source: str,
+        of: dict[Component, float],
+        parts: set[Component],
+        proof: tuple[float | None, ...],
+    ) -> None:
+        """The step to the key of one head, and what else its key holds in large part."""
+        target = f"L{place[0]}.H{place[1]}"
+        share = sum(of.get(part, 0.0) for part in parts) if of else None
+        self.steps.append(Step("keys", source, target, place[0], share, *proof))
+        best = max(of.keys() - parts, key=lambda part: abs(of[part]), default=None)
+        if best is not None and abs(of[best]) >= LARGE:
+            self.steps.append(Step("keys", name_of(best), target, place[0], of[best], None))
 
     def makes_spike(self, component: Component) -> bool:
         """Whether this is what writes the spike."""
@@ -458,6 +470,16 @@ class Steps:
         with attention_rows(self.target, lambda _l, _f, probs: kept.append(1 - float(probs.sum(-1).mean()))):
             self.target.forward(self.ids)
         return sum(kept) / len(kept)
+
+
+def _together(scores: Sequence[dict[Component, float]]) -> dict[Component, float]:
+    """Shares of the components in the scores of several heads."""
+    total = sum(sum(of.values()) for of in scores)
+    found: dict[Component, float] = {}
+    for of in scores:
+        for part, value in of.items():
+            found[part] = found.get(part, 0.0) + value / total
+    return found
 
 
 def _writes(inputs: Inputs, first: Int[Tensor, " text"]) -> bool:
