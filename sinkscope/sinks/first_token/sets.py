@@ -286,11 +286,15 @@ def _measured(
     draws = [_random(target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
     lost = attention([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
     if lost is not None and kind == "minimal" and lost[0][0] < LOST <= lost[0][-1]:
-        rest = [s for s in sites if s not in chosen]
-        grown = [(*chosen, *rest[:k]) for k in range(1, len(rest) + 1)]
-        each = attention(grown)
-        assert each is not None
-        chosen = next(s for s, share in zip(grown, each[0], strict=True) if share >= LOST)
+        extra = [s for s in sites if s not in chosen]
+        while extra:  # of all other candidates, leave out what attention does not miss
+            fewer = [[s for s in extra if s != out] for out in extra]
+            each = attention([(*chosen, *some) for some in fewer])
+            shares = [] if each is None else each[0]
+            if max(shares) < LOST:
+                break
+            extra = fewer[shares.index(max(shares))]
+        chosen = (*chosen, *extra)
         draws = [_random(target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
         lost = attention([chosen, *draws])
     norms = search.norms([chosen, *draws])[0]
