@@ -54,7 +54,8 @@ def test_all_results_are_there_in_the_order_of_the_kinds(whole: Report) -> None:
     assert "peak_memory_bytes" in read.text
     figures = [block for block in read.data if isinstance(block, dict) and "layout" in block]
     titles = [f["layout"]["title"]["text"].rpartition(": ")[2] for f in figures]
-    assert titles == ["sink in layer 2", "no sink", "repetition of 4 tokens", "3 of 4 loop"]
+    found = ["norm spike and attention sink, made in layer 2", "no norm spike and no attention sink"]
+    assert titles == [*found, "repetition of 4 tokens", "3 of 4 loop"]
 
 
 def test_report_of_the_same_folder_is_the_same_file(whole: Report, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
         # hover, search and order
         x, y = chrome.run(
             "{document.querySelector('.plot').scrollIntoView();"
-            "const at = document.querySelector('.plot .bars .point').getBoundingClientRect();"
+            "const at = document.querySelectorAll('.plot .bars .point')[4].getBoundingClientRect();"  # behind four layers
             "[at.x + at.width / 2, at.y + at.height / 2]}"
         )
         chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)

@@ -183,6 +183,10 @@ _HUB: dict[str, str] = {
         qwen3-4b Qwen/Qwen3-4B
         qwen3-8b Qwen/Qwen3-8B
         qwen3-14b Qwen/Qwen3-14B""",
+    "qwen2_moe": """
+        qwen1.5-moe-a2.7b Qwen/Qwen1.5-MoE-A2.7B""",
+    "glm4_moe": """
+        glm-4.5-air zai-org/GLM-4.5-Air""",
     "qwen3_moe": """
         qwen3-30b-a3b Qwen/Qwen3-30B-A3B""",
     "gemma": """

@@ -116,12 +116,12 @@ class LaterLayer:
     patched_attention: float | None = None
 
     @property
-    def attention_is_taken(self) -> bool:
-        """Whether repetition takes attention from the first token, and the patch gives back less than half of it."""
+    def attention(self) -> tuple[float, float]:
+        """Attention that repetition takes from the first token, and how much of it the patch gives back."""
         if self.ordinary_attention is None or self.intact_attention is None or self.patched_attention is None:
-            return False
+            return 0.0, 0.0
         taken = self.ordinary_attention - self.intact_attention
-        return taken > TAKEN and self.patched_attention - self.intact_attention < taken / 2
+        return (taken, self.patched_attention - self.intact_attention) if taken > TAKEN else (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,12 +399,21 @@ def _no_set(high: _Ceilings, tried: tuple[Tried, ...]) -> str:
     )
 
 
+def _still_taken(later: tuple[LaterLayer, ...]) -> list[LaterLayer]:
+    """The layers whose attention is not back, if less than half of all attention that was taken is back.
+
+    Layers are judged together: in some, heads that look at repeated tokens for another reason give less than half back.
+    """
+    taken, back = (sum(one.attention[i] for one in later) for i in (0, 1))
+    return [one for one in later if one.attention[1] < one.attention[0] / 2] if back < taken / 2 else []
+
+
 def _verdict(
     tokens: tuple[HeldOutToken, ...], later: tuple[LaterLayer, ...], change: Change, limit: float
 ) -> dict[str, Any]:
     rise = change.difference / change.before
     above = [t.returns_in for t in tokens if t.returns_in is not None]
-    taken = [one for one in later if one.attention_is_taken]
+    taken = _still_taken(later)
     if above:
         reason = (
             f"{len(above)} of {len(tokens)} held-out tokens have a norm above the typical range, the first of them "
@@ -538,7 +547,7 @@ def _smallest(
         if edit is not None and above is None:
             before.extend([] if before else _attention_before(setup, high, rows, batch_size))
             later = _later_layers(target, high, (norms, norms), before, (rows, edit, batch_size))
-            taken = next((one.layer for one in later if one.attention_is_taken), None)
+            taken = next((one.layer for one in _still_taken(later)), None)
         tried.append(Tried(tuple(n.site for n in some), float(norms[:, 0].max()), above, taken))
         setup.progress("sets of neurons", len(tried), min(2**every, MOST + every))
         return edit is not None and above is None and taken is None
