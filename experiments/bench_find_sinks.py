@@ -118,7 +118,7 @@ def plain_arm(folder: str) -> dict[str, Any]:
 
     def run() -> dict[str, Any]:
         target: Any = open_target(Path(folder), None, None, None, None, False)
-        last = target.n_layers - 1  # no head attends to this sink, so only the last layer ends the search
+        last = min(target.n_layers - 1, layer + max(3, -(-target.n_layers // 3)))  # where the spike has stayed flat
 
         def forward(rows: int, tokens: int, last: int) -> None:
             ids = torch.randint(target.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
@@ -126,9 +126,8 @@ def plain_arm(folder: str) -> dict[str, Any]:
                 target.forward(ids)
 
         forward(4, 64, last)  # typical text
-        forward(25, 64, last)  # texts of the sink rate
         forward(1, REPEATS + 1, layer)  # repetitions
-        forward(1, 64, last)  # first tokens: 28 single candidates and random neurons, 20 random sets
+        forward(22, 32, last)  # the ablated text, 20 random sets, and all candidates
         return {"layers_read": last + 1}
 
     return measured(run)

@@ -9,8 +9,9 @@ how much memory it takes and whether it finds the sink, not what a trained model
 The circuit (Yona et al. 2025, section 4.2): each token carries a constant and the one-hot of its group. In layer 0 one
 head per group looks away from its own group with force `beta` and writes the share of attention that stayed there to
 the residual dimension *mark*: 1 at the first token, or where a token was repeated often, near 0 elsewhere. In the sink
-layer two neurons whose gate reads *mark* write two residual dimensions. All other weights of the dense layers are small
-noise that neither reads nor writes the reserved dimensions; the layers above are zero, so they change nothing.
+layer two neurons whose gate reads *mark* write two residual dimensions. The heads of the next layer attend to them.
+All other weights of the dense layers are small noise that neither reads nor writes the reserved dimensions; the layers
+above are zero, so they change nothing.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ GROUPS = 8  # group 0 is BOS alone, the other tokens share the rest
 BETA = 1.5
 NOISE = 1.28  # norm of the unreserved part of an embedding; the constant and the group are 1 each
 SINK = (800.0, 600.0)  # what the two neurons add to the first token; ablating either takes >= 0.2 of the norm
+READ = 8.0  # score of the first token in the layer behind the sink layer; others have none
 GATE = 8.0  # their gate at a fully marked token, and minus it at an unmarked one
 
 Rows = Callable[[int, int], Tensor]  # the rows start:stop of a tensor
@@ -181,6 +183,7 @@ def weights(plan: Plan) -> Tensors:
             "mlp.down_proj": (p.d, p.d_mlp, False),
         }
         edits = _marking(p, head) if layer == 0 else _sink(p) if layer == p.sink_layer else {}
+        edits = _reading(p, head) if layer == p.sink_layer + 1 else edits
         for part, (rows, columns, reads) in sizes.items():
             name = f"{at}{part}.weight"
             if layer < p.dense:
@@ -229,6 +232,19 @@ def _sink(p: Plan) -> dict[str, list[Edit]]:
         ]
         edits["mlp.up_proj"] += [(row, slice(None), 0.0), (row, p.const, 1 / marked)]
         edits["mlp.down_proj"] += [(range(p.d), neuron, 0.0), (range(dim, dim + 1), neuron, size / GATE)]
+    return edits
+
+
+def _reading(p: Plan, head: int) -> dict[str, list[Edit]]:
+    """The layer behind the sink layer: every head attends to the larger of the two sink dimensions."""
+    size = SINK[0] / math.hypot(*SINK) * math.sqrt(p.d)  # of that dimension at the first token, behind the norm
+    edits: dict[str, list[Edit]] = {}
+    for part, count, column, value in (
+        ("q_proj", p.heads, p.const, READ * math.sqrt(head) / p.scale),
+        ("k_proj", p.kv_heads, p.sink_dims[0], 1 / size),
+    ):
+        slow = [range(i * head + head // 2 - 1, i * head + head // 2) for i in range(count)]
+        edits[f"self_attn.{part}"] = [(range(count * head), slice(None), 0.0), *((row, column, value) for row in slow)]
     return edits
 
 

@@ -33,10 +33,10 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert BAD in chrome.run("[...document.querySelectorAll('svg .gtitle')].map((t) => t.textContent).join()")
         assert chrome.run("document.querySelectorAll('[onerror], img:not([src^=data])').length") == 0
 
-        # hover, search and order
+        # hover (the first four bars are layers), search and order
         x, y = chrome.run(
             "{document.querySelector('.plot').scrollIntoView();"
-            "const at = document.querySelectorAll('.plot .bars .point')[4].getBoundingClientRect();"  # behind four layers
+            "const at = document.querySelectorAll('.plot .bars .point')[4].getBoundingClientRect();"
             "[at.x + at.width / 2, at.y + at.height / 2]}"
         )
         chrome.send("Input.dispatchMouseEvent", type="mouseMoved", x=x - 1, y=y)
