@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from organisms import organism, tiny_model
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.ablation import spike_dims
+from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.received import received
 from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
-from sinkscope.sinks.first_token.walk import first_token_attention, spike_dims
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
 
@@ -37,24 +37,25 @@ def test_sink_rate_equals_the_definition_on_dense_attention(model_type: str) -> 
     assert received(Target.of(model, tokenizer), ids, eps, batch=2).rate == pytest.approx(wanted)
 
 
-def test_first_token_attention_leaves_the_first_query_out_and_sees_interventions() -> None:
+def test_attention_to_the_first_token_leaves_the_first_query_out_and_sees_interventions() -> None:
     o = organism("llama", 4)
     target = Target.of(o.model, o.tokenizer)
     layer = o.truth.sink_layer
     assert layer is not None
-    ids, layers = o.natural(1, 20), [layer + 1]
+    ids = o.natural(1, 20)
 
     def dense() -> float:
         eager = copy.deepcopy(o.model)
         eager.set_attn_implementation("eager")
         return float(eager(ids, output_attentions=True).attentions[layer + 1][:, :, 1:, 0].mean())
 
-    assert first_token_attention(target, ids, layers) == pytest.approx(dense(), abs=1e-5)
+    seen = effects(target, ids, [Edit(zero=o.truth.neurons)], attention=True)
+    assert seen.intact_attention is not None and seen.attention is not None
+    assert float(seen.intact_attention[0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
     weight = target.layers[layer].mlp.down_proj.weight
-    ablated = first_token_attention(target, ids, layers, Ablate(sites=list(o.truth.neurons)))
     with torch.no_grad():
         weight[:, [n for _, n in o.truth.neurons]] = 0  # the same without hooks
-    assert ablated == pytest.approx(dense(), abs=1e-5)
+    assert float(seen.attention[0, 0, layer + 1].mean()) == pytest.approx(dense(), abs=1e-5)
 
 
 def test_spike_dims_need_both_of_sun_et_als_conditions() -> None:

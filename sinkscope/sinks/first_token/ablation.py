@@ -8,7 +8,7 @@ hold this against real ablated passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -174,6 +174,18 @@ def _norm(resid: Tensor, without: Sequence[int]) -> Tensor:
     return resid[..., kept].norm(dim=-1)
 
 
+def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
+    """Massive activations of the first token: |a| > 100 and > 1000 x the median |hidden state| (Sun et al. 2024).
+
+    Args:
+        first: residual stream of the first token, `[d_model]`.
+        typical: residual stream of all positions of the layer, `[n d_model]`.
+    """
+    size = first.abs()
+    hit = (size > 100) & (size > 1000 * typical.abs().median())
+    return sorted(hit.nonzero().flatten().tolist(), key=lambda d: -size[d].item())
+
+
 def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
     """(expert, neuron) of a flat number; expert is None where the layer is no mixture, and for a shared expert."""
     first = target.n_experts(layer) * target.d_mlp  # of those that have no expert's number
@@ -232,12 +244,14 @@ class Proof:
         set_drop: share of the norm that goes with all causal ones; None: there are none at the sink layer.
         set_control_drop: largest drop among random sets of as many neurons of the sink layer.
         controls: sites of one of these sets.
+        dims: massive activations of the first token there, largest first.
     """
 
     neurons: tuple[Neuron, ...]
     set_drop: float | None
     set_control_drop: float | None
     controls: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...] = ()
 
     @property
     def causal(self) -> tuple[Neuron, ...]:
@@ -341,12 +355,12 @@ def prove(
     """
     proof = _prove_at(target, ids, layer, top_k, generator, repeated, without)
     others = [n for s in stages if s != layer for n in stage_neurons(target, ids, s, 2, generator, upto=layer)]
-    whole = Proof((*proof.neurons, *others), proof.set_drop, proof.set_control_drop, proof.controls)
+    whole = replace(proof, neurons=(*proof.neurons, *others))
     if not any(n.causal and n.layer < layer for n in others):
         return whole
     seen = effects(target, ids[:, :1], [Edit(zero=tuple(n.site for n in whole.causal))], upto=layer, without=without)
     drop = float((1 - seen.norms[0, :, layer] / seen.intact_norms[:, layer]).median())
-    return Proof(whole.neurons, drop, whole.set_control_drop, whole.controls)
+    return replace(whole, set_drop=drop)
 
 
 def _prove_at(
@@ -362,6 +376,8 @@ def _prove_at(
     with target.loaded(layer):
         found = _Candidates.of(target, ids, layer, top_k)
         first, top = found.first, found.top
+        massive = spike_dims(first.resid.median(0).values, torch.cat([first.resid, found.text.resid]))
+        dims = tuple(d for d in massive if d not in without)
         spare = torch.ones_like(found.contribution, dtype=torch.bool)
         spare[top] = False
         if first.routing is not None:  # a neuron of an expert that was not chosen would be no control
@@ -383,10 +399,10 @@ def _prove_at(
         neurons = found.proven(lost[0], lost[1] if repeated is not None else None, chance)
         chosen = torch.tensor([int(n) for i, n in enumerate(top) if neurons[i].causal], device=top.device)
         if not len(chosen):
-            return Proof(neurons, None, None, ())
+            return Proof(neurons, None, None, (), dims)
         sets = draw(len(chosen))
         sites = tuple(numbers(layer, *split(target, layer, int(n))) for n in sets[0])
-        return Proof(neurons, float(drops(chosen[None], first)), float(drops(sets, first).max()), sites)
+        return Proof(neurons, float(drops(chosen[None], first)), float(drops(sets, first).max()), sites, dims)
 
 
 def _drops_above(target: Target, texts: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:

@@ -13,24 +13,21 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove, view_layer
+from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove
 from sinkscope.sinks.first_token.anatomy import Normalised, Trigger, maker, normalised, triggers
-from sinkscope.sinks.first_token.effects import effects
+from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.received import HEADS, LOST, Carrier, Received, carried_by, carriers, received
 from sinkscope.sinks.first_token.sets import CausalSet, Found, causal_sets, later_set
 from sinkscope.sinks.first_token.tokens import at_once_line, pick_tokens
 from sinkscope.sinks.first_token.walk import (
     SINK_RATIO,
     Walk,
-    first_token_attention,
     prefixes,
     repeat_limit,
     repeat_until_half,
-    spike_dims,
     walk_far_enough,
 )
 from sinkscope.text import text_rows
@@ -501,10 +498,6 @@ def find_sinks(
         if whole or depth == target.n_layers or (lost or 0.0) >= LOST:
             break
         whole = True  # what was found does not carry the attention to the first token: read on
-    dims: list[int] = []
-    if layer is not None:
-        view = view_layer(target, layer, ids, torch.ones_like(ids, dtype=torch.bool))
-        dims = spike_dims(view.resid.unflatten(0, tuple(ids.shape))[:, 0].median(0).values, view.resid)
     known = {n.site for n in proof.neurons}
     later = _later(setup, seen, heard, generator)
     spike = _spike(setup, seen, sets, later)
@@ -520,7 +513,7 @@ def find_sinks(
         set_drop=proof.set_drop,
         set_control_drop=proof.set_control_drop,
         stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in seen.stages()),
-        residual_dims=tuple(d for d in dims if d not in seen.shared),
+        residual_dims=proof.dims,
         first_token_norm=_padded(seen, seen.first),
         typical_norm=_padded(seen, [t[1] for t in seen.typical]),
         typical_low=_padded(seen, [t[0] for t in seen.typical]),
@@ -531,7 +524,7 @@ def find_sinks(
         attention=None if layer is None else _attention(target, ids, layer, proof),
         learned_sinks=target.adapter.learned_sinks,
         sink_rate=rate,
-        published=_published(target, layer, proof.causal, dims),
+        published=_published(target, layer, proof),
     )
 
 
@@ -598,8 +591,11 @@ def _attention(target: Target, ids: Int[Tensor, "row pos"], layer: int, proof: P
     sites = [n.site for n in proof.causal]
     if not layers or not sites:
         return None
-    edits = (None, Ablate(sites=sites), Ablate(sites=list(proof.controls)))
-    return FirstTokenAttention(tuple(layers), *(first_token_attention(target, ids[:1], layers, edit) for edit in edits))
+    edits = [Edit(zero=tuple(sites)), Edit(zero=proof.controls)]
+    seen = effects(target, ids[:1], edits, upto=layers[-1], attention=True)
+    assert seen.attention is not None and seen.intact_attention is not None
+    rows = (seen.intact_attention, *seen.attention)
+    return FirstTokenAttention(tuple(layers), *(float(row[0, layers].mean()) for row in rows))
 
 
 def _attending(target: Target, row: Int[Tensor, " pos"], at: int, layers: int) -> list[tuple[int, int]]:
@@ -650,15 +646,15 @@ def _makes(tried: tuple[Carrier, ...], spike: NormSpike) -> bool:
     return any(name in stages for name in needed)
 
 
-def _published(target: Target, layer: int | None, causal: tuple[Neuron, ...], dims: list[int]) -> Published | None:
+def _published(target: Target, layer: int | None, proof: Proof) -> Published | None:
     known = published_for(target.name)
     if known is None:
         return None
     if known.neurons:
-        found = {(n.layer, n.neuron) for n in causal}
+        found = {(n.layer, n.neuron) for n in proof.causal}
         return Published(known.source, layer in known.layers and set(known.neurons) <= found)
     if known.residual_dims:
-        return Published(known.source, set(known.residual_dims) <= set(dims))
+        return Published(known.source, set(known.residual_dims) <= set(proof.dims))
     return None
 
 

@@ -96,15 +96,16 @@ class _Search:
     def __init__(self, target: Target, texts: Tensor, seen: Walk, layer: int, last: int) -> None:
         self.target, self.texts, self.seen, self.layer, self.last = target, texts, seen, layer, max(layer, last)
         self.not_tried: list[str] = []
-        self.intact = self.norms([])[1]
+        self.intact: Tensor = torch.empty(0)  # from the first pass on
 
-    def norms(self, sets: Sequence[Sites]) -> tuple[Float[Tensor, "set layer"], Float[Tensor, " layer"]]:
-        """Median over texts, for each set and intact."""
+    def norms(self, sets: Sequence[Sites]) -> Float[Tensor, "set layer"]:
+        """Median over texts, for each set."""
         edits = [Edit(zero=tuple(s)) for s in sets]
         at = self.texts.shape[1] - 1
         seen = effects(self.target, self.texts, edits, at=at, upto=self.last, without=self.seen.shared)
         norms = seen.norms.quantile(0.5, dim=1) if sets else seen.norms[:, 0]
-        return norms, seen.intact_norms.quantile(0.5, dim=0)
+        self.intact = seen.intact_norms.quantile(0.5, dim=0)
+        return norms
 
     def drops(self, norms: Float[Tensor, "set layer"], layer: int) -> list[float]:
         """Share of the intact norm that is gone at a layer."""
@@ -131,7 +132,7 @@ class _Search:
         else:
             return None
         prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
-        gone = self.gone(self.norms(prefixes)[0], *layers)
+        gone = self.gone(self.norms(prefixes), *layers)
         chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
         while chosen is not None and len(chosen) > 1:  # leave out what is missed least, as long as the spike stays away
             fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
@@ -142,7 +143,7 @@ class _Search:
 
     def _best(self, sets: list[Sites], *layers: int) -> Sites | None:
         """Of the sets that take the spike away, the one that takes most; None if none does."""
-        norms = self.norms(sets)[0]
+        norms = self.norms(sets)
         drops = self.drops(norms, layers[-1])
         good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
         return sets[max(good, key=lambda i: drops[i])] if good else None
@@ -297,7 +298,7 @@ def _measured(
         chosen = (*chosen, *extra)
         draws = [_random(target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
         lost = attention([chosen, *draws])
-    norms = search.norms([chosen, *draws])[0]
+    norms = search.norms([chosen, *draws])
     at_sink, at_last = search.drops(norms, search.layer), search.drops(norms, search.last)
     first = CausalSet(
         _members(chosen),
@@ -312,7 +313,7 @@ def _measured(
         return ()
     if kind == "partial" or not backups:
         return (first,)
-    without = search.norms([tuple(s for s in chosen if s not in backups)])[0][0]
+    without = search.norms([tuple(s for s in chosen if s not in backups)])[0]
     drop = [float(1 - norms[0, i] / without[i]) for i in (search.layer, search.last)]
     return first, CausalSet(_members(backups), drop[0], drop[1], None, None, first.control, "backup")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +13,9 @@ from torch import Tensor
 
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Intervention
 from sinkscope.measure.setup import Setup
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.ablation import LayerView, view_layer
-from sinkscope.trace.attention import attention_rows
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
@@ -303,35 +300,3 @@ def repeat_until_half(
     reached = [views[i] for i, n in found.items() if n is not None]
     parts = [torch.cat([getattr(v, name) for v in reached]) for name in ("resid", "mlp", "post") if reached]
     return Repetition(list(found.values()), LayerView(layer, *parts) if reached else None)
-
-
-@torch.no_grad()
-def first_token_attention(
-    target: Target, ids: Int[Tensor, "row pos"], layers: list[int], intervention: Intervention | None = None
-) -> float:
-    """Mean attention of all later positions to the first token, over heads of `layers`."""
-    total: list[Tensor] = []
-    with (
-        intervention.on(target) if intervention is not None else nullcontext(),
-        attention_rows(
-            target,
-            lambda _l, first, probs: total.append(probs[:, :, int(first == 0) :, 0].mean()),
-            layers=layers,
-            rows_per_chunk=ids.shape[1],
-        ),
-        target.hooks((target.layers[max(layers)], "post", lambda *_: target.stop())),
-    ):
-        target.forward(ids)
-    return float(torch.stack(total).mean())
-
-
-def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
-    """Massive activations of the first token: |a| > 100 and > 1000 x the median |hidden state| (Sun et al. 2024).
-
-    Args:
-        first: residual stream of the first token, `[d_model]`.
-        typical: residual stream of all positions of the layer, `[n d_model]`.
-    """
-    size = first.abs()
-    hit = (size > 100) & (size > 1000 * typical.abs().median())
-    return sorted(hit.nonzero().flatten().tolist(), key=lambda d: -size[d].item())
