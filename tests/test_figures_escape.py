@@ -31,6 +31,8 @@ CHOICES = {  # one of a few words, or packed numbers
     "heads.healthy_whole.shares",
     "heads.late.shares",
     "heads.whole.shares",
+    "causal_sets.kind",
+    "later_sinks.set.kind",
     "picture.shares",
     "outputs.ended",
     "verdict",
