@@ -322,13 +322,18 @@ def _read(parameter: Parameter, words: Any) -> Any:
     return [one for part in values for one in part]
 
 
+def _kind(parameter: Parameter) -> Any:
+    """The type that typer converts to; what it does not know is read as text."""
+    kind: Any = bool if isinstance(parameter.default, bool) else parameter.type
+    known = kind in (int, float, str, bool, Path) or get_origin(kind) is Literal
+    if known and parameter.option.reads not in ("head", "commas"):
+        return kind
+    return Path if parameter.option.argument and Path in get_args(kind) else str
+
+
 def _typed(parameter: Parameter) -> inspect.Parameter:
     """A parameter as typer reads it."""
-    option, many = parameter.option, parameter.many
-    default: Any = parameter.default
-    kind: Any = bool if isinstance(default, bool) else parameter.type
-    if option.reads in ("head", "commas") or not (kind in (int, float, str, bool, Path) or get_origin(kind) is Literal):
-        kind = Path if option.argument and Path in get_args(kind) else str
+    option, many, default, kind = parameter.option, parameter.many, parameter.default, _kind(parameter)
     text = parameter.help + (" It may be given several times." if many and not option.argument else "")
     more: dict[str, Any] = {"help": text, "metavar": option.metavar}
     if kind in (int, float):

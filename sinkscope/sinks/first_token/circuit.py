@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps, and_, site_name
-from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +127,16 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
 
 
+def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
+    """The layer that completes the spike, and the steps about the neurons that `find_sinks` found."""
+    best = next((s for s in found.causal_sets if s.kind != "backup"), None)
+    every = [*(() if best is None else best.numbers), *(n.site for n in found.causal)]
+    sites = () if found.sink_layer is None else tuple(dict.fromkeys(every))
+    layer = None if found.sink_layer is None else max(found.sink_layer, *(site[0] for site in sites), 0)
+    backups = [site for one in found.causal_sets if one.kind == "backup" for site in one.numbers]
+    return layer, Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
+
+
 @measurement(group="Sinks", figure="sinkscope.figures.circuit:draw_circuit", quick={"max_repeats": 64})
 def circuit(
     setup: Setup, *, token: str | None = None, heads: Positive = 6, max_repeats: Positive | None = None
@@ -143,12 +153,7 @@ def circuit(
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
     """
     found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
-    best = next((s for s in found.causal_sets if s.kind != "backup"), None)
-    every = [*(() if best is None else best.numbers), *(n.site for n in found.causal)]
-    sites = () if found.sink_layer is None else tuple(dict.fromkeys(every))
-    layer = None if found.sink_layer is None else max(found.sink_layer, *(site[0] for site in sites), 0)
-    backups = [site for one in found.causal_sets if one.kind == "backup" for site in one.numbers]
-    made = Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
+    layer, made = _opened(setup, found)
     repeated, repeats, attention = None, None, None
     sink = found.attention_sink
     reader = made.reader() if sink is not None and any(p.position == 0 for p in sink.positions) else None

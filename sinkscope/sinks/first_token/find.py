@@ -24,6 +24,7 @@ from sinkscope.sinks.first_token.sets import CausalSet, Found, causal_sets, late
 from sinkscope.sinks.first_token.tokens import at_once_line, pick_tokens
 from sinkscope.sinks.first_token.walk import (
     SINK_RATIO,
+    Repetition,
     Walk,
     prefixes,
     repeat_limit,
@@ -520,7 +521,7 @@ def find_sinks(
         typical_high=_padded(seen, [t[2] for t in seen.typical]),
         layers_read=depth,
         notebook_rule_layer=seen.notebook_layer(),
-        repeats=Repeats((), None, 0, limit) if repeated is None else _repeats(target, words, repeated.repeats, limit),
+        repeats=_repeats(target, words, repeated, limit),
         attention=None if layer is None else _attention(target, ids, layer, proof),
         learned_sinks=target.adapter.learned_sinks,
         sink_rate=rate,
@@ -580,7 +581,10 @@ def _later(setup: Setup, seen: Walk, heard: Received, generator: torch.Generator
     return tuple(found)
 
 
-def _repeats(target: Target, words: list[int], found: list[int | None], limit: int) -> Repeats:
+def _repeats(target: Target, words: list[int], repeated: Repetition | None, limit: int) -> Repeats:
+    if repeated is None:
+        return Repeats((), None, 0, limit)
+    found = repeated.repeats
     rows = tuple(RepeatedToken(target.tokenizer.decode([w]), w, n) for w, n in zip(words, found, strict=True))
     got = [n for n in found if n is not None and n > 1]
     return Repeats(rows, float(median(got)) if got else None, found.count(None), limit)
@@ -611,32 +615,43 @@ def _attention_sink(
     heads, learned, tokens = heard.heads(), heard.learned_heads(), heard.later()
     if not (heads or learned or tokens):
         return None
-    decode, texts = setup.tokenizer.decode, heard.ids[:2, :48]
+    decode = setup.tokenizer.decode
     positions = [SinkPosition(0, decode([int(heard.ids[0, 0])]), heard.rate)] if heads else []
     positions += [SinkPosition(at, "" if token is None else decode([token]), share) for token, at, share in tokens]
-    tried: tuple[Carrier, ...] = ()
-    carried, rate = "learned logits", float(heard.learned.float().mean())
+    rate, carried, tried = float(heard.learned.float().mean()), "learned logits", tuple[Carrier, ...]()
     if heads:
-        rate, minimal = heard.rate, sets.minimal
-        behind = 0.0 if minimal is None else sum(i > minimal.sites[0].layer for i, _ in heads) / len(heads)
-        carried = "spike" if minimal is not None and (minimal.heads_lost or 0.0) * behind >= LOST else None
-        if carried is None:
-            tried = tuple(carriers(setup.target, texts, heads))
-            carried = carried_by(tried)
-            if spike is not None and 0 in spike.positions and _makes(tried, spike):
-                carried = "spike"
+        rate, (carried, tried) = heard.rate, _carried_first(setup, heard, heads, spike, sets.minimal)
     elif tokens and not learned:
-        rate = positions[0].rate
-        made = [s.set for s in later if s.token == positions[0].token]
-        carried = "spike" if any(m is not None and (m.heads_lost or 0.0) >= LOST for m in made) else None
-        if carried is None:
-            token, at, _ = tokens[0]
-            row = 0 if token is None else int((heard.ids[:, at] == token).nonzero()[0])
-            there = _attending(setup.target, heard.ids[row], at, depth)
-            tried = tuple(carriers(setup.target, heard.ids[row : row + 1], there, at)) if there else ()
-            carried = carried_by(tried)
+        rate, (carried, tried) = positions[0].rate, _carried_later(setup, heard, positions[0].token, later, depth)
     by_layer = heard.above[..., 0].float().mean((1, 2)).tolist()
     return AttentionSink(rate, RATE_EPS, tuple(positions), depth, carried, tuple(by_layer), tried)
+
+
+def _carried_first(
+    setup: Setup, heard: Received, heads: list[tuple[int, int]], spike: NormSpike | None, minimal: CausalSet | None
+) -> tuple[str | None, tuple[Carrier, ...]]:
+    """What carries the sink at the first token, and what was tried where its spike does not."""
+    if minimal is not None:
+        behind = sum(i > minimal.sites[0].layer for i, _ in heads) / len(heads)
+        if (minimal.heads_lost or 0.0) * behind >= LOST:
+            return "spike", ()
+    tried = tuple(carriers(setup.target, heard.ids[:2, :48], heads))
+    makes = spike is not None and 0 in spike.positions and _makes(tried, spike)
+    return "spike" if makes else carried_by(tried), tried
+
+
+def _carried_later(
+    setup: Setup, heard: Received, name: str, later: tuple[LaterSink, ...], depth: int
+) -> tuple[str | None, tuple[Carrier, ...]]:
+    """The same of the first of the tokens behind the first position."""
+    made = [s.set for s in later if s.token == name]
+    if any(m is not None and (m.heads_lost or 0.0) >= LOST for m in made):
+        return "spike", ()
+    token, at, _ = heard.later()[0]
+    row = 0 if token is None else int((heard.ids[:, at] == token).nonzero()[0])
+    there = _attending(setup.target, heard.ids[row], at, depth)
+    tried = tuple(carriers(setup.target, heard.ids[row : row + 1], there, at)) if there else ()
+    return carried_by(tried), tried
 
 
 def _makes(tried: tuple[Carrier, ...], spike: NormSpike) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -185,29 +185,36 @@ def causal_sets(
         here = search.smallest(sites, layer)
         chosen = None if here is None else search.smallest(sites, layer, search.last)
         added += [n for n in wide if here is not None and n.site in (*here, *(chosen or ()))]
-    for _ in range(ROUNDS):
-        if chosen is not None or here is None:
-            break
-        silent = (*here, *backups)
-        with Ablate(sites=silent).on(target):
-            again = walk(target, ids, whole=True, upto=search.last)
-            stages = [i for i in again.stages() if i > layer]
-            brought = [n for i in stages for n in stage_neurons(target, ids, i, 4, generator)]
-        brought = [n for n in brought if n.site not in silent]
-        if not brought:
-            break
-        added += brought
-        later = search.smallest((*silent, *(n.site for n in brought)), layer, search.last)
-        if later is None:
-            backups = (*backups, *(n.site for n in brought))
-        else:
-            chosen, backups = later, tuple(s for s in later if s not in here)
     if here is not None and chosen is None:
-        search.not_tried.append(f"neurons that bring the spike back were searched in {ROUNDS} rounds")
-    texts = (ids[:1, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
-    sets = _measured(search, chosen, here or sites, sites, backups, texts, generator)
+        chosen, backups, brought = _with_backups(search, ids, here, generator)
+        added += brought
+    read = _Read(target, ids[:1, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
+    sets = _measured(search, chosen, here or sites, sites, backups, read, generator)
     kept = {s for one in sets for s in one.numbers} | {n.site for n in neurons}
     return Found(sets, tuple(n for n in added if n.site in kept), tuple(search.not_tried))
+
+
+def _with_backups(
+    search: _Search, ids: Tensor, here: Sites, generator: torch.Generator
+) -> tuple[Sites | None, Sites, list[Neuron]]:
+    """The smallest set with the neurons that bring the spike back when `here` is silent; these; and all that did."""
+    backups, added = Sites(), list[Neuron]()
+    for _ in range(ROUNDS):
+        silent = (*here, *backups)
+        with Ablate(sites=silent).on(search.target):
+            again = walk(search.target, ids, whole=True, upto=search.last)
+            stages = [i for i in again.stages() if i > search.layer]
+            brought = [n for i in stages for n in stage_neurons(search.target, ids, i, 4, generator)]
+        brought = [n for n in brought if n.site not in silent]
+        added += brought
+        sites = tuple(n.site for n in brought)
+        if chosen := search.smallest((*silent, *sites), search.layer, search.last) if sites else None:
+            return chosen, tuple(s for s in chosen if s not in here), added
+        if not sites:
+            break
+        backups = (*backups, *sites)
+    search.not_tried.append(f"neurons that bring the spike back were searched in {ROUNDS} rounds")
+    return None, backups, added
 
 
 def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
@@ -254,9 +261,38 @@ def later_set(
     found = stage_neurons(target, ids[row : row + 1, : at + 1], layer, TOP, generator, at=at)
     sites = tuple(n.site for n in found)
     chosen = search.smallest(sites, layer, search.last)
-    texts = (ids[row : row + 1], at, [(i, head) for i, head in heads if i > layer])
-    sets = _measured(search, chosen, sites[:1], sites, (), texts, generator)
+    read = _Read(target, ids[row : row + 1], at, [(i, head) for i, head in heads if i > layer])
+    sets = _measured(search, chosen, sites[:1], sites, (), read, generator)
     return sets[0] if sets else None
+
+
+class _Read(NamedTuple):
+    """Where attention is compared: a text, the position in it, and the heads that attend to it."""
+
+    target: Target
+    text: Tensor
+    at: int
+    heads: list[tuple[int, int]]
+
+    def lost(self, sets: Sequence[Sites]) -> tuple[list[float], list[float]]:
+        """Per set, the share of heads that lose half of their attention, and the mean drop; empty without heads."""
+        if not self.heads:
+            return [], []
+        edits = [Edit(zero=s) for s in sets]
+        seen = effects(self.target, self.text, edits, at=self.at, upto=max(self.heads)[0], attention=True)
+        assert seen.attention is not None and seen.intact_attention is not None
+        return losses(seen.attention, seen.intact_attention, self.heads)
+
+    def grown(self, chosen: Sites, sites: Sites) -> Sites:
+        """The set and those of the other candidates that attention needs as well."""
+        extra = [s for s in sites if s not in chosen]
+        while extra:
+            fewer = [[s for s in extra if s != out] for out in extra]
+            shares = self.lost([(*chosen, *some) for some in fewer])[0]
+            if max(shares) < LOST:
+                break
+            extra = fewer[shares.index(max(shares))]
+        return (*chosen, *extra)
 
 
 def _measured(
@@ -265,48 +301,27 @@ def _measured(
     best: Sites,
     sites: Sites,
     backups: Sites,
-    read: tuple[Tensor, int, list[tuple[int, int]]],
+    read: _Read,
     generator: torch.Generator,
 ) -> tuple[CausalSet, ...]:
-    """The sets with their effects and controls; the minimal one grows where attention asks for more neurons.
-
-    `read` is where attention is compared: texts, the position, and the heads that attend to it.
-    """
-    target, kind = search.target, "partial" if chosen is None else "minimal"
+    """The sets with their effects and controls; the minimal one grows where attention asks for more neurons."""
+    kind = "partial" if chosen is None else "minimal"
     chosen = best if chosen is None else chosen
-    texts, at, heads = read
-
-    def attention(sets: Sequence[Sites]) -> tuple[list[float], list[float]] | None:
-        if not heads:
-            return None
-        edits = [Edit(zero=s) for s in sets]
-        seen = effects(target, texts, edits, at=at, upto=max(heads)[0], attention=True)
-        assert seen.attention is not None and seen.intact_attention is not None
-        return losses(seen.attention, seen.intact_attention, heads)
-
-    draws = [_random(target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
-    lost = attention([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
-    if lost is not None and kind == "minimal" and lost[0][0] < LOST <= lost[0][-1]:
-        extra = [s for s in sites if s not in chosen]
-        while extra:  # of all other candidates, leave out what attention does not miss
-            fewer = [[s for s in extra if s != out] for out in extra]
-            each = attention([(*chosen, *some) for some in fewer])
-            shares = [] if each is None else each[0]
-            if max(shares) < LOST:
-                break
-            extra = fewer[shares.index(max(shares))]
-        chosen = (*chosen, *extra)
-        draws = [_random(target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
-        lost = attention([chosen, *draws])
+    draws = [_random(search.target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
+    heads, drops = read.lost([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
+    if heads and kind == "minimal" and heads[0] < LOST <= heads[-1]:
+        chosen = read.grown(chosen, sites)
+        draws = [_random(search.target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
+        heads, drops = read.lost([chosen, *draws])
     norms = search.norms([chosen, *draws])
     at_sink, at_last = search.drops(norms, search.layer), search.drops(norms, search.last)
     first = CausalSet(
         _members(chosen),
         at_sink[0],
         at_last[0],
-        None if lost is None else lost[1][0],
-        None if lost is None else lost[0][0],
-        max(*at_sink[1:], *at_last[1:], *([] if lost is None else lost[1][1 : DRAWS + 1])),
+        drops[0] if drops else None,
+        heads[0] if heads else None,
+        max(*at_sink[1:], *at_last[1:], *drops[1 : DRAWS + 1]),
         kind,
     )
     if not first.verified:
