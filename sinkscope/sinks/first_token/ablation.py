@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.first_token.effects import Edit, effects
+from sinkscope.sinks.first_token.effects import Edit, effects, norm_of
 
 DRAWS = 20  # random sets of as many neurons that every ablation is held against
 CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
@@ -165,13 +165,7 @@ def norm_without(
     else:
         norm, dtype = target.sub(view.layer, path), target.dtype
         resid = view.resid - norm(view.mlp.to(dtype)).float() + norm((view.mlp - written).to(dtype)).float()
-    return _norm(resid, without)
-
-
-def _norm(resid: Tensor, without: Sequence[int]) -> Tensor:
-    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
-    kept[list(without)] = False
-    return resid[..., kept].norm(dim=-1)
+    return norm_of(resid, without)
 
 
 def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
@@ -390,7 +384,7 @@ def _prove_at(
 
         def drops(sets: Tensor, view: LayerView) -> Tensor:
             cols = columns(target, layer, sets.flatten()).unflatten(0, tuple(sets.shape))
-            return (1 - norm_without(target, view, sets, cols, without) / _norm(view.resid, without)).median(1).values
+            return (1 - norm_without(target, view, sets, cols, without) / norm_of(view.resid, without)).median(1).values
 
         singles, control = top[:, None], draw(1)
         places = [first] if repeated is None else [first, repeated]

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps, and_, site_name
+from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps, site_name
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
+from sinkscope.sinks.first_token.tokens import and_
 
 
 @dataclass(frozen=True, kw_only=True)

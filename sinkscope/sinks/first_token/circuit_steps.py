@@ -18,6 +18,7 @@ from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects
 from sinkscope.sinks.first_token.path_patching import HALF, MOST, Bench, Group, Proof, random_sets, shares_of
+from sinkscope.sinks.first_token.tokens import and_
 from sinkscope.sinks.first_token.walk import prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -106,11 +107,6 @@ class Attended:
     intact: float
     without: float
     control: float | None
-
-
-def and_(names: Sequence[str]) -> str:
-    """A list in words."""
-    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
 def told(component: Component) -> str:

@@ -81,6 +81,15 @@ class Effects:
     intact_attention: Float[Tensor, "text layer head"] | None
 
 
+def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
+    """L2 of a residual stream, float32, without some of its dimensions."""
+    if without:
+        kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
+        kept[list(without)] = False
+        resid = resid[..., kept]
+    return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
+
+
 @torch.no_grad()
 def effects(
     target: Target,
@@ -130,9 +139,7 @@ class _Pass:
         self.target, self.texts, self.at, self.source = target, len(ids), at, source
         self.ids = ids.repeat(len(edits) + 1, 1)
         self.edits = edits
-        self.keep = torch.ones(target.d_model, dtype=torch.bool)
-        self.keep[list(without)] = False
-        self.embedded: Tensor | None = None
+        self.without = without
 
     def run(self, upto: int | None, attention: bool) -> tuple[Tensor, Tensor | None]:
         """Norms `[edit text layer]` and attention `[edit text layer head]`, the intact texts first."""
@@ -143,7 +150,7 @@ class _Pass:
 
         def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
             resid = first_tensor(out)[:, self.at]
-            norms.append(torch.linalg.vector_norm(resid[:, self.keep.to(resid.device)], dim=-1, dtype=torch.float32))
+            norms.append(norm_of(resid, self.without))
             if len(norms) > last:
                 target.stop()
 

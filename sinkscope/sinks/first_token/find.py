@@ -21,7 +21,7 @@ from sinkscope.sinks.first_token.anatomy import Normalised, Trigger, maker, norm
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.received import HEADS, LOST, Carrier, Received, carried_by, carriers, received
 from sinkscope.sinks.first_token.sets import CausalSet, Found, causal_sets, later_set
-from sinkscope.sinks.first_token.tokens import at_once_line, pick_tokens
+from sinkscope.sinks.first_token.tokens import and_, at_once_line, pick_tokens
 from sinkscope.sinks.first_token.walk import (
     SINK_RATIO,
     Repetition,
@@ -342,7 +342,7 @@ class FindSinks(Result):
         if len(self.stages) > 1:
             lines.append("Stages: " + ", ".join(f"layer {s.layer} adds {s.share:.1%}" for s in self.stages) + ".")
         if spike.plateau is not None:
-            down = f", and layers {_listed(spike.step_down)} take it away again" if spike.step_down else ""
+            down = f", and layers {and_(spike.step_down)} take it away again" if spike.step_down else ""
             first, last = spike.plateau
             lines.append(f"The norm stands out after layers {first} to {last}{down}.")
         if self.residual_dims:
@@ -411,19 +411,14 @@ class FindSinks(Result):
         return lines + at_once_line([t.token for t in r.at_once])
 
 
-def _listed(numbers: Sequence[object]) -> str:
-    words = [str(n) for n in numbers]
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
-
-
 def _members(found: CausalSet) -> str:
     """The neurons of a set, such as "neurons 3 and 4 of layer 1"."""
     groups: dict[tuple[int, int | None], list[int]] = {}
     for m in found.sites:
         groups.setdefault((m.layer, m.expert), []).append(m.neuron)
-    return _listed(
+    return and_(
         [
-            f"neuron{'s' * (len(neurons) > 1)} {_listed(neurons)} of "
+            f"neuron{'s' * (len(neurons) > 1)} {and_(neurons)} of "
             + (f"expert {expert} of " if expert is not None else "")
             + f"layer {layer}"
             for (layer, expert), neurons in groups.items()

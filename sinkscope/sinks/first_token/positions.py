@@ -20,6 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.output import read_text
 from sinkscope.sinks.first_token.ablation import flat_number, prove, view_layer
+from sinkscope.sinks.first_token.effects import norm_of
 from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -387,11 +388,9 @@ def _pass(
 ) -> tuple[Float[Tensor, "layer pos"], Float[Tensor, "layer head pos"]]:
     """Norm after each layer, and per head the sum of the attention that each position gets from later queries."""
     target = setup.target
-    kept = torch.ones(target.d_model, dtype=torch.bool)
-    kept[list(without)] = False
 
     def norms(resid: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(resid[..., kept.to(resid.device)], dim=-1, dtype=torch.float32)
+        return norm_of(resid, without)
 
     total = torch.zeros(target.n_layers, target.n_heads, ids.shape[1])
 

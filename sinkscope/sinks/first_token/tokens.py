@@ -78,3 +78,9 @@ def at_once_line(words: Sequence[str]) -> list[str]:
     names = ", ".join(map(repr, words[:12])) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
     told = f"The median leaves out tokens whose first occurrence is already a sink, without repetition: {names}."
     return [told] if words else []
+
+
+def and_(things: Sequence[object]) -> str:
+    """A list in words."""
+    names = [str(thing) for thing in things]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]

@@ -16,6 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure.setup import Setup
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.ablation import LayerView, view_layer
+from sinkscope.sinks.first_token.effects import norm_of
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
@@ -189,9 +190,7 @@ def walk(
         seen.whole.append(norms.cpu())
         if massive := massive_dims(resid.float()):
             seen.massive += [d for d in massive if d not in seen.massive]
-            rest = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
-            rest[massive] = False
-            norms = _norms(resid[..., rest], ids.shape)
+            norms = norm_of(resid.reshape(*ids.shape, -1), massive)
         seen.partial.append(norms.cpu())
         progress("layers", len(seen.first), target.n_layers)
         if len(seen.first) - 1 == upto or (not whole and seen.flat()):
@@ -285,9 +284,7 @@ def repeat_until_half(
             norms: list[Tensor] = []
 
             def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
-                kept = torch.ones(target.d_model, dtype=torch.bool)
-                kept[list(without)] = False
-                norms.append(torch.linalg.vector_norm(first_tensor(out)[0][:, kept], dim=-1, dtype=torch.float32).cpu())
+                norms.append(norm_of(first_tensor(out)[0], without).cpu())
 
             with target.hooks((target.layers[layer], "post", keep)):
                 views[i] = view_layer(target, layer, ids, where)

@@ -19,6 +19,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove
+from sinkscope.sinks.first_token.effects import norm_of
 from sinkscope.sinks.first_token.find import RATE_EPS
 from sinkscope.sinks.first_token.received import received
 from sinkscope.sinks.first_token.sets import causal_sets
@@ -441,15 +442,12 @@ def largest_norms(
     target: Target, high: _Ceilings, rows: Int[Tensor, "row pos"], edit: Intervention | None, batch_size: int
 ) -> Float[Tensor, "row layer"]:
     """Per row, the largest norm of the residual stream at positions behind the first, after each of the layers."""
-    kept = torch.ones(target.d_model, dtype=torch.bool)
-    kept[list(high.without)] = False
     found: list[Tensor] = []
     for batch in rows.split(batch_size):
         norms: list[Tensor] = []
 
         def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
-            resid = first_tensor(out)[..., kept] if high.without else first_tensor(out)
-            norm = torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
+            norm = norm_of(first_tensor(out), high.without)
             norms.append(norm[:, 1:].amax(1).cpu())
             if len(norms) == len(high.layers):
                 target.stop()
