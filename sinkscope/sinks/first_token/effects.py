@@ -83,10 +83,9 @@ class Effects:
 
 def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
     """L2 of a residual stream, float32, without some of its dimensions."""
-    if without:
-        kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
-        kept[list(without)] = False
-        resid = resid[..., kept]
+    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
+    kept[list(without)] = False
+    resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms
     return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
 
 
