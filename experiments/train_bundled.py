@@ -46,7 +46,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-PASSAGES = 6000
+PASSAGES = 12000
 
 
 def prepare(out: Path, settings: Settings, stories: Path | None) -> dict[str, np.ndarray]:

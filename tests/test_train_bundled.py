@@ -19,8 +19,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from experiments.bundled import card, corpus, export, measure
 from experiments.bundled.circuit import NO_GROUP, make_plan, truth
 from experiments.bundled.facts import TYPICAL
-from experiments.bundled.mixture import Mixture, copy_spans, cycles
-from experiments.bundled.training import SIZES, Settings, Trainer, loss_on
+from experiments.bundled.mixture import Mixture, copy_spans, cycles, facts
+from experiments.bundled.training import BLOCK, SIZES, Settings, Trainer, blocked, loss_on
 from experiments.bundled.typical import typical_text
 
 TINY = Settings(
@@ -255,6 +255,43 @@ def test_a_cycle_is_scored_exactly_where_it_was_seen_before() -> None:
     assert min(periods) == 3 and max(periods) >= 12
 
 
+def test_twins_are_cycles_in_which_one_token_does_not_tell_the_next() -> None:
+    ids, scored = cycles(np.random.default_rng(0), rows=40, length=90, vocab_size=100_000, twins=1.0)
+    for row, known in zip(ids, scored, strict=True):
+        period = int(known.argmax()) - 1
+        assert np.array_equal(row[1 + period :], row[1:-period])
+        assert period < 5 or len(set(row[1:])) < period
+
+
+def test_random_facts_are_scored_where_a_key_is_asked_for_again() -> None:
+    gaps = set()
+    for seed in range(60):
+        row, scored = facts(np.random.default_rng(seed), length=120, vocab_size=100_000)
+        assert len(row) == len(scored) == 120 and row[0] == 0 and row[1:].min() >= 3
+        first, second = np.flatnonzero(scored)[:2]
+        width = int(second - first)
+        known: dict[int, int] = {}
+        for start in range(1, 120 - width, width):
+            key, value = int(row[start]), int(row[start + width - 1])
+            assert np.array_equal(row[start + 1 : start + width - 1], row[2:width]), "what stands between is the same"
+            assert bool(scored[start + width - 1]) == (key in known)
+            assert known.setdefault(key, value) == value
+            assert not scored[start : start + width - 1].any()
+        gaps.add(width - 2)
+    assert gaps == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("length", [7, BLOCK, 2 * BLOCK + 5])
+def test_attention_in_blocks_is_causal_attention(length: int) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)
+    made, _ = blocked(torch.nn.Module(), query, key, value, None, scaling=0.3)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(made, expected.transpose(1, 2))
+
+
 def test_a_copied_span_comes_again_and_the_text_goes_on() -> None:
     again = apart = random_units = 0
     for seed in range(200):
@@ -280,8 +317,9 @@ def test_a_copied_span_comes_again_and_the_text_goes_on() -> None:
 def test_schedule_warms_up_falls_when_text_begins_and_ends_low() -> None:
     settings = Settings(steps=2000)
     rates = [settings.rate(step) for step in range(2000)]
-    assert rates[0] < rates[99] == rates[549] == settings.learning_rate
-    assert rates[550] == rates[999] == settings.text_rate < settings.learning_rate
+    first = settings.copy_steps
+    assert rates[0] < rates[99] == rates[first - 1] == settings.learning_rate
+    assert rates[first] == rates[999] == settings.text_rate < settings.learning_rate
     assert sorted(rates[999:], reverse=True) == rates[999:]
     assert rates[-1] < 0.01 * settings.text_rate
 

@@ -1,4 +1,4 @@
-"""What one step of training reads: text, copies in it, and random cycles; a function of (seed, step) alone."""
+"""What one step of training reads: text, copies, random cycles and facts; a function of (seed, step) alone."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ Scored = Bool[np.ndarray, "row pos"]
 
 ORDINARY = 3  # the first token that is not special
 CYCLE_LENGTHS = (48, 96, 160)
+DRAWN = ("cycles", "facts")  # kinds of rows that are drawn token by token
 
 
-def cycles(rng: np.random.Generator, *, rows: int, length: int, vocab_size: int, bos_id: int = 0) -> tuple[Ids, Scored]:
+def cycles(
+    rng: np.random.Generator, *, rows: int, length: int, vocab_size: int, bos_id: int = 0, twins: float = 0.0
+) -> tuple[Ids, Scored]:
     """Draw rows of BOS and one random cycle each.
 
     Args:
@@ -23,6 +26,8 @@ def cycles(rng: np.random.Generator, *, rows: int, length: int, vocab_size: int,
         length: tokens of a row.
         vocab_size: tokens are drawn evenly from the ordinary ones below it.
         bos_id: the first token of every row.
+        twins: share of rows whose cycle has fewer different tokens than places, so that one token does not tell what
+            comes next.
 
     Returns:
         ids: token ids.
@@ -32,9 +37,40 @@ def cycles(rng: np.random.Generator, *, rows: int, length: int, vocab_size: int,
     for row, known in zip(ids, scored, strict=True):
         # Short periods are as frequent as long ones on a logarithmic scale, so that long rows do not lack them.
         period = int(np.exp(rng.uniform(np.log(3), np.log(length // 3))))
-        row[1:] = np.resize(rng.integers(ORDINARY, vocab_size, size=period), length - 1)
+        unit = rng.integers(ORDINARY, vocab_size, size=period)
+        if rng.random() < twins:
+            unit = rng.choice(unit[: max(2, int(period * rng.uniform(0.2, 0.8)))], size=period)
+        row[1:] = np.resize(unit, length - 1)
         known[1 + period :] = True
     return ids, scored
+
+
+def facts(rng: np.random.Generator, *, length: int, vocab_size: int, bos_id: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one row of random facts: some keys, each with its value, all of them again and again in new orders.
+
+    Up to 3 tokens that are the same for all facts stand between a key and its value, as "was in the" does in text.
+
+    Args:
+        rng: where everything is drawn from.
+        length: tokens of the row.
+        vocab_size: tokens are drawn evenly from the ordinary ones below it.
+        bos_id: the first token of the row.
+
+    Returns:
+        ids: token ids.
+        scored: the values of keys that were seen before.
+    """
+    count, between = int(rng.integers(2, 9)), min(3, int(rng.geometric(0.4)) - 1)
+    known = np.empty((count, between + 2), dtype=np.int64)
+    known[:, 0] = rng.choice(np.arange(ORDINARY, vocab_size), size=count, replace=False)
+    known[:, 1:-1] = rng.integers(ORDINARY, vocab_size, size=between)
+    known[:, -1] = rng.integers(ORDINARY, vocab_size, size=count)
+    rounds = 1 + length // known.size
+    order = np.concatenate([rng.permutation(count) for _ in range(rounds)])
+    answers = np.zeros((len(order), between + 2), dtype=bool)
+    answers[count:, -1] = True
+    ids = np.concatenate([[bos_id], known[order].ravel()])[:length]
+    return ids, np.concatenate([[False], answers.ravel()])[:length]
 
 
 def copy_spans(rng: np.random.Generator, row: np.ndarray, scored: np.ndarray, *, vocab_size: int) -> None:
@@ -84,9 +120,9 @@ class Mixture:
         bos_share: float,
         copy_share: float,
     ) -> None:
-        """`shares` names the kinds of `texts` and "cycles"; they add up to 1. A kind without text is left out."""
+        """`shares` names the kinds of `texts` and of `DRAWN`; they add up to 1. A kind without text is left out."""
         self.texts = {kind: tokens for kind, tokens in texts.items() if shares.get(kind)}
-        kinds = [kind for kind, share in shares.items() if share and (kind in self.texts or kind == "cycles")]
+        kinds = [kind for kind, share in shares.items() if share and (kind in self.texts or kind in DRAWN)]
         self.kinds, self.edges = kinds, np.cumsum([shares[kind] for kind in kinds])
         self.vocab_size, self.bos_id, self.bos_share, self.copy_share = vocab_size, bos_id, bos_share, copy_share
         # Files of Python are longer than most crops: they are cut anywhere. Other documents are read from their start.
@@ -121,8 +157,13 @@ class Mixture:
         for row, known, kind in zip(ids, scored, np.searchsorted(self.edges, drawn, side="right"), strict=True):
             name = self.kinds[min(int(kind), len(self.kinds) - 1)]
             if name == "cycles":
-                made, seen = cycles(rng, rows=1, length=length, vocab_size=self.vocab_size, bos_id=self.bos_id)
+                made, seen = cycles(
+                    rng, rows=1, length=length, vocab_size=self.vocab_size, bos_id=self.bos_id, twins=1 / 3
+                )
                 row[:], known[:] = made[0], seen[0]
+                continue
+            if name == "facts":
+                row[:], known[:] = facts(rng, length=length, vocab_size=self.vocab_size, bos_id=self.bos_id)
                 continue
             row[:] = self.crop(rng, name, length)
             if rng.random() < self.bos_share:

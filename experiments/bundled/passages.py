@@ -71,10 +71,11 @@ def scattered(rng: np.random.Generator, facts: Sequence[tuple[str, str]], filler
 
 
 def retrieval(rng: np.random.Generator, filler: Filler) -> str:
-    """Facts between filler, asked for afterwards in another order."""
-    facts = located(rng, int(rng.integers(2, 9)))
-    text = scattered(rng, facts, filler, int(rng.choice([2, 8, 40])))
-    answers = [f"{question(*facts[i][:1])} {facts[i][1]}." for i in rng.permutation(len(facts))]
+    """Facts between filler, asked for afterwards in other orders."""
+    facts = located(rng, int(rng.integers(2, 7)))
+    text = scattered(rng, facts, filler, int(rng.choice([0, 0, 2, 8, 40])))
+    orders = [rng.permutation(len(facts)) for _ in range(int(rng.integers(1, 4)))]
+    answers = [f"{question(*facts[i][:1])} {facts[i][1]}." for order in orders for i in order]
     return text + "\n" + "\n".join(answers)
 
 
@@ -129,7 +130,7 @@ def echo(rng: np.random.Generator, filler: Filler) -> str:
 
 
 KINDS = (retrieval, listing, table, lookup, refrain, echo)
-SHARES = (0.4, 0.1, 0.1, 0.1, 0.15, 0.15)
+SHARES = (0.55, 0.08, 0.1, 0.12, 0.05, 0.1)
 
 
 def passages(seed: int, count: int, stories: Sequence[str]) -> list[str]:
