@@ -79,7 +79,9 @@ def test_without_copying_heads_the_curve_is_flat(text: Path) -> None:
     for curve in found.curves:
         assert max(curve.probability) < 0.05 and curve.ablated == curve.control == ()
     assert max(h.induction for h in found.heads) < 0.3
-    assert found.conclusion().startswith("The model does not copy: after 8 copies the next token of a repeated cycle has")
+    assert found.conclusion().startswith(
+        "The model does not copy: after 8 copies the next token of a repeated cycle has"
+    )
     assert set(found.rows()[0]) == {"unit", "copies", "probability", "increased", "likeliest"}
     assert found.figure().data
 
@@ -132,7 +134,9 @@ def test_without_a_first_token_its_prediction_is_missing(family: str) -> None:
     for row in range(2):
         for at in range(1, 18):
             assert float(found[0, row].flatten()[at]) == pytest.approx(float(p[row, at - 1, ids[row, at]]), rel=1e-4)
-    assert found[:2, :, 0, 0].isnan().all() and found[1, :, :, 0].isnan().all() and not found[:, :, 1:, 1:].isnan().any()
+    assert (
+        found[:2, :, 0, 0].isnan().all() and found[1, :, :, 0].isnan().all() and not found[:, :, 1:, 1:].isnan().any()
+    )
     whole = ditto(model, tokenizer=tokenizer, bos=False, **{**QUICK, "periods": [6]})
     assert whole.model.family == family and (whole.heads[0].locking is None) == (family == "falcon")
 

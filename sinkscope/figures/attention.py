@@ -232,7 +232,11 @@ _EVERY_LAYER = {"title_text": "layer", "dtick": 1}
 def draw_ditto(result: Any) -> go.Figure:
     """Draw the probability over copies, with heads ablated and the control, and the scores of all heads."""
     count, ablated = len(result.curves), sum(h.ablated for h in result.heads)
-    titles = [*(f"{c.name.capitalize()}, mean of {c.units}" for c in result.curves), "Induction", "Previous token"]
+    titles = [
+        *(f"{html.escape(c.name.capitalize())}, mean of {c.units}" for c in result.curves),
+        "Induction",
+        "Previous token",
+    ]
     fig = panels(titles, spacing=0.035)
     series = (
         ("intact", "probability", BLUE, "solid"),
