@@ -273,9 +273,11 @@ def _turn(number: int, record: TurnRecord, tensors: dict[str, Tensor], target: T
     before = record.prompt_tokens - record.queries
     lines: list[HeadLines | None] = []
     for at in (f"turn.{number}.{layer}" for layer in range(target.n_layers)):
-        vertical, slash = tensors.get(f"{at}.vertical"), tensors.get(f"{at}.slash")
-        both = vertical is not None and slash is not None
-        lines.append(HeadLines(vertical, slash, vertical.shape[-1] - before) if both else None)
+        vertical = tensors.get(f"{at}.vertical")
+        own = None
+        if vertical is not None:  # of the queries that did not attend to everything
+            own = HeadLines(vertical, tensors[f"{at}.slash"], vertical.shape[-1] - before)
+        lines.append(own)
     return Turn(**vars(record), lines=tuple(lines))
 
 
