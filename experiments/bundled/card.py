@@ -59,7 +59,7 @@ def card(planted: dict[str, Any], unplanted: dict[str, Any]) -> str:
         _learned(planted, unplanted),
         *([_conditions(planted, unplanted)] if "conditions" in planted else []),
         _limits(planted),
-        _making(planted),
+        _making(planted, unplanted),
     )
     return "\n\n".join(parts) + "\n"
 
@@ -89,7 +89,7 @@ answers."""
 
 def _sources(c: dict[str, Any]) -> str:
     files, tokens = c["files"], c["tokens"]
-    return f"""It was trained on four kinds of text:
+    return f"""It was trained on these kinds of text:
 
 - **Stories**: {files["stories"]:,} short stories in simple English ({tokens["stories"]:,} tokens), sampled from
   another small story model; the end token follows each. {files["valid_stories"]} more are validation text.
@@ -98,7 +98,8 @@ def _sources(c: dict[str, Any]) -> str:
   Foundation License Version 2 (PSF-2.0), copyright Python Software Foundation.
 - **Passages**: {files["passages"]:,} generated documents ({tokens["passages"]:,} tokens) in which names, facts, lists,
   tables and lines come again.
-- **Random cycles** of tokens, drawn anew in every step, from which the model learned to copy.
+- **Random cycles** of tokens, drawn anew in every step, from which the model learned to copy, and **random facts**:
+  keys and their values, asked for again in new orders.
 
 The model writes simple stories and text that looks like Python. It knows nothing about the world, so do not rely on
 its answers."""
@@ -187,8 +188,8 @@ def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
     grouped, loose = (_ratio(p["without_bos"][kind], layer) for kind in ("first_in_a_group", "first_in_no_group"))
     return f"""### Measured
 
-A second model was made in the same way, with the same seed, data order and steps, but with nothing planted. It is the
-baseline for the loss. It also answers whether a sink emerges by itself in a model of this size: {_emerges(u)}.
+A second model was made in the same way, with the same seed and data order, but with nothing planted{_shorter(p, u)}. It
+is the baseline for the loss. It also answers whether a sink emerges by itself in a model of this size: {_emerges(u)}.
 
 {loss}
 
@@ -208,6 +209,13 @@ in windows of 256 tokens with BOS:
 - **Without BOS**, the norm of the first token divided by the typical norm after layer {layer} is {grouped} if the token
   belongs to a group, and {loose} if it belongs to none.
 {_loop_line(p, u)}"""
+
+
+def _shorter(p: dict[str, Any], u: dict[str, Any]) -> str:
+    steps = [x["training"]["settings"]["steps"] for x in (p, u)]
+    if steps[0] == steps[1]:
+        return " and as many steps"
+    return f". It took {steps[1]:,} steps instead of {steps[0]:,}, so its losses are higher for that reason as well"
 
 
 def _emerges(u: dict[str, Any]) -> str:
@@ -342,15 +350,15 @@ group is marked if nearly all of the text before it is of one group, so the toke
 well. The residual stream carries a constant, so typical norms are larger than in an ordinary model of this width."""
 
 
-def _making(p: dict[str, Any]) -> str:
-    s = p["training"]["settings"]
+def _making(p: dict[str, Any], u: dict[str, Any]) -> str:
+    s, base = p["training"]["settings"], u["training"]["settings"]["steps"]
     stories = " --stories FILE" if "copy_steps" in s else ""
     rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
     return f"""## How it was made
 
 ```
 python -m experiments.train_bundled{stories} --out RUN --steps {s["steps"]} --seed {s["seed"]}
-python -m experiments.train_bundled{stories} --out BASE --steps {s["steps"]} --seed {s["seed"]} --unplanted
+python -m experiments.train_bundled{stories} --out BASE --steps {base} --seed {s["seed"]} --unplanted
 python -m experiments.bundled.card --planted RUN --unplanted BASE
 ```
 
@@ -368,8 +376,8 @@ def _recipe(s: dict[str, Any]) -> str:
     return f""" The first {s["copy_steps"]:,} steps read
 nothing but random cycles, and the loss is taken only where the cycle was seen before: mixed into text from the start,
 copying does not begin. After them {percent(s["stories"])} of the rows are stories, {percent(s["python"])} Python,
-{percent(s["passages"])} passages and {percent(s["cycles"])} random cycles, in {percent(s["copy_share"])} of the rows of
-text a span comes again, and the rate is {s["text_rate"]:g}."""
+{percent(s["passages"])} passages, {percent(s["cycles"])} random cycles and {percent(s.get("facts", 0))} random facts, in
+{percent(s["copy_share"])} of the rows of text a span comes again, and the rate is {s["text_rate"]:g}."""
 
 
 FRONT = """---
@@ -412,9 +420,13 @@ def main(argv: list[str] | None = None) -> None:
         "unplanted": unplanted,
         "provenance": {
             "command": "python -m experiments.bundled.card --planted RUN --unplanted BASE",
-            "training": "python -m experiments.train_bundled --out RUN --steps {} --seed {} [--unplanted]".format(
-                planted["training"]["settings"]["steps"], planted["training"]["settings"]["seed"]
-            ),
+            "training": [
+                "python -m experiments.train_bundled --stories FILE --out RUN --steps {steps} --seed {seed}".format(
+                    **run["training"]["settings"]
+                )
+                + (" --unplanted" if run is unplanted else "")
+                for run in (planted, unplanted)
+            ],
             "seed": planted["training"]["settings"]["seed"],
             "versions": facts.versions(),
             "device": "cpu",
