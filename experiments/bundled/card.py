@@ -376,8 +376,8 @@ def _recipe(s: dict[str, Any]) -> str:
     return f""" The first {s["copy_steps"]:,} steps read
 nothing but random cycles, and the loss is taken only where the cycle was seen before: mixed into text from the start,
 copying does not begin. After them {percent(s["stories"])} of the rows are stories, {percent(s["python"])} Python,
-{percent(s["passages"])} passages, {percent(s["cycles"])} random cycles and {percent(s.get("facts", 0))} random facts, in
-{percent(s["copy_share"])} of the rows of text a span comes again, and the rate is {s["text_rate"]:g}."""
+{percent(s["passages"])} passages, {percent(s["cycles"])} random cycles and {percent(s.get("facts", 0))} random facts,
+in {percent(s["copy_share"])} of the rows of text a span comes again, and the rate is {s["text_rate"]:g}."""
 
 
 FRONT = """---
