@@ -18,7 +18,7 @@ from sinkscope.bench.dialogues.published import build_published
 from sinkscope.bench.scorers import METRICS, score
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
-from sinkscope.text.published import SETS
+from sinkscope.published import SETS
 
 BOOK = "\n".join(f"Chapter {i}. The captain of ship {i} was called Name{i}." for i in range(9))
 PAIRS = json.dumps({f"key-{i}": f"value-{i}" for i in range(21)})
@@ -244,7 +244,7 @@ TURN = GOOD["multi_turns"][0]
         ({**GOOD, "multi_turns": ["x"]}, r"line 2: multi_turns\[0\] is 'x', expected an object"),
         ({**GOOD, "multi_turns": [TURN, {"answer": "a"}]}, r"line 2 has no field 'multi_turns\[1\].input'"),
         ({**GOOD, "multi_turns": [{"input": "a"}]}, r"line 2 has no field 'multi_turns\[0\].answer'"),
-        ({**GOOD, "multi_turns": [{**TURN, "answer": [{}]}]}, r"line 2, multi_turns\[0\]: answer is"),
+        ({**GOOD, "multi_turns": [{**TURN, "answer": [{}]}]}, r"line 2: multi_turns\[0\]: answer is"),
         ({**GOOD, "context": " "}, "line 2: context is ' ', expected a text"),
         ({**GOOD, "context": ["a"]}, r"line 2: context is \['a'\], expected a text"),
     ],

@@ -47,6 +47,7 @@ GROUND = (
     "parallel",
     "progress",
     "room",
+    "published",
     "records",
     "registry",
     "results",

@@ -10,7 +10,7 @@ import pytest
 from longbench_files import save
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.text.published import FORMS, SETS, read_prompts, read_published
+from sinkscope.published import FORMS, SETS, read_prompts, read_published
 
 RECORD = "Memorize each <TOPIC>. Now the record start. USER: a \n ASSISTANT: b \n USER: c. Now the record ends."
 LINES = "Remember these lines.\n\nline red-fox: REGISTER_CONTENT is <71>\nline old-owl: REGISTER_CONTENT is <8>\n"

@@ -18,8 +18,8 @@ from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
+from sinkscope.published import read_prompts
 from sinkscope.text import text_rows
-from sinkscope.text.published import read_prompts
 
 PERIODS = 3  # repetitions that make a loop
 LEAST = 24  # tokens it lasts at least

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.published import SETS
 from sinkscope.registry import Count, Hidden, Option, Positive, command
-from sinkscope.text.published import SETS
 
 if TYPE_CHECKING:
     from sinkscope.bench.dialogues.form import Dialogue

@@ -31,7 +31,7 @@ from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
-from sinkscope.text.published import set_of
+from sinkscope.published import set_of
 
 Form = Literal["faithful", "repaired"]
 Family = Literal["qa", "summary", "few-shot"]

@@ -54,7 +54,7 @@ class Dialogue:
 
     Attributes:
         id: unique in its set.
-        task: name of the set: "recall", or one in `sinkscope.text.published.SETS`.
+        task: name of the set: "recall", or one in `sinkscope.published.SETS`.
         turns: in order.
         classes: for classification, the names that an answer may be; for functions, those of the same repository.
 

@@ -19,8 +19,8 @@ from sinkscope.bench.dialogues.form import (
 from sinkscope.bench.files import HUB, BuiltSet, find_file
 from sinkscope.bench.loopbench.longbench import read_longbench
 from sinkscope.errors import SinkscopeError
+from sinkscope.published import FORMS, Asked, Published, Record, read_published, set_of, spoken
 from sinkscope.records import refuse_twins
-from sinkscope.text.published import FORMS, Asked, Published, Record, read_published, set_of, spoken
 
 
 def published_file(task: str) -> str:
@@ -135,24 +135,24 @@ def _turns(task: str, row: Record, where: str, expected: str) -> tuple[DialogueT
     known, made = set_of(task), list[DialogueTurn]()
     for i, asked in enumerate(row.asked):
         try:
-            said = spoken(task, asked)
+            question, cue, whole, answers = spoken(task, asked)
             if known.measures and asked.measure not in known.measures:
                 raise SinkscopeError(f"task is {asked.measure!r}, expected {' or '.join(known.measures)}")
         except SinkscopeError as error:
             raise SinkscopeError(f"{where}, multi_turns[{i}]: {error}: give {expected}") from None
-        prompts: dict[Position, str] = dict.fromkeys(POSITIONS, said.whole)
+        prompts: dict[Position, str] = dict.fromkeys(POSITIONS, whole)
         if i == 0 and row.context:
             first, second = _halves(task, row.context)
             parts = {
-                "begin": (said.question, row.context, said.cue),
-                "middle": (first, said.question, second, said.cue),
-                "end": (row.context, said.whole),
+                "begin": (question, row.context, cue),
+                "middle": (first, question, second, cue),
+                "end": (row.context, whole),
             }
             prompts = {p: known.between.join(part for part in (known.head, *parts[p]) if part) for p in POSITIONS}
         # Where the answer to a question about a context stands in it, the benchmarks do not say.
         depends = (0,) if row.context else tuple(range(i + 1))
         metric = known.measures.get(asked.measure, "")
-        made.append(DialogueTurn(prompts, said.answers or ("",), depends, None, metric))
+        made.append(DialogueTurn(prompts, answers or ("",), depends, None, metric))
     return tuple(made)
 
 

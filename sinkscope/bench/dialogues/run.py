@@ -32,8 +32,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.parallel import Tally, check_workers
+from sinkscope.published import set_of
 from sinkscope.store import Folder
-from sinkscope.text.published import set_of
 
 History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]

@@ -14,9 +14,9 @@ from sinkscope.bench.files import Contents, Finished, envelope, read_folder, wri
 from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_spec
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
+from sinkscope.published import set_of
 from sinkscope.rate import wilson
 from sinkscope.results import Result
-from sinkscope.text.published import set_of
 
 COMMAND, FIDELITY = "dialogues", "dialogues fidelity"
 TEXT = "text"

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NotRequired
 
-from pydantic import Field
+from typing_extensions import TypedDict
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.records import check, read_rows
+
+Texts = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -59,42 +61,28 @@ class Record:
     group: str = ""
 
 
+def _row(**fields: Any) -> Any:
+    """The type of an object with these fields, and others that do not count."""
+    return TypedDict("_row", fields)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+
+
 def _require(fine: object, said: str) -> None:
     if not fine:
         raise SinkscopeError(said)
 
 
-@dataclass(frozen=True)
-class _LongBench:
-    context: str
-    input: str
-    answers: tuple[str, ...] = ()
-    dataset: str = ""
-    id: Annotated[Any, Field(validation_alias="_id")] = ""
-
-    def record(self) -> Record:
-        _require(f"{self.context}{self.input}".strip(), "the prompt is empty")
-        dataset = self.dataset.removesuffix("_e")  # LongBench-E
-        return Record(str(self.id), self.context, (Asked(self.input, self.answers),), dataset)
+def _longbench(row: dict[str, Any]) -> Record:
+    _require(f"{row['context']}{row['input']}".strip(), "the prompt is empty")
+    dataset = row.get("dataset", "").removesuffix("_e")  # LongBench-E
+    return Record(str(row.get("_id", "")), row["context"], (Asked(row["input"], row.get("answers", ())),), dataset)
 
 
-@dataclass(frozen=True)
-class _Choices:
-    context: str
-    question: str
-    a: Annotated[str, Field(validation_alias="choice_A")]
-    b: Annotated[str, Field(validation_alias="choice_B")]
-    c: Annotated[str, Field(validation_alias="choice_C")]
-    d: Annotated[str, Field(validation_alias="choice_D")]
-    answer: Literal["A", "B", "C", "D"]
-    id: Annotated[Any, Field(validation_alias="_id")] = ""
-
-    def record(self) -> Record:
-        _require(self.context.strip(), "the context is empty")
-        options = (self.a, self.b, self.c, self.d)
-        said = "\n".join(f"({letter}) {text.strip()}" for letter, text in zip("ABCD", options, strict=True))
-        asked = Asked(f"{self.question.strip()}\nChoices:\n{said}", (self.answer,))
-        return Record(str(self.id), f"<text>\n{self.context.strip()}\n</text>", (asked,), "longbench_v2")
+def _choices(row: dict[str, Any]) -> Record:
+    _require(row["context"].strip(), "the context is empty")
+    options = (row["choice_A"], row["choice_B"], row["choice_C"], row["choice_D"])
+    said = "\n".join(f"({letter}) {text.strip()}" for letter, text in zip("ABCD", options, strict=True))
+    asked = Asked(f"{row['question'].strip()}\nChoices:\n{said}", (row["answer"],))
+    return Record(str(row.get("_id", "")), f"<text>\n{row['context'].strip()}\n</text>", (asked,), "longbench_v2")
 
 
 def _parted(prompt: str, at: int, *rest: Any) -> tuple[str, Asked]:
@@ -103,127 +91,63 @@ def _parted(prompt: str, at: int, *rest: Any) -> tuple[str, Asked]:
     return prompt[:at].rstrip(), Asked(prompt[at:].strip(), *rest)
 
 
-@dataclass(frozen=True)
-class _Topics:
-    prompt: str
-    topics: tuple[str, ...]
-    test_id: Any = ""
-
-    def record(self) -> Record:
-        end = "Now the record ends."
-        _require(end in self.prompt, f"the prompt has no {end!r}, as LongEval's topic retrieval has")
-        _require(self.topics, "topics is [], expected at least one text")
-        context, asked = _parted(self.prompt, self.prompt.rindex(end) + len(end), self.topics[:1])
-        return Record(str(self.test_id), context, (asked,), "longeval_topics")
+def _topics(row: dict[str, Any]) -> Record:
+    end = "Now the record ends."
+    _require(end in row["prompt"], f"the prompt has no {end!r}, as LongEval's topic retrieval has")
+    _require(row["topics"], "topics is [], expected at least one text")
+    context, asked = _parted(row["prompt"], row["prompt"].rindex(end) + len(end), row["topics"][:1])
+    return Record(str(row.get("test_id", "")), context, (asked,), "longeval_topics")
 
 
-@dataclass(frozen=True)
-class _Lines:
-    prompt: str
-    expected_number: int
-
-    def record(self) -> Record:
-        end = "Now the record is over."
-        _require(end in self.prompt, f"the prompt has no {end!r}, as LongEval's line retrieval has")
-        context, asked = _parted(self.prompt, self.prompt.rindex(end), (str(self.expected_number),))
-        _require(f"<{self.expected_number}>" in context, f"no line of the prompt has <{self.expected_number}>")
-        return Record("", context, (asked,), "longeval_lines")
+def _lines(row: dict[str, Any]) -> Record:
+    end, number = "Now the record is over.", row["expected_number"]
+    _require(end in row["prompt"], f"the prompt has no {end!r}, as LongEval's line retrieval has")
+    context, asked = _parted(row["prompt"], row["prompt"].rindex(end), (str(number),))
+    _require(f"<{number}>" in context, f"no line of the prompt has <{number}>")
+    return Record("", context, (asked,), "longeval_lines")
 
 
-@dataclass(frozen=True)
-class _Ruler:
-    input: str
-    outputs: tuple[str, ...]
-    answer_prefix: str = ""
-
-    def record(self) -> Record:
-        _require(any(self.outputs), f"outputs is {list(self.outputs)}, expected at least one text")
-        at = self.input.rstrip().rfind("\n")
-        _require(at > 0, "the last line of input is its question, but input has one line alone")
-        context, asked = _parted(self.input, at, self.outputs, (), "", self.answer_prefix)
-        return Record("", context, (asked,), "ruler_niah_single_1")  # all sets are asked alike; see `read_prompts`
+def _ruler(row: dict[str, Any]) -> Record:
+    _require(any(row["outputs"]), f"outputs is {list(row['outputs'])}, expected at least one text")
+    at = row["input"].rstrip().rfind("\n")
+    _require(at > 0, "the last line of input is its question, but input has one line alone")
+    context, asked = _parted(row["input"], at, row["outputs"], (), "", row.get("answer_prefix", ""))
+    return Record("", context, (asked,), "ruler_niah_single_1")  # all sets are asked alike; see `read_prompts`
 
 
-@dataclass(frozen=True)
-class _Said:
-    input: str
-    answer: Any
-    options: tuple[str, ...] | None = None
-    task: str | None = None
-
-    @property
-    def right(self) -> list[Any]:
-        return self.answer if isinstance(self.answer, list) else [self.answer]
-
-    def __post_init__(self) -> None:
-        _require(self.input.strip(), f"input is {self.input!r}, expected a text")
-        known = all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in self.right)
-        _require(self.right and known, f"answer is {self.answer!r:.40}, expected a text, a number or a list of them")
-
-
-@dataclass(frozen=True)
-class _Shared:
-    multi_turns: tuple[_Said, ...]
-    context: Any = None
-    input: Any = None
-    repo: Any = ""
-
-    def record(self) -> Record:
-        _require(self.multi_turns, "multi_turns is [], expected a list of at least one turn")
-        context = self.input if self.context is None else self.context
-        if isinstance(context, list) and context and all(isinstance(value, int | float) for value in context):
-            context = str(context)  # as SCBench prints numbers
-        _require(isinstance(context, str) and context.strip(), f"context is {context!r:.40}, expected a text")
-        asked = [Asked(s.input, tuple(map(str, s.right)), s.options or (), s.task or "") for s in self.multi_turns]
-        return Record("", str(context), tuple(asked), group=str(self.repo))
+def _shared(row: dict[str, Any]) -> Record:
+    _require(row["multi_turns"], "multi_turns is [], expected a list of at least one turn")
+    context = row.get("context") if row.get("context") is not None else row.get("input")
+    if isinstance(context, list) and context and all(isinstance(value, int | float) for value in context):
+        context = str(context)  # as SCBench prints numbers
+    _require(isinstance(context, str) and context.strip(), f"context is {context!r:.40}, expected a text")
+    asked: list[Asked] = []
+    for i, turn in enumerate(row["multi_turns"]):
+        answer: Any = turn["answer"]
+        right: list[Any] = answer if isinstance(answer, list) else [answer]
+        known = all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in right)
+        _require(turn["input"].strip(), f"multi_turns[{i}]: input is {turn['input']!r}, expected a text")
+        said = f"multi_turns[{i}]: answer is {answer!r:.40}, expected a text, a number or a list of them"
+        _require(right and known, said)
+        asked.append(Asked(turn["input"], tuple(map(str, right)), turn.get("options") or (), turn.get("task") or ""))
+    return Record("", str(context), tuple(asked), group=str(row.get("repo", "")))
 
 
-@dataclass(frozen=True)
-class _Questions:
-    question_id: Any
-    turns: tuple[str, ...]
-
-    def record(self) -> Record:
-        _require(self.turns and all(t.strip() for t in self.turns), "turns: expected texts, none of them empty")
-        return Record(str(self.question_id), "", tuple(map(Asked, self.turns)), "mt_bench")
+def _questions(row: dict[str, Any]) -> Record:
+    _require(row["turns"] and all(map(str.strip, row["turns"])), "turns: expected texts, none of them empty")
+    return Record(str(row["question_id"]), "", tuple(map(Asked, row["turns"])), "mt_bench")
 
 
-@dataclass(frozen=True)
-class _Choice:
-    turns: tuple[str, ...]
+def _talk(row: dict[str, Any]) -> Record:
+    history = row["history"]
+    _require(history and all(each["user"].strip() for each in history), "history: expected turns of a user")
+    asked = tuple(Asked(each["user"], (each["bot"],)) for each in history)
+    return Record(f"{row['task']}-{row['id']}", "", asked, "mt_bench_101")
 
 
-@dataclass(frozen=True)
-class _Reference:
-    question_id: Any
-    choices: tuple[_Choice, ...]
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    user: str
-    bot: str
-
-
-@dataclass(frozen=True)
-class _Talk:
-    task: str
-    id: Any
-    history: tuple[_Exchange, ...]
-
-    def record(self) -> Record:
-        _require(self.history and all(h.user.strip() for h in self.history), "history: expected turns of a user")
-        asked = tuple(Asked(each.user, (each.bot,)) for each in self.history)
-        return Record(f"{self.task}-{self.id}", "", asked, "mt_bench_101")
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    prompt: str
-
-    def record(self) -> Record:
-        _require(self.prompt.strip(), "the prompt is empty")
-        return Record("", self.prompt, ())
+def _prompt_alone(row: dict[str, Any]) -> Record:
+    _require(row["prompt"].strip(), "the prompt is empty")
+    return Record("", row["prompt"], ())
 
 
 class Form(NamedTuple):
@@ -231,7 +155,8 @@ class Form(NamedTuple):
 
     Attributes:
         whose: the benchmark.
-        row: what a row is checked against.
+        row: type of a row.
+        record: what is made of a row.
         keys: fields that tell its rows from those of the other forms; the first form that fits is taken.
         files: names in a folder, around the name of the set.
         hub: dataset on the hub; empty: none that is read from there.
@@ -240,32 +165,69 @@ class Form(NamedTuple):
 
     whose: str
     row: Any
+    record: Callable[[Any], Record]
     keys: tuple[str, ...]
     files: tuple[str, ...]
     hub: str = ""
     hub_file: str = ""
 
 
+_MAY, _MAY_TEXT = NotRequired[Any], NotRequired[str]
+_OPTIONS = dict.fromkeys(["choice_A", "choice_B", "choice_C", "choice_D"], str)
+_TURN = _row(input=str, answer=Any, options=NotRequired[Texts | None], task=NotRequired[str | None])
 FORMS = {
     "scbench": Form(
         "SCBench",
-        _Shared,
+        _row(multi_turns=tuple[_TURN, ...], context=_MAY, input=_MAY, repo=_MAY),
+        _shared,
         ("multi_turns",),
         ("{}.jsonl", "{}.json", "{}.parquet"),
         "microsoft/SCBench",
         "data/{}.jsonl",
     ),
-    "longbench": Form("LongBench", _LongBench, ("context", "input"), ("{}.jsonl",), "zai-org/LongBench"),
-    "longbench-v2": Form(
-        "LongBench v2", _Choices, ("question", "choice_A"), ("data.json",), "zai-org/LongBench-v2", "data.json"
+    "longbench": Form(
+        "LongBench",
+        _row(context=str, input=str, answers=NotRequired[Texts], dataset=_MAY_TEXT, _id=_MAY),
+        _longbench,
+        ("context", "input"),
+        ("{}.jsonl",),
+        "zai-org/LongBench",
     ),
-    "topics": Form("LongEval", _Topics, ("prompt", "topics"), ("5_topics.jsonl",)),
-    "lines": Form("LongEval", _Lines, ("prompt", "expected_number"), ("200_lines.jsonl",)),
-    "ruler": Form("RULER", _Ruler, ("input", "outputs"), ("{}/validation.jsonl", "validation.jsonl")),
-    "mt-bench": Form("MT-bench", _Questions, ("question_id", "turns"), ("question.jsonl",)),
-    "mt-bench-101": Form("MT-Bench-101", _Talk, ("history",), ("mtbench101.jsonl",)),
-    "prompt": Form("any", _Prompt, ("prompt",), ()),
+    "longbench-v2": Form(
+        "LongBench v2",
+        _row(context=str, question=str, **_OPTIONS, answer=Literal["A", "B", "C", "D"], _id=_MAY),
+        _choices,
+        ("question", "choice_A"),
+        ("data.json",),
+        "zai-org/LongBench-v2",
+        "data.json",
+    ),
+    "topics": Form(
+        "LongEval", _row(prompt=str, topics=Texts, test_id=_MAY), _topics, ("prompt", "topics"), ("5_topics.jsonl",)
+    ),
+    "lines": Form(
+        "LongEval", _row(prompt=str, expected_number=int), _lines, ("prompt", "expected_number"), ("200_lines.jsonl",)
+    ),
+    "ruler": Form(
+        "RULER",
+        _row(input=str, outputs=Texts, answer_prefix=_MAY_TEXT),
+        _ruler,
+        ("input", "outputs"),
+        ("{}/validation.jsonl", "validation.jsonl"),
+    ),
+    "mt-bench": Form(
+        "MT-bench", _row(question_id=Any, turns=Texts), _questions, ("question_id", "turns"), ("question.jsonl",)
+    ),
+    "mt-bench-101": Form(
+        "MT-Bench-101",
+        _row(task=str, id=Any, history=tuple[_row(user=str, bot=str), ...]),
+        _talk,
+        ("history",),
+        ("mtbench101.jsonl",),
+    ),
+    "prompt": Form("any", _row(prompt=str), _prompt_alone, ("prompt",), ()),
 }
+_REFERENCE = _row(question_id=Any, choices=tuple[_row(turns=Texts), ...])
 REFERENCES = ("reference_answer/gpt-4.jsonl", "reference_gpt4.jsonl")
 """Where the right answers of MT-bench's questions lie, beside the questions."""
 ANY = (
@@ -425,9 +387,10 @@ def read_published(path: str | os.PathLike[str], form: str = "", expected: str =
         kind = form or next((name for name, each in FORMS.items() if _fits(row, each.keys)), "")
         if not kind and isinstance(row, dict):
             raise SinkscopeError(f"{where}: the fields of a prompt are missing: give {expected}")
-        made = check(row, FORMS[kind or "prompt"].row, where, expected)
+        wanted = FORMS[kind or "prompt"]
+        made = check(row, wanted.row, where, expected)
         try:
-            found.append((where, made.record()))
+            found.append((where, wanted.record(made)))
         except SinkscopeError as error:
             raise SinkscopeError(f"{where}: {error}: give {expected}") from None
     return _with_references(Path(path), found) if found and found[0][1].dataset == "mt_bench" else found
@@ -442,8 +405,8 @@ def _with_references(path: Path, found: list[tuple[str, Record]]) -> list[tuple[
     expected = "MT-bench's reference_answer/gpt-4.jsonl, or none"
     files = [path.expanduser().parent / name for name in REFERENCES]
     rows = next((list(read_rows(file, expected)) for file in files if file.is_file()), [])
-    known = [check(row, _Reference, where, expected) for where, row in rows]
-    told = {str(each.question_id): choice.turns for each in known for choice in each.choices[:1]}
+    known = [check(row, _REFERENCE, where, expected) for where, row in rows]
+    told = {str(each["question_id"]): choice["turns"] for each in known for choice in each["choices"][:1]}
     return [
         (
             where,
@@ -453,29 +416,8 @@ def _with_references(path: Path, found: list[tuple[str, Record]]) -> list[tuple[
     ]
 
 
-class Spoken(NamedTuple):
-    """A question as the benchmark asks it.
-
-    Attributes:
-        question: the text.
-        cue: text at the end of the prompt, with what separates it from the question where the two meet.
-        gap: that text.
-        answers: right ones.
-    """
-
-    question: str
-    cue: str
-    gap: str
-    answers: tuple[str, ...]
-
-    @property
-    def whole(self) -> str:
-        """Question and cue."""
-        return f"{self.question}{self.gap}{self.cue}" if self.cue else self.question
-
-
-def spoken(name: str, asked: Asked) -> Spoken:
-    """A question of a set as its benchmark asks it.
+def spoken(name: str, asked: Asked) -> tuple[str, str, str, Texts]:
+    """A question of a set as its benchmark asks it: question, cue, both of them together, and right answers.
 
     Raises:
         SinkscopeError: it is not asked as those of this set are.
@@ -483,20 +425,20 @@ def spoken(name: str, asked: Asked) -> Spoken:
     known, answers = SETS.get(name, Published("", 0, "")), asked.answers
     if known.metric == "all" and answers:
         answers = (", ".join(answers),)  # all of them are asked for; elsewhere each of several is right
+    question, cue = known.asks.replace("{}", asked.input), known.cue or asked.cue
     if name == _MF:
-        target = re.search(r"The .+ is", asked.input)
+        target = re.search(r"(The .+) is", asked.input)
         _require(target, f"input is {asked.input!r:.40}, expected 'The ... is'")
         fine = all(re.fullmatch(r"-?[\d.]+(e-?\d+)?", answer) for answer in answers)
         _require(fine, f"answer is {list(answers)!r:.40}, expected a number")
-        return Spoken(known.asks.format(str(target and target.group()).lower()[:-3]), asked.input, known.gap, answers)
-    question = known.asks.replace("{}", asked.input)
+        question, cue = known.asks.replace("{}", str(target and target[1]).lower()), asked.input
     if name == _CHOICE:
         options = asked.options
         fine = len(options) == 4 and answers[0] in options
         _require(fine, f"options is {list(options) or None!r:.40}, expected four with the answer")
         question += "".join(f"\n{letter}. {option}" for letter, option in zip("ABCD", options, strict=True))
         answers = (answers[0], "ABCD"[options.index(answers[0])])
-    return Spoken(question, known.cue or asked.cue, known.gap, answers)
+    return question, cue, f"{question}{known.gap}{cue}" if cue else question, answers
 
 
 @dataclass(frozen=True)
@@ -539,9 +481,9 @@ def _prompt(record: Record, where: str, name: str) -> TextPrompt:
     if not record.asked:
         return TextPrompt(number, record.context, "")
     try:
-        *earlier, last = [spoken(name, asked) for asked in record.asked]
+        *earlier, (_, _, question, answers) = [spoken(name, asked) for asked in record.asked]
     except SinkscopeError as error:
         raise SinkscopeError(f"{where}: {error}: give {ANY}") from None
-    before = [text for each in earlier for text in (each.whole, *each.answers[:1])]
+    before = [text for _, _, whole, right in earlier for text in (whole, *right[:1])]
     parts = [text for text in (known.head, record.context, *before) if text]
-    return TextPrompt(number, "".join(text + known.between for text in parts), last.whole, last.answers)
+    return TextPrompt(number, "".join(text + known.between for text in parts), question, answers)
