@@ -8,8 +8,8 @@ text are compared with those of full attention (KL in nats). Only prompts are sp
 cells that attention covers, and `held` is what the lines hold for queries that were not sampled.
 
 Beside the grid: the choice as printed; exact weights on the printed sample; and, for single turns, a sample of all
-queries, which misses no row and shows what an alpha over the sum of all rows loses. Those that draw a sample are run with
-several seeds; `low` and `high` are the smallest and the largest share over the draws. About 10 minutes of a free core.
+queries, which misses no row and shows what an alpha over the sum of all rows loses. Those that draw a sample are run
+with several seeds; `low` and `high` are the smallest and the largest share over draws. About 10 minutes of a free core.
 """
 
 from __future__ import annotations
