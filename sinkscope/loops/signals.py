@@ -120,7 +120,7 @@ class _Run:
         self.first = self.clean = first  # of the tokens that are compared; the first after the last mismatch
         self.due = due  # position from which they cover enough
         self.misses, self.credit = 0, Repeats.CREDIT
-        self.missed: deque[int] = deque()  # positions of mismatches that are not older than a period
+        self.missed: deque[tuple[int, bool]] = deque()  # mismatches of the last period; whether the token was replaced
 
 
 class Repeats:
@@ -232,11 +232,14 @@ class Repeats:
             return False
         run.credit = min(self.CREDIT, run.credit + self._noise * (position - run.clean))
         run.clean, missed = position + 1, run.missed
-        while missed and missed[0] < position - period:
+        while missed and missed[0][0] < position - period:
             missed.popleft()
-        if missed and missed[0] == position - period:  # the place that was replaced a copy ago
-            return len(self._ids) > 2 * period and self._ids[~(2 * period)] == token
-        missed.append(position)
+        again = bool(missed) and missed[0][0] == position - period
+        if again and not (missed[0][1] and self._ids[~(2 * period)] == token):
+            return False  # this place changes in every copy; after one replaced token it would be as it was before
+        missed.append((position, not again))
+        if again:
+            return True
         run.misses += 1
         run.credit -= 1
         return run.credit >= 0
