@@ -76,17 +76,24 @@ class Server:
     ) -> None:
         self.sizes, self.copies, self.tokens = range(smallest, largest + 1), copies, tokens
         self.every, self.after, self.ids, self.seen = every, after, list[int](), 0
+        self.most = max(copies * largest, tokens)
 
     def add(self, token: int, p_max: float) -> bool:
         """Take the next token."""
         ids = self.ids
         ids.append(token)
         self.seen += 1
-        if len(ids) > 2 * self.copies * self.sizes[-1]:
-            del ids[: -self.copies * self.sizes[-1]]
+        if len(ids) > 2 * self.most:
+            del ids[: -self.most]
         if self.seen < self.after or self.seen % self.every:
             return False
-        return any(ids[-1] == ids[-1 - size] and self._repeats(size) for size in self.sizes if size < len(ids))
+        before = ids[-1 - self.sizes[0] : -2 - self.sizes[-1] : -1]
+        at = -1
+        for _ in range(before.count(token)):
+            at = before.index(token, at + 1)
+            if self._repeats(self.sizes[at]):
+                return True
+        return False
 
     def _repeats(self, size: int) -> bool:
         long = max(self.copies * size, self.tokens)
