@@ -154,6 +154,7 @@ class Policy(Intervention):
         session = Session.of(run)
         session.claim(self)
         session.own_cache()
+        session.anchors = max(session.anchors, self.first)
         rotary = Rotary(run.target) if self.positions == "rebased" else None
         self.watch(session, key)
         session.before_decode(lambda moment: self._act(moment, session, key, rotary))
@@ -179,6 +180,18 @@ class Policy(Intervention):
             )
         return rows
 
+    def protected(self, at: At, budget: int | Int[Tensor, " batch"]) -> Bool[Tensor, "batch kv_head slot"]:
+        """Slots that are always kept: the first and the last ones.
+
+        The anchors of a guard beside the policy are kept as well, in up to half of what the last ones leave.
+        """
+        pos, first = at.kv.pos, self.first
+        if at.session.anchors > first:
+            room = torch.as_tensor((budget - self.last) // 2, device=pos.device).clamp(self.first, at.session.anchors)
+            first = room.view(-1, 1, 1)
+        protected = pos < first
+        return protected | (pos >= at.length[:, None, None] - self.last) if self.last else protected
+
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
     ) -> Bool[Tensor, "batch kv_head slot"]:
@@ -186,10 +199,7 @@ class Policy(Intervention):
 
         Among slots of equal score the later one stays, so that padding and the batch make no difference.
         """
-        pos = at.kv.pos
-        protected = pos < self.first
-        if self.last:
-            protected = protected | (pos >= at.length[:, None, None] - self.last)
+        pos, protected = at.kv.pos, self.protected(at, budget)
         ranked = scores.float().masked_fill(protected, torch.inf).masked_fill(pos < 0, -torch.inf)
         slots = pos.shape[-1]
         if isinstance(budget, int):
