@@ -26,6 +26,8 @@ from sinkscope.records import Natural, Whole, check_fields
 
 ENTRY_POINTS = "sinkscope.policies"
 _REGISTERED: dict[str, type[Intervention]] = {}
+NAMED: dict[str, Callable[..., Intervention]] = {}
+"""What commands take in place of a policy though it is none, by name."""
 Class = TypeVar("Class", bound=type[Intervention])
 
 
@@ -341,6 +343,7 @@ def policy_named(text: str) -> Intervention:
     """Make a cache policy from its name on the command line: `NAME` or `package.module:Class`, and `:BUDGET` after it.
 
     The budget is a number of tokens or a fraction of the prompt. Modules are also looked for in the current folder.
+    `loopguard` and `loopguard:paper` are the two guards.
 
     Raises:
         SinkscopeError: there is no such policy or class, or the budget is not one.
@@ -349,6 +352,9 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
         (512, 0.25)
     """
+    if given := next((name for name in sorted(NAMED, reverse=True) if f"{text}:".startswith(f"{name}:")), None):
+        size = text.removeprefix(given).removeprefix(":")
+        return NAMED[given](**({"budget": _budget(text, given, size)} if size else {}))
     name, *rest = text.split(":")
     own = rest[:1] if rest and (rest[0].isidentifier() or len(rest) > 1) and name not in _REGISTERED else []
     budget = ":".join(rest[len(own) :])

@@ -156,7 +156,8 @@ class Session:
             )
         self.run, self.target, self.now = run, target, _Now()
         self.owns_cache = self.one_by_one = self.resuming = False
-        self.anchors, self.rewinder = 0, None
+        self.anchors = 0
+        self.rewinder: Any = None
         self._keep_queries, self._keep_decoding = 0, False
         self._policy: str | None = None
         self._scaling: dict[int, float] = {}

@@ -18,6 +18,7 @@ from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.detect import Found, RowMonitors, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.plan import Clean, Pick, Plan, Retention, plan, repeated, spans
 from sinkscope.kv.loopguard.steer import Ban, Rewinder
+from sinkscope.kv.policy import NAMED
 from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
@@ -129,7 +130,8 @@ class LoopGuard(Intervention):
         Args:
             changed: fields to set besides.
         """
-        return cls(**{"variant": "full", "recent": "window", "max_level": 3, "escalate": "none", **changed})
+        printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3, "escalate": "none"}
+        return cls(**printed | changed)
 
     @property
     def settings(self) -> MonitorSettings:
@@ -153,7 +155,7 @@ class LoopGuard(Intervention):
         return Retention(
             budget=budget,
             anchors=max(self.anchors, min(first, budget - 1)),
-            recent=self.window if self.recent == "window" else self.recent,
+            recent=self.window if isinstance(self.recent, str) else self.recent,
             recent_budget=self.recent_budget,
             recent_pick=self.recent_pick,
             clean=self.clean,
@@ -179,6 +181,21 @@ class LoopGuard(Intervention):
         guarding = _Guarding(self, settings, run, key, session)
         session.after_call(guarding.remember)
         run.hook(run.target.hf, "post", guarding.decide)
+
+
+NAMED.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
+
+
+def in_words(event: Event) -> str:
+    """What the guard found at one of its events, and what it did."""
+    data = event.data
+    found = "an alarm" if data["period"] is None else f"a repetition every {data['period']} tokens"
+    done = [f"kept {data['kept_count']} of {data['cached_before']} cached tokens"]
+    done += [f"took the last {data['taken_back']} tokens back"] if data["taken_back"] else []
+    done += {"ban": ["banned n-grams of the loop"], "sample": ["drew the next token"]}.get(data["escalated"], [])
+    done += ["removed older copies as well"] if data["escalated"] == "repeats" else []
+    did = " and ".join([", ".join(done[:-1])] * (len(done) > 1) + done[-1:])
+    return f"After {data['generated']} new tokens the guard found {found}. It {did}."
 
 
 @dataclass(eq=False)
@@ -236,7 +253,7 @@ class _Guarding:
     def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int, session: Session) -> None:
         self._guard, self._settings, self._run, self._key, self._session = guard, settings, run, key, session
         # Copies are looked for in the whole row, or by the paper's rule in the recent window.
-        window = guard.window if guard.recent == "window" else guard.recent
+        window = guard.window if isinstance(guard.recent, str) else guard.recent
         self._recent = 1 << 40 if window is None or "repeats" in (guard.clean, guard.escalate) else window
         padding = getattr(getattr(run.target.hf, "generation_config", None), "pad_token_id", None)
         known = [*run.target.end_ids, *([] if padding is None else [int(padding)])]
@@ -362,6 +379,8 @@ class _Guarding:
             retention = replace(retention, clean="repeats") if escalate == "repeats" else retention
             begin = None if one.step.tail is None else prompts[row] + one.step.tail.start
             bad, period = self._bad(known, begin, retention)
+            if period is None and one.step.tail is not None:  # copies that differ a little
+                period = one.step.tail.period
             loop = [i for at, i in known if bad and at >= bad[-1][0]]
             taken = self._taken(followed, prompts[row], lengths[row], one)
             if taken:

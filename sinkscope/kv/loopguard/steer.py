@@ -1,4 +1,4 @@
-"""What LoopGuard does beside cutting the cache: it bans n-grams, and takes the tokens of a loop back from the output."""
+"""What LoopGuard does beside cutting the cache: it bans n-grams, and takes a loop back from the output."""
 
 from __future__ import annotations
 
@@ -85,29 +85,29 @@ def generate_in_pieces(
     Raises:
         SinkscopeError: there are several rows, or a streamer, which has shown tokens that are taken back.
     """
-    rewinder: Rewinder | None = None if run is None or run.session is None else run.session.rewinder
+    session: Any = getattr(run, "session", None)
+    rewinder: Rewinder | None = getattr(session, "rewinder", None)
     if rewinder is None:
         return model.generate(input_ids=ids, max_new_tokens=max_new_tokens, **options)
-    assert run is not None
     if len(ids) > 1:
-        raise SinkscopeError(f"rewind=True takes tokens back in one row at a time, and here are {len(ids)}: generate one by one")
+        raise SinkscopeError(
+            f"rewind=True takes tokens back from one row at a time, and here are {len(ids)}: use batch_size=1"
+        )
     if options.get("streamer") is not None:
-        raise SinkscopeError("rewind=True may take tokens back that a streamer has shown already: leave out the streamer")
-    cache = options.pop("past_key_values", None)
+        raise SinkscopeError("rewind=True takes back tokens that a streamer has already shown: leave out the streamer")
+    cache: Any = options.pop("past_key_values", None)
     cache = DynamicCache(config=model.config) if cache is None else cache
     options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
     most, rewinder.allowance = ids.shape[1] + max_new_tokens, 0 if fixed else max_new_tokens
     try:
         while True:
             options["attention_mask"] = torch.ones_like(ids)
-            output = model.generate(
-                input_ids=ids, max_new_tokens=most - ids.shape[1], past_key_values=cache, **options
-            )
+            output = model.generate(input_ids=ids, max_new_tokens=most - ids.shape[1], past_key_values=cache, **options)
             if rewinder.keep is None:
                 return output
             ids, rewinder.keep = getattr(output, "sequences", output)[:, : rewinder.keep], None
-            run.session.resuming = True  # what comes next reads a generated token and no prompt
+            session.resuming = True  # what comes next reads a generated token and no prompt
             for layer in cache.layers:
                 layer.crop(ids.shape[1] - 1 - layer.seen)
     finally:
-        rewinder.allowance, run.session.resuming = None, False
+        rewinder.allowance, session.resuming = None, False
