@@ -95,7 +95,7 @@ class LoopGuard(Intervention):
     anchors: Whole = 32
     window: Natural = 256
     between: Literal["full", "window"] = "full"
-    variant: str = "tail"
+    variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
     recent: Natural | Literal["window"] | None = None
     recent_budget: Natural | None = None
