@@ -187,7 +187,8 @@ def line_weights(
 
     Args:
         texts: Texts or lists of ids. By default pieces of ordinary text.
-        data: File of prompts instead: LongBench's samsum.jsonl, LongEval's topics, or JSON lines with a "prompt".
+        data: File of prompts instead, as published by LongBench (samsum.jsonl), LongEval (topics or lines), RULER,
+            SCBench or MT-bench; or JSON lines with a "prompt".
         count: Pieces of ordinary text, or prompts of the file.
         length: Most tokens of each text, at least 16; longer ones lose their middle. By default the context, or 512
             for ordinary text.
@@ -279,7 +280,7 @@ def _pictured(setup: Setup, ids: Int[Tensor, " pos"], layer: int, head: int) -> 
     """The map of a head of `layer` over the first tokens of `ids`."""
     ids = ids[:PICTURED]
     found: list[LinePicture] = []
-    words = tuple(str(setup.tokenizer.decode([i])) for i in ids.tolist())
+    words = tuple(str(i if setup.tokenizer is None else setup.tokenizer.decode([i])) for i in ids.tolist())
 
     def picture(_: int, scores: Scores) -> None:
         lines = top_lines(*line_sums(scores), [DRAWN])
