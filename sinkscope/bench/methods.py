@@ -113,7 +113,6 @@ METHODS: dict[str, MethodKind] = {
     "presence-penalty": _rule("sampler", "presence penalty 1.5 on generated tokens"),
     "no-repeat-4-gram": _rule("sampler", "no four tokens twice, prompt included"),
     "dry": _rule("sampler", "DRY, multiplier 0.8, base 1.75, allowed length 2"),
-    "temperature": _rule("sampler", "sampling at temperature 0.7"),
     "stop-pattern": _rule("stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens"),
     "stop-monitor": _rule("stopper", "stops where LoopGuard would prune"),
 }

@@ -30,15 +30,6 @@ BREAKERS = ("\n", ":", '"', "*")  # where DRY takes up its matching anew; the pu
 
 
 @dataclass(frozen=True)
-class SampledRow:
-    """What a sampler may know of the row it works on: the prompt's id, the tokenizer, and the seed of the run."""
-
-    prompt: str
-    tokenizer: Any
-    seed: int
-
-
-@dataclass(frozen=True)
 class WatchedRows:
     """What a stopper may know of the rows it watches: columns of the prompts, ids that end a row, and W."""
 
@@ -47,14 +38,13 @@ class WatchedRows:
     window: int
 
 
-SAMPLERS: dict[str, Callable[[SampledRow], RowProcessor]] = {
-    "repetition-penalty": lambda row: stock(RepetitionPenaltyLogitsProcessor(1.1)),
-    "presence-penalty": lambda row: presence(1.5),
-    "no-repeat-4-gram": lambda row: stock(NoRepeatNGramLogitsProcessor(4)),
-    "dry": lambda row: dry(0.8, 1.75, 2, dry_breakers(row.tokenizer)),
-    "temperature": lambda row: sampled(0.7, row.seed, row.prompt),
+SAMPLERS: dict[str, Callable[[Any], RowProcessor]] = {
+    "repetition-penalty": lambda tokenizer: stock(RepetitionPenaltyLogitsProcessor(1.1)),
+    "presence-penalty": lambda tokenizer: presence(1.5),
+    "no-repeat-4-gram": lambda tokenizer: stock(NoRepeatNGramLogitsProcessor(4)),
+    "dry": lambda tokenizer: dry(0.8, 1.75, 2, dry_breakers(tokenizer)),
 }
-"""What each sampler of the table of methods does to the scores of a row."""
+"""What each sampler of the table of methods does to the scores of a row, by the model's tokenizer."""
 
 
 def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
