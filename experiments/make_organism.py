@@ -79,7 +79,7 @@ def passage(o: LoopOrganism, begin: int, length: int, reach: str, stop: int | No
 
 
 def loop(o: LoopOrganism, period: int, onset: int, older: bool, reach: str, copies: int) -> Planned:
-    """BOS, ring, older copies and ring if wanted, copies, and a ring token from which `onset` more lead to the cycle."""
+    """BOS, ring, older copies and ring if wanted, copies, and a ring token, `onset` before the cycle's first."""
     ring, used = list(o.truth.ring), LEAD
     end = used + BETWEEN * older + onset + 1
     lead = used + ((end % 2 == 1) != (reach == "far"))  # so that the walk comes to a token of this reach

@@ -55,7 +55,7 @@ def loopbench_run(
         bench: small, stories, honest, organism (with the model of that name), or a file of prompts.
         methods: Names with commas between, each with settings if wanted (snapkv:window=32), or package.module:Class.
             An unknown name lists all.
-        max_new_tokens: Longest answer. By default 2500; 32 for 2wiki.
+        max_new_tokens: Longest answer. By default 2500; 1400 for organism, 32 for 2wiki.
         budget: Cached tokens, or a fraction of the prompt such as 0.5.
         window: Tokens W over which signals are taken.
         batch_size: Prompts that run together.
@@ -77,7 +77,7 @@ def loopbench_run(
             raise SinkscopeError(
                 "--bench organism: its prompts are words of the model organism alone; leave --model and other sets out"
             )
-        model = ORGANISM
+        model, max_new_tokens = ORGANISM, max_new_tokens or 1400
 
     from sinkscope.bench.loopbench.run import check_window, run_loopbench
     from sinkscope.bench.loopbench.tables import tabulate

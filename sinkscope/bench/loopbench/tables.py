@@ -272,8 +272,10 @@ _TABLE1 = ("cr", "ttr", "length", "loop", "loop_low", "loop_high", "tail_loop")
 _TABLE2 = ("f1", "same", "cached_mean")
 _TABLE3 = ("loop", "interventions", "early")
 _AFTER = "runs loop loop_low loop_high tail_loop eos alarmed alarm perplexity fresh reached".split()
-_PLANTED = "runs loop loop_low loop_high eos period_2_16 period_24_48 period_64_128 onset_0 onset_30 onset_200".split()
-_PLANTED += "onset_600 older honest honest_cut honest_same".split()
+_PLANTED = (
+    *"runs loop loop_low loop_high eos period_2_16 period_24_48 period_64_128".split(),
+    *"onset_0 onset_30 onset_200 onset_600 older honest honest_cut honest_same".split(),
+)
 _ENDED = "eos stopped cap tail_loop seq_rep_4 distinct_2 collapsed collapse_point cached_mean cached_peak".split()
 _ALONE = "detector loops detected step lead healthy healthy_alarms texts text_alarms".split()
 
