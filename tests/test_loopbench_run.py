@@ -92,7 +92,7 @@ def test_signals_are_the_monitors(one_by_one: Any) -> None:
             for name in ("ttr", "cr", "novelty", "streak"):
                 assert found.signals[name][at] == pytest.approx(getattr(step, name), abs=1e-6)
     assert found.signals["step"] == sorted({*range(16, len(found.tokens) + 1, 16), len(found.tokens)})
-    assert set(found.detected) == {"full", "p1", "ttr", "cr", "stall", "tail"}
+    assert set(found.detected) == {"repeats", "full", "p1", "ttr", "cr", "stall", "tail"}
 
 
 def test_the_guard_is_full_until_it_fires_where_the_monitor_says(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_text_after_the_cut_is_scored_by_a_clean_pass_over_prompt_and_text(tmp_p
     found = _run(tmp_path / "r", ["full", "loopguard"], max_new_tokens=160, budget=40, prompts=SOME[:1])
     for method in ("full", "loopguard"):
         record = found[method, "dc-3"]
-        cut = record.events[0]["step"] if method == "loopguard" else record.detected["full"]
+        cut = record.events[0]["step"] if method == "loopguard" else record.detected["repeats"]
         assert record.cut == cut and cut is not None
         ids, after = tokenizer(SOME[0].prompt)["input_ids"], record.tokens[cut + 1 :]
         said: list[float] = []

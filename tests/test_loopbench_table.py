@@ -200,14 +200,11 @@ def test_the_organisms_truth_decides(tmp_path: Path) -> None:
     ]
     cycle, walk = tuple([*range(40), *list(range(64)) * 4][:300]), tuple(range(200))
     twice = (*range(172), *range(64), *range(64))  # two copies are no loop yet
-    made = {
-        "full": [("loop-a", LOOP, "cap"), ("loop-b-older", cycle, "cap"), ("loop-c", LATE, "cap"), ("honest-a", walk, "eos")],
-        "loopguard": [("loop-a", walk, "eos"), ("loop-b-older", twice, "cap"), ("loop-c", LATE, "cap"), ("honest-a", LOOP, "eos")],
-    }  # fmt: skip
+    made = {"full": (LOOP, cycle, LATE, walk), "loopguard": (walk, twice, LATE, LOOP)}  # walks end by themselves
     records = [
-        record(prompt=name, bench="organism", method=method, tokens=tokens, ended=ended)
+        record(prompt=name, bench="organism", method=method, tokens=tokens, ended="eos" if tokens == walk else "cap")
         for method, runs in made.items()
-        for name, tokens, ended in runs
+        for name, tokens in zip(truth, runs, strict=True)
     ]
     records[-1] = replace(records[-1], events=_guard(70))
     result = tabulate([_folder(tmp_path / "o", records, prompts)])

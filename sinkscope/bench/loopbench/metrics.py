@@ -52,8 +52,8 @@ class Continued(Finished):
         detected: step at which each variant of the monitor would have fired first, looking on; for outputs that nobody
             interfered with (method "full") and for texts that were read.
         events: what the method did: step, position, kind and data. Step s came after s new tokens.
-        cut: step of a guard's first intervention; where there is none, the step at which the monitor would have fired
-            first; None: it would not have fired.
+        cut: step of a guard's first intervention; where there is none, the step at which the monitor, as it is by
+            default, would have fired first; None: it would not have fired.
         nll: how surprising the tokens after the cut are, in nats a token, for the same model with a clean cache: it
             reads the prompt and these tokens alone. None: there are none.
         fresh: share of the whole sentences after the cut that stand nowhere before; None: there are none.

@@ -30,7 +30,15 @@ from sinkscope.loops.signals import MAX_NEW, WINDOW
 from sinkscope.parallel import Tally, check_workers
 
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
-DETECTORS = ("full", "p1", "ttr", "cr", "stall", "tail")  # variants of the monitor, see `MonitorSettings.variant`
+DETECTORS = (
+    "repeats",
+    "full",
+    "p1",
+    "ttr",
+    "cr",
+    "stall",
+    "tail",
+)  # variants of the monitor, see `MonitorSettings.variant`
 VERSION = 2  # of the records; a change of what they hold is another setting
 
 
@@ -210,7 +218,7 @@ def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | 
         sure = [round(p, 4) for p in confidence[i][: len(new)]]
         own = tuple(_event(e) for e in events if e.row == i and e.step < len(new))
         cut = next((e["step"] for e in own if e["kind"] == INTERVENTION), None) or _fires(
-            "full", new, sure, plan.window
+            "repeats", new, sure, plan.window
         )
         records.append(
             Continued(

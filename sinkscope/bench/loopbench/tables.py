@@ -145,7 +145,7 @@ class LoopBench(Result):
         lines += [
             f"Honest texts, {d.model}: alarms on {d.text_alarms:.1%} of {d.texts}"
             for d in self.detections
-            if d.detector == "full" and d.text_alarms is not None
+            if d.detector == "repeats" and d.text_alarms is not None
         ]
         return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 
