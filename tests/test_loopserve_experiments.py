@@ -15,7 +15,7 @@ from longbench_files import save
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
-from experiments.loopserve import ablation, fidelity, longeval, paper, runs, sweeps, table1, turns
+from experiments.loopserve import ablation, default, fidelity, figure8, longeval, paper, runs, sweeps, table1, turns
 from sinkscope.bench.dialogues.build import TASKS
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.recall import recall_dialogue
@@ -200,6 +200,32 @@ def test_every_method_of_the_experiments_can_be_made() -> None:
     ), "two curves of a panel have the same name"
     assert {panel for panel, *_ in sweeps.CURVES} == set(sweeps.TITLES)
     assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
+
+
+def test_pieces_of_a_dialogue_are_its_tokens_and_the_facts_that_it_needs() -> None:
+    turns_ = recall_dialogue(4, turns=3, tokens=160, hops=2, distractors=3).turns
+    facts = [fact for number in range(3) for fact in figure8.chain(turns_, number)]
+    assert len(set(facts)) == 6
+    for place in POSITIONS:
+        marked = 0
+        for turn in turns_:
+            words, parts = turn.prompts[place].split(), figure8.pieces(turn, place, facts)
+            kinds = [kind for kind, tokens in parts for _ in range(tokens)]
+            assert len(kinds) == len(words) + len(turn.answers[0].split())
+            assert kinds[words.index("ask")] == kinds[words.index("ask") + 4] == figure8.QUESTION
+            assert kinds.count(figure8.QUESTION) == 5 and kinds[len(words) :] == [figure8.ANSWER] * 6
+            marked += kinds.count(figure8.NEEDED)
+        assert marked == 6 * 5, "a fact has five words, and is said once"
+
+
+def test_questions_for_the_default_hold_the_right_history() -> None:
+    for where, (count, turns_, tokens) in default.SIZES.items():
+        asked = default.asked(where)
+        assert len(asked) == 3 * count and all(answer.endswith(".") for _, answer in asked)
+        assert {len(prompt.split()) for prompt, _ in asked} == {turns_ * tokens + 3 * (turns_ - 1)}
+    first = recall_dialogue(default.FIRST, turns=3, tokens=600, hops=1).turns
+    begun = f"{first[0].prompts['begin']} {first[0].answers[0]} {first[1].prompts['begin']} {first[1].answers[0]} "
+    assert default.asked(default.THIRD)[0] == (begun + first[2].prompts["begin"], first[2].answers[0])
 
 
 def test_the_suites_are_what_their_rules_say() -> None:

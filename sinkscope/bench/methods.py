@@ -72,7 +72,7 @@ class MethodKind:
 
 _PRINTED = "paper"
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
-_DECODING = ("budget", "interval", "first")
+_DECODING = ("budget", "interval", "first", "per_head")
 _PROMPTS = ("alpha", "sample", "recent", "dense_rows", "seed", "variant", "shortest", "dense_above", "kernel")
 
 
