@@ -262,7 +262,7 @@ def test_a_loop_guard_cuts_the_whole_cache() -> None:
     prompt = torch.randint(5, 96, (1, 40), generator=generator)
     loop = torch.randint(5, 96, (1, 4), generator=generator).repeat(1, 30)
     ids = torch.cat([prompt, loop], 1)
-    guard = LoopGuard(**SMALL, variant="tail", monitor=EAGER)
+    guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
     cache = DynamicCache(config=model.config)
     lengths: list[int] = []
     with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run, torch.no_grad():
