@@ -63,6 +63,8 @@ class RowMonitors:
         Returns:
             Triggers of the tokens that were decided in this call; there are none while tokens are only collected.
         """
+        if self._poll == 1 and tokens.device.type == "cpu":
+            return self._decide([[tokens.tolist(), *([] if p_max is None else [p_max.tolist()])]])
         # One tensor needs only one copy; float32 holds ids below 2**24 exactly.
         pair = tokens.detach().float()[None]
         if p_max is not None:
@@ -112,8 +114,11 @@ class RowMonitors:
         (host, event), self._copied = self._copied, None
         if event is not None:
             event.synchronize()
+        return self._decide(host.tolist())
+
+    def _decide(self, steps: list[list[list[Any]]]) -> list[Found]:
         found: list[Found] = []
-        for step in host.tolist():
+        for step in steps:
             ids, probs = step[0], step[1] if len(step) > 1 else [None] * len(step[0])
             for row, (token, p_max) in enumerate(zip(ids, probs, strict=True)):
                 if (made := self._update(row, int(token), p_max)) is not None and made.trigger:

@@ -136,8 +136,10 @@ class LoopGuard(Intervention):
     @property
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
-        relapse = {} if "relapse" in self.monitor else {"relapse": self.window}
-        return MonitorSettings.variant(self.variant, window=self.window, **relapse, **self.monitor)
+        usual: dict[str, Any] = {"relapse": self.window}
+        if self.variant == "repeats":
+            usual["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut, so there is no wait
+        return MonitorSettings.variant(self.variant, window=self.window, **usual | dict(self.monitor))
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a fraction of the prompt that leaves nothing beside the anchors."""
