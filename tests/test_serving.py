@@ -177,12 +177,16 @@ def test_tokens_that_the_server_takes_back_are_not_counted() -> None:
         acted = row.busy(len(output))
         assert not acted
         output[-1:] = []
-        row.follow(output)
+        row.follow([*output, -1, -1])  # places of tokens that are not known yet
         for position in range(len(output), len(right) + 1):
             output[:] = right[:position]
             row.follow(output)
             assert row.busy(position) == (position >= triggers[0])
         assert row.taken == 0
+        row.edit(torch.zeros(kit.VOCAB), len(output))
+        assert row.taken == 1
+        output.pop()
+        row.follow(output)  # read again, with a trigger that has had its action
         row.edit(torch.zeros(kit.VOCAB), len(output))
         assert row.taken == 1
 
