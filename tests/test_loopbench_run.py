@@ -81,7 +81,7 @@ def test_cached_tokens_in_closed_form(one_by_one: Any) -> None:
 
 def test_signals_are_the_monitors(one_by_one: Any) -> None:
     found = one_by_one[1]["full", "dc-3"]
-    monitor, fired = Monitor(MonitorSettings(window=WINDOW, stride=1)), []
+    monitor, fired = Monitor(MonitorSettings.paper(window=WINDOW, stride=1)), []
     for k, token in enumerate(found.tokens):
         step = monitor.update(token, found.top1[k + 1] if k + 1 < len(found.tokens) else 0.0)
         if step.trigger:
