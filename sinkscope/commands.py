@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sinkscope.console import emit, note, print_rows
+from sinkscope.errors import SinkscopeError
 from sinkscope.output import read_text
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
@@ -99,9 +100,10 @@ def _line(event: Any) -> str:
 
 @command(group="Loops", command="loops")
 def check_loops(
-    file: Annotated[str, Option(argument=True, metavar="FILE|-")],
+    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
     *,
-    form: Annotated[Literal["auto", "text", "jsonl"], Option("--format")] = "auto",
+    form: Annotated[Literal["auto", "text", "jsonl", "sse"], Option("--format")] = "auto",
+    settings: Annotated[str | None, Option(metavar="FILE")] = None,
     window: int | None = None,
     theta_ttr: float | None = None,
     theta_cr: float | None = None,
@@ -113,7 +115,9 @@ def check_loops(
 
     Args:
         file: Text, or JSON lines with text, output or tokens; - is standard input.
-        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text.
+        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
+            the first line decides, and it may also be server-sent events (sse).
+        settings: Settings of the monitor, as --calibrate writes them with --json.
         window: Tokens that the signals look at; 256 by default.
         theta_ttr: Type-token ratio below which a window is repetitive; 0.2 by default.
         theta_cr: Compression ratio below which a window is repetitive; 0.12 by default.
@@ -122,10 +126,11 @@ def check_loops(
         progress: Called as `progress(what, done, total)`.
     """
     from sinkscope.loops.checker import check, parse
-    from sinkscope.loops.monitor import MonitorSettings
+    from sinkscope.loops.follow import monitor_settings
 
-    given = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
-    settings = MonitorSettings().with_(**{name: value for name, value in given.items() if value is not None})
+    if file is None or form == "sse":
+        raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
+    used = monitor_settings(settings, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
     name = "standard input" if file == "-" else Path(file).name
     records = parse(read_text(file), name, form)
-    return check(records, settings=settings, max_new=max_new, name=name, progress=progress)
+    return check(records, settings=used, max_new=max_new, name=name, progress=progress)
