@@ -24,8 +24,9 @@ from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.kv.loopserve.saved import Turn
 from sinkscope.lines import select_lines
+from sinkscope.lines.choice import draw_of
 
-SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000}
+SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
 SMALL = LoopServe(**{**SPARSE, "budget": 12}, first=0, interval=4)  # pyright: ignore[reportArgumentType]
 WHOLE = LoopServe(alpha=1.0, budget=500, first=0, interval=4)
 LENGTHS, NEW = (40, 12, 25), 7
@@ -108,9 +109,9 @@ def test_turns_equal_passes_under_masks_of_the_kept_lines(answers: Any) -> None:
         for each in chat.turns:
             begin = each.prompt_tokens - each.queries
             for layer, lines in enumerate(each.lines):
-                assert lines is not None and lines.queries == each.queries and lines.past == begin
-                at = torch.arange(begin, each.prompt_tokens)
-                sees[layer][0, :, begin : each.prompt_tokens, : each.prompt_tokens] = lines.rows(at)
+                stop = each.prompt_tokens - 2  # the last two queries see everything
+                assert lines is not None and lines.queries == each.queries - 2 and lines.past == begin
+                sees[layer][0, :, begin:stop, :stop] = lines.rows(torch.arange(begin, stop))
         ids = torch.tensor([chat.ids[:total]])
         close(logits(turn)[:, 0], dense(model, ids, torch.ones_like(ids), sees)[:, -1])
         assert min(float(lines.density().min()) for lines in turn.lines if lines is not None) < 0.7
@@ -129,7 +130,9 @@ def test_kept_lines_are_those_of_select_lines_on_the_layers_own_queries(answers:
     for number in range(3):
         turn = ask(chat, number)
         for layer, lines in enumerate(turn.lines):
-            by_hand = select_lines(*seen[layer], SPARSE["alpha"], sample=SPARSE["sample"], dense_above=9.0)
+            query, key = (tensor[:, :-2] for tensor in seen[layer])
+            seed = draw_of(0, layer, query.shape[1], key.shape[1])
+            by_hand = select_lines(query, key, SPARSE["alpha"], sample=SPARSE["sample"], dense_above=9.0, seed=seed)
             assert lines is not None
             assert torch.equal(lines.vertical, by_hand.vertical) and torch.equal(lines.slash, by_hand.slash)
 

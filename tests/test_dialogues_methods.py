@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import sinkscope as ss
 from sinkscope.bench.dialogues.equal import shape_at, share_lines
-from sinkscope.bench.methods import at_settings, check_methods, read_method
+from sinkscope.bench.methods import at_settings, check_methods, name_of, read_method
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, AdaKV, AShape, Full, MInference, Progressive, SnapKV, StreamingLLM, TriShape
 from sinkscope.lines.choice import HeadLines, minference_lines
@@ -28,6 +28,8 @@ def test_methods_with_settings_are_what_they_say() -> None:
             "loopserve:dense_above=none",
             "progressive:gather=false",
             "tri-shape:dense_rows=9",
+            "loopserve:paper",
+            "loopserve-p : paper : recent=3",
         )
     }
     assert list(made.values()) == [
@@ -40,11 +42,16 @@ def test_methods_with_settings_are_what_they_say() -> None:
         ss.LoopServe(budget=200),
         Progressive(gather=False, budget=200),
         TriShape(dense_rows=9),
+        ss.LoopServe(alpha=0.955, dense_rows=0, variant="faithful", shortest=0, budget=200),
+        ss.LoopServe(alpha=0.955, dense_rows=0, variant="faithful", shortest=0, decode=False, recent=3),
     ]
-    assert [read_method(text).spec for text in ("h2o : recent=.5 : budget=64", "progressive:gather=false")] == [
+    spoken = ("h2o : recent=.5 : budget=64", "progressive:gather=false", "loopserve :paper: alpha=.9")
+    assert [read_method(text).spec for text in spoken] == [
         "h2o:budget=64:recent=0.5",
         "progressive:gather=false",
+        "loopserve:paper:alpha=0.9",
     ]
+    assert name_of("loopserve:paper:alpha=0.9") == "loopserve"
     assert [m.spec for m in check_methods(["h2o:recent=0.5:budget=64", "h2o", "h2o:budget=64:recent=0.50"])] == [
         "h2o:budget=64:recent=0.5",
         "h2o",
@@ -56,6 +63,9 @@ def test_methods_with_settings_are_what_they_say() -> None:
     [
         ("h2o:recnt=1", "method 'h2o:recnt=1': h2o has no setting 'recnt=1': it has budget, first, last, every, mode"),
         ("h2o:recent", "h2o has no setting 'recent'"),
+        ("h2o:paper", "h2o has no setting 'paper'"),
+        ("stop-pattern:paper", "stop-pattern has no setting 'paper': it has none"),
+        ("loopserve:alpha=0.9:paper", "loopserve has no setting 'paper'"),
         ("h2o:recent=much", "method 'h2o:recent=much': recent='much': expected a number"),
         ("h2o:recent=nan", "recent='nan': expected a number"),
         ("h2o:mode=keep", "mode='keep': expected evict or select"),
@@ -77,7 +87,8 @@ def test_settings_that_are_none_are_refused(text: str, says: str) -> None:
 
 
 def test_settings_of_the_paper_and_at_an_equal_share() -> None:
-    paper = {read_method(text).name: read_method(text).make(1) for text in at_settings([], "paper")}
+    methods = [read_method(text) for text in at_settings([], "paper")]
+    paper = {method.name + ":paper" * method.paper: method.make(1) for method in methods}
     assert paper == {
         "full": Full(),
         "h2o": H2O(budget=1024),
@@ -87,11 +98,12 @@ def test_settings_of_the_paper_and_at_an_equal_share() -> None:
         "a-shape": AShape(first=128, local=4096),
         "tri-shape": TriShape(first=128, local=4096, dense_rows=128),
         "minference": MInference(),
-        "loopserve": ss.LoopServe(alpha=0.955, budget=1024, interval=16, shortest=0),
+        "loopserve": ss.LoopServe(budget=1024, interval=16, shortest=0),
+        "loopserve:paper": ss.LoopServe.paper(budget=1024, interval=16),
     }
-    names = ["loopserve-p", "loopserve-d:interval=8", "tova", "h2o:budget=64", "a-shape:budget=0.5"]
+    names = ["loopserve-p:paper", "loopserve-d:interval=8", "tova", "h2o:budget=64", "a-shape:budget=0.5"]
     assert at_settings(names, "paper") == [
-        "loopserve-p:alpha=0.955:shortest=0",
+        "loopserve-p:paper:shortest=0",
         "loopserve-d:budget=1024:interval=8",
         "tova:budget=1024",
         "h2o:budget=64:recent=0.5",

@@ -20,7 +20,7 @@ from sinkscope.bench.dialogues.scbench import TASKS
 from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import METHODS, check_methods, read_method
-from sinkscope.lines.choice import sample_queries
+from sinkscope.lines.choice import draw_of, sample_queries
 from sinkscope.rate import wilson
 from sinkscope.results import ModelInfo
 
@@ -169,9 +169,12 @@ def test_what_the_sample_misses_the_prompt_loses() -> None:
             return model.tokenizer.decode(model(**inputs).logits[0, -1].argmax())
 
     wanted = turn.answers[0].split()[0]
-    assert 500 not in sample_queries(501, 48), "this prompt's last query is not in the sample"
-    assert first("loopserve-p:alpha=0.995:shortest=0") != wanted
-    assert first("loopserve-p:alpha=0.995:shortest=0:recent=16") == wanted
+    draws = [sample_queries(501, 48, draw_of(1, layer, 501, 501)) for layer in range(model.config.num_hidden_layers)]
+    assert not any(500 in draw for draw in draws), "this prompt's last query is in a sample"
+    drawn = "alpha=0.995:shortest=0:dense_rows=0:seed=1"
+    assert first(f"loopserve-p:{drawn}") != wanted != first("loopserve-p:paper:seed=1")
+    assert first(f"loopserve-p:recent=16:{drawn}") == wanted
+    assert first("loopserve-p:shortest=0") == wanted
     assert first("loopserve-p:alpha=1.0:shortest=0") == wanted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -20,15 +21,31 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, tokens_read
-from sinkscope.lines.choice import select_lines
+from sinkscope.lines.choice import draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 
-SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12}
+SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
 
 
 def every_head(family: str = "llama") -> Any:
     """As many kv heads as query heads, since the reference masks are per kv head."""
     return model_of(family, num_key_value_heads=4) if family != "gpt2" else model_of(family)
+
+
+def attended(model: Any, ids: Tensor, mask: Tensor, sees: list[Tensor], layer: int) -> tuple[Any, Any, Any, float]:
+    """Queries, keys and values `[row head pos d_head]` of a layer, and its scaling, in a pass under masks."""
+    found: list[tuple[Tensor, Tensor, Tensor, float]] = []
+    with under(model, sees), torch.no_grad():
+        reference = AttentionInterface()["kv-reference"]
+
+        def keep(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **kwargs: Any) -> Any:
+            found.append((query, key, value, kwargs["scaling"]))
+            return reference(module, query, key, value, *rest, **kwargs)
+
+        AttentionInterface.register("kv-reference", keep)
+        model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False)
+        AttentionInterface.register("kv-reference", reference)
+    return found[layer]
 
 
 def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: LoopServe) -> list[Tensor]:
@@ -38,22 +55,11 @@ def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: L
     causal = (torch.ones(total, total).tril() * mask[:, None]).bool()
     sees = [causal[:, None].repeat(1, target.n_heads, 1, 1) for _ in range(target.n_layers)]
     for layer in range(target.n_layers):
-        found: list[tuple[Tensor, Tensor, float]] = []
-        with under(model, sees), torch.no_grad():
-            reference = AttentionInterface()["kv-reference"]
-
-            def keep(module: Any, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> Any:
-                found.append((query, key, kwargs["scaling"]))  # noqa: B023
-                return reference(module, query, key, *rest, **kwargs)  # noqa: B023
-
-            AttentionInterface.register("kv-reference", keep)
-            model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=False)
-            AttentionInterface.register("kv-reference", reference)
-        query, key, scaling = found[layer]
+        query, key, _, scaling = attended(model, ids, mask, sees, layer)
         for row in range(rows):
             pad = int(total - mask[row].sum())
             for start, stop in pairwise(turns):
-                begin = max(start, pad)
+                begin, stop = max(start, pad), stop - serve.dense_rows
                 lines = select_lines(
                     query[row, :, begin:stop],
                     key[row, :, pad:stop],
@@ -61,6 +67,7 @@ def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: L
                     sample=serve.sample,
                     variant=serve.variant,
                     scaling=scaling,
+                    seed=draw_of(serve.seed, layer, stop - begin, stop - pad),
                 )
                 at = torch.arange(begin - pad, stop - pad)
                 sees[layer][row, :, begin:stop, :stop] = False
@@ -72,7 +79,7 @@ def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: L
 @pytest.mark.parametrize("variant", ["exact", "faithful"])
 def test_prompts_of_two_turns_equal_passes_under_the_masks_of_their_lines(family: str, variant: Any) -> None:
     # The faithful variant takes nearly all lines of attention as flat as that of a random model.
-    serve = LoopServe(**{**SPARSE, "alpha": 0.8 if variant == "exact" else 0.4}, variant=variant, decode=False)
+    serve = LoopServe(**{**SPARSE, "alpha": 0.8 if variant == "exact" else 0.4}, variant=variant, decode=False, seed=5)
     model = every_head(family)
     ids, mask = prompts([50, 37], 30)
     cache = DynamicCache(config=model.config)
@@ -120,6 +127,62 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model() -> None:
     with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
         close(decode(model, ids, mask, 40), plain)
     assert {event.data["dense_heads"] for event in run.events} == {4}
+
+
+@pytest.mark.parametrize("dense_rows", [0, 5])
+def test_a_prompt_says_what_its_lines_lost(dense_rows: int) -> None:
+    """Against whole attention matrices of a pass under the same masks: what held-out rows lose, and the last one."""
+    model, settings = every_head(), {**SPARSE, "alpha": 0.8, "dense_rows": dense_rows, "seed": 3}
+    ids, mask = prompts([60], 0)
+    serve = LoopServe(**settings, decode=False)
+    with pytest.warns(UserWarning, match="less of the attention than alpha=0.8"), serve.on(model) as run:
+        with torch.no_grad():
+            model(input_ids=ids, attention_mask=mask)
+    sees, along = line_masks(model, ids, mask, [0, 60], serve), 60 - dense_rows
+    for event in run.events:
+        query, key, value, scaling = attended(model, ids, mask, sees, event.layer or 0)
+        scores = (query @ key.mT)[0] * scaling
+        causal = torch.ones(60, 60).tril().bool()
+        full = scores.masked_fill(~causal, -torch.inf).softmax(-1)
+        draw = draw_of(3, event.layer or 0, along, along)
+        rows = held_out(along, 12, draw)
+        assert len(rows) == 16 and not set(rows.tolist()) & set(sample_queries(along, 12, draw).tolist())
+        kept = (full * sees[event.layer or 0][0]).sum(-1)[:, rows].mean(1)
+        torch.testing.assert_close(torch.tensor(event.data["recovered"]), kept, atol=1e-5, rtol=1e-5)
+        part = scores.masked_fill(~sees[event.layer or 0][0], -torch.inf).softmax(-1)
+        exact, got = full[:, -1:] @ value[0], part[:, -1:] @ value[0]
+        error = float((got - exact).norm() / exact.norm())
+        assert event.data["last_error"] == pytest.approx(error, abs=1e-5) and (error > 0.05) == (not dense_rows)
+
+
+def test_a_sample_of_all_queries_holds_alpha_and_nobody_is_warned() -> None:
+    model = every_head()
+    ids, mask = prompts([60], 0)
+    serve = LoopServe(**{**SPARSE, "sample": 60, "dense_rows": 0}, decode=False)
+    with warnings.catch_warnings(), serve.on(model) as run, torch.no_grad():
+        warnings.simplefilter("error")
+        model(input_ids=ids, attention_mask=mask)
+    assert min(min(event.data["recovered"]) for event in run.events) >= SPARSE["alpha"] - 1e-4
+    assert max(event.data["cells"] for event in run.events) < 0.9
+
+
+def test_draws_differ_by_seed_layer_and_turn_and_the_printed_algorithm_can_be_had() -> None:
+    draws = [
+        draw_of(s, layer, queries, keys) for s in (0, 1) for layer in (0, 1) for queries, keys in ((9, 9), (9, 20))
+    ]
+    assert len({tuple(sample_queries(400, 48, draw).tolist()) for draw in draws}) == len(draws) == 8
+    model = every_head()
+    ids, mask = prompts([60], 0)
+
+    def logits(seed: int) -> Tensor:
+        with LoopServe(**SPARSE, decode=False, seed=seed).on(model), torch.no_grad():
+            return model(input_ids=ids, attention_mask=mask).logits
+
+    assert torch.equal(logits(0), logits(0)) and float((logits(0) - logits(1)).abs().max()) > 1e-3
+    paper = LoopServe.paper(budget=64)
+    assert (paper.alpha, paper.sample, paper.recent, paper.dense_rows) == (0.955, 48, 0, 0)
+    assert (paper.variant, paper.shortest, paper.interval, paper.budget) == ("faithful", 0, 16, 64)
+    assert LoopServe.paper(variant="exact", alpha=0.9).alpha == 0.9
 
 
 def test_both_halves_at_work() -> None:
@@ -180,7 +243,7 @@ def test_beside_a_patch_a_guard_and_an_observer() -> None:
     with (sparse | Observe(lambda r: rows.append(r.probs.sum(-1)))).on(model):
         close(decode(model, ids, mask, 40), expected)
     assert sum(r.shape[2] for r in rows) == 3 * 100
-    with pytest.raises(UnsupportedError, match="LoopServeDecoding"):
+    with pytest.raises(UnsupportedError, match="LoopServe"):
         (StreamingLLM(budget=16) | serve).on(model).__enter__()
 
 
@@ -207,6 +270,8 @@ def test_layers_that_need_their_own_attention_keep_it_and_say_so(family: str, wh
         ({"sample": 0}, "sample=0"),
         ({"prefill": False, "decode": False}, "nothing would be done"),
         ({"shortest": -1}, "shortest=-1"),
+        ({"budget": 1.5}, "^LoopServe: budget=1.5"),
+        ({"dense_rows": -1}, "^LoopServe: dense_rows=-1"),
     ],
 )
 def test_settings_that_make_no_sense(settings: Any, words: str) -> None:

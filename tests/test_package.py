@@ -22,6 +22,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 ORDER = (
     "errors",
     "loops",
+    "serving",
     "models",
     "trace",
     "text",

@@ -1,6 +1,8 @@
 """The methods that benchmarks compare, as data: what is entered on the model, and what is put on its sampler.
 
 A method is written `name`, or `name:key=value:key=value`, or `package.module:Class` for a policy of somebody else's.
+`name:paper` stands for the algorithm and the settings that a paper prints, where they are not the default: what the
+class method `paper` of its class makes. Settings may follow.
 """
 
 from __future__ import annotations
@@ -52,6 +54,11 @@ class MethodKind:
         """The class; importing it imports torch."""
         return getattr(import_module(self.home), self.made)
 
+    @property
+    def printed(self) -> bool:
+        """Whether the class also makes what a paper prints."""
+        return self.block not in ("sampler", "stopper") and hasattr(self.cls, _PRINTED)
+
     def settable(self) -> dict[str, tuple[Any, ...]]:
         """Fields that may be given, with what their values may be: types, None and single words."""
         if self.block in ("sampler", "stopper"):
@@ -63,9 +70,10 @@ class MethodKind:
         return {"budget": (float,), **found} if self.shaped else found
 
 
+_PRINTED = "paper"
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
 _DECODING = ("budget", "interval", "first")
-_PROMPTS = ("alpha", "sample", "recent", "variant", "shortest", "dense_above", "kernel")
+_PROMPTS = ("alpha", "sample", "recent", "dense_rows", "seed", "variant", "shortest", "dense_above", "kernel")
 
 
 def _guard(about: str, **fixed: Any) -> MethodKind:
@@ -128,9 +136,12 @@ PAPER: dict[str, dict[str, Any]] = {
     "a-shape": {"first": 128, "local": 4096},
     "tri-shape": {"first": 128, "local": 4096, "dense_rows": 128},
     "minference": {"vertical": 1000, "slash": 6096},
-    "loopserve": {"alpha": 0.955, "budget": 1024, "interval": 16, "shortest": 0},
+    "loopserve": {"budget": 1024, "interval": 16, "shortest": 0},
+    "loopserve:paper": {},
 }
-"""LoopServe's table 7 (Li et al. 2025); of MInference, which it leaves open, the numbers of lines of its code."""
+"""LoopServe's table 7 (Li et al. 2025); of MInference, which it leaves open, the numbers of lines of its code.
+
+LoopServe is there twice: by default, at the table's sizes, and as printed, with the table's alpha, too."""
 
 
 def kind_of(name: str) -> MethodKind:
@@ -150,7 +161,7 @@ def kind_of(name: str) -> MethodKind:
 
 def name_of(method: str) -> str:
     """A method without its settings."""
-    name, _, rest = method.partition(":")
+    name, _, rest = (part.strip() for part in method.partition(":"))
     return f"{name}:{rest.partition(':')[0]}" if _is_class(name, rest) else name
 
 
@@ -184,15 +195,18 @@ class Method:
     Attributes:
         name: in `METHODS`, or that of another policy.
         options: fields that were given, in the order of the class.
+        paper: whether the fields that were not given are those of the paper.
     """
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
+    paper: bool = False
 
     @property
     def spec(self) -> str:
         """As it is written: what records are kept under."""
-        return ":".join([self.name, *(f"{key}={_written(value)}" for key, value in self.options)])
+        name = f"{self.name}:{_PRINTED}" if self.paper else self.name
+        return ":".join([name, *(f"{key}={_written(value)}" for key, value in self.options)])
 
     @property
     def kind(self) -> MethodKind:
@@ -225,7 +239,8 @@ class Method:
             options.setdefault("budget", budget)
         if kind.block == "guard" and window is not None:
             options["window"] = window
-        return kind.cls(**kind.fixed, **options)
+        make = kind.cls.paper if self.paper else kind.cls
+        return make(**kind.fixed, **options)
 
 
 def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
@@ -249,8 +264,9 @@ def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
     given = [part.strip() for part in text.strip().removeprefix(name).split(":")[1:]]
     if not given:
         return Method(name)
-    known, found = kind_of(name).settable(), dict[str, Any]()
-    for part in given:
+    kind, found = kind_of(name), dict[str, Any]()
+    known, paper = kind.settable(), given[0] == _PRINTED and kind.printed
+    for part in given[paper:]:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in known:
             has = f"it has {', '.join(known)}" if known else "it has none"
@@ -258,7 +274,7 @@ def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
         if key in found:
             raise SinkscopeError(f"method {text!r}: {key} is given twice: give it once")
         found[key] = _read(value, known[key], f"method {text!r}: {key}")
-    return Method(name, tuple((key, found[key]) for key in known if key in found))
+    return Method(name, tuple((key, found[key]) for key in known if key in found), paper)
 
 
 def check_methods(specs: Sequence[str], blocks: Sequence[str] = BLOCKS) -> tuple[Method, ...]:
@@ -297,7 +313,7 @@ def at_settings(specs: Sequence[str], settings: Settings, share: Budget = SHARE)
         kind, given = method.kind, dict(method.options)
         options = (_at_paper(method, kind, given) if settings == "paper" else _at_share(kind, given, share)) | given
         order = [key for key in kind.settable() if key in options] if options else []
-        found.append(Method(method.name, tuple((key, options[key]) for key in order)).spec)
+        found.append(Method(method.name, tuple((key, options[key]) for key in order), method.paper).spec)
     return list(dict.fromkeys(found))
 
 

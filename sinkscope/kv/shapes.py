@@ -46,7 +46,7 @@ class AShape(Intervention):
         """Replace attention of prompts."""
         SparsePrompts(type(self).__name__, self._lines).enter(Session.of(run))
 
-    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+    def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         index = torch.arange(key.shape[1], device=key.device).expand(len(query), -1)
         return HeadLines(index < self.first, index < self.local, query.shape[1])
 
@@ -103,5 +103,5 @@ class MInference(Intervention):
         """Replace attention of prompts."""
         SparsePrompts("MInference", self._lines).enter(Session.of(run))
 
-    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+    def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         return minference_lines(query, key, self.vertical, self.slash, last=self.last, scaling=scaling)

@@ -21,6 +21,7 @@ Algorithm 5 leaves some points open. They are settled here as follows:
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -147,14 +148,23 @@ def recovered(
     key: Float[Tensor, "kv_head key d_head"],
     lines: HeadLines,
     scaling: float | None = None,
+    rows: Int[Tensor, " row"] | None = None,
 ) -> Float[Tensor, " head"]:
-    """Share of the whole attention matrix's weight that lies on the lines; every cell is counted once."""
+    """Share of the attention matrix's weight that lies on the lines; every cell is counted once.
+
+    Args:
+        query: as for `select_lines`.
+        key: as for `select_lines`.
+        lines: those of every head.
+        scaling: factor on the scores; None: one over the root of `d_head`.
+        rows: numbers of the queries to look at; None: all.
+    """
+    rows = torch.arange(query.shape[1], device=query.device) if rows is None else rows.to(query.device)
     found = torch.zeros(query.shape[0], dtype=torch.float64, device=query.device)
-    for start in range(0, query.shape[1], _ROWS):
-        part = query[:, start : start + _ROWS]
-        at = lines.past + torch.arange(start, start + part.shape[1], device=query.device)
-        found += (attention_of(part, key, at, scaling) * lines.rows(at)).sum((1, 2), dtype=torch.float64)
-    return (found / query.shape[1]).float()
+    for part in rows.split(_ROWS):
+        at = lines.past + part
+        found += (attention_of(query[:, part], key, at, scaling) * lines.rows(at)).sum((1, 2), dtype=torch.float64)
+    return (found / len(rows)).float()
 
 
 def slash_lines(
@@ -246,6 +256,18 @@ def sample_queries(queries: int, sample: int, seed: int = 0, recent: int = 0) ->
     before = max(0, queries - recent)
     drawn = torch.randperm(before, generator=generator)[: sample - recent].sort().values
     return torch.cat([drawn, torch.arange(before, queries)])
+
+
+def draw_of(seed: int, layer: int, queries: int, keys: int) -> int:
+    """Seed of the sample of one prompt in one layer: draws differ by seed, by layer, and by turn of a conversation."""
+    return random.Random(f"{seed} {layer} {queries} {keys}").getrandbits(62)
+
+
+def held_out(queries: int, sample: int, seed: int = 0, recent: int = 0, count: int = 16) -> Int[Tensor, " row"]:
+    """Numbers of some queries outside of a sample; if the sample has all queries, its own."""
+    sampled = sample_queries(queries, sample, seed, recent)
+    outside = torch.ones(queries, dtype=torch.bool).index_fill_(0, sampled, False).nonzero().flatten()
+    return outside[sample_queries(len(outside), count, seed)] if len(outside) else sampled
 
 
 @torch.no_grad()

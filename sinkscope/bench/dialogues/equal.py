@@ -66,7 +66,7 @@ class _ByLength(SparsePrompts):
         return self.sized(int(held.sum()))._row(prompt, row, real, held)
 
 
-def _nothing(query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+def _nothing(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
     raise NotImplementedError
 
 
@@ -78,7 +78,7 @@ def shape_at(share: float, keys: int) -> AShape:
 
 
 def _window(shape: AShape, dense: bool = False) -> SparsePrompts:
-    def lines(query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+    def lines(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         index = torch.arange(key.shape[1], device=key.device).expand(len(query), -1)
         return HeadLines(index < shape.first, index < shape.local, query.shape[1])
 
@@ -89,7 +89,7 @@ _SHAPES: dict[str, Callable[[float, int], SparsePrompts]] = {
     "AShape": lambda share, keys: _window(shape_at(share, keys)),
     "TriShape": lambda share, keys: _window(shape_at(share, keys), dense=True),
     "MInference": lambda share, keys: SparsePrompts(
-        "MInference", lambda query, key, scaling: share_lines(query, key, share, scaling=scaling)
+        "MInference", lambda query, key, scaling, layer: share_lines(query, key, share, scaling=scaling)
     ),
 }
 """What makes prompts of so many keys sparse at a share of the context; MInference's is one of the causal cells."""

@@ -65,7 +65,8 @@ class Turn(TurnRecord):
     """One turn of a conversation.
 
     Attributes:
-        lines: for each layer the lines along which these queries attended; None where attention was dense.
+        lines: for each layer the lines along which these queries attended, without the last ones if these attend to
+            everything (`dense_rows`); None where attention was dense.
         output: what `model.generate` returned; None in a conversation that was loaded.
     """
 
@@ -269,12 +270,14 @@ def _foreign(folder: Path, why: str) -> SinkscopeError:
 
 def _turn(number: int, record: TurnRecord, tensors: dict[str, Tensor], target: Target) -> Turn:
     check_ids((*record.prompt, *record.ids), target, f"{NAME}, turn {number + 1}")
-    lines = [
-        HeadLines(tensors[f"{at}.vertical"], tensors[f"{at}.slash"], record.queries)
-        if f"{at}.vertical" in tensors
-        else None
-        for at in (f"turn.{number}.{layer}" for layer in range(target.n_layers))
-    ]
+    before = record.prompt_tokens - record.queries
+    lines: list[HeadLines | None] = []
+    for at in (f"turn.{number}.{layer}" for layer in range(target.n_layers)):
+        vertical = tensors.get(f"{at}.vertical")
+        own = None
+        if vertical is not None:  # of the queries that did not attend to everything
+            own = HeadLines(vertical, tensors[f"{at}.slash"], vertical.shape[-1] - before)
+        lines.append(own)
     return Turn(**vars(record), lines=tuple(lines))
 
 

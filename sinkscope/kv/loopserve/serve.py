@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,9 +19,18 @@ from sinkscope.kv.cache import CacheLayer, Rotary
 from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Moment, Session
 from sinkscope.lines import flex
-from sinkscope.lines.choice import HeadLines, Variant, check_selection, select_lines
+from sinkscope.lines.choice import (
+    HeadLines,
+    Variant,
+    attention_of,
+    check_selection,
+    draw_of,
+    held_out,
+    recovered,
+    select_lines,
+)
 from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, sparse_attention
-from sinkscope.records import check_fields
+from sinkscope.records import Whole, check_fields
 from sinkscope.trace.attention import Attention, View
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
@@ -36,22 +47,26 @@ class SparsePrompts:
 
     Attributes:
         name: name of the intervention, for errors.
-        choose: returns lines for `query [head query d_head]`, `key [kv_head key d_head]` and the factor on the scores.
+        choose: returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on the scores and
+            the layer.
         dense_above: share of computed cells above which a head is dense; None: that of the kernel.
         shortest: prompts with fewer keys are read by the model's own attention.
         dense_rows: number of queries at the end that attend to everything.
         kernel: as for `sparse_attention`.
         in_blocks: whether other devices than a CPU use the loop over blocks. If not, prompts on devices without
             FlexAttention are read by the model's own attention.
+        held_out: numbers of the queries on which to look what the lines hold, for numbers of queries and keys and a
+            layer; None: nobody looks.
     """
 
     name: str
-    choose: Callable[[Tensor, Tensor, float | None], HeadLines]
+    choose: Callable[[Tensor, Tensor, float | None, int], HeadLines]
     dense_above: float | None = torch.inf
     shortest: int = 0
     dense_rows: int = 0
     kernel: Kernel = "auto"
     in_blocks: bool = True
+    held_out: Callable[[int, int, int], Tensor] | None = None
 
     def enter(self, session: Session) -> None:
         """Replace the attention of prompts.
@@ -73,7 +88,7 @@ class SparsePrompts:
         assert call is not None and view is not None
         why = self._why_dense(prompt, view, kv)
         out: Tensor | None = None
-        found: list[Sparsity | None] = [None] * rows
+        found: list[_Read | None] = [None] * rows
         if why is None:
             out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
             for row in range(rows):
@@ -88,7 +103,7 @@ class SparsePrompts:
         counts = torch.stack([at.amax(1), (view.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)], 1)
 
         def events() -> list[Event]:
-            told = [{"dense": why} if what is None else _said(what) for what in found]
+            told = [{"dense": why} if what is None else what.said() for what in found]
             return [
                 Event(row, step, last, layer, None, "prefill", {"keys": keys, "queries": queries} | told[row])
                 for row, (last, keys, queries) in enumerate(counts.tolist())
@@ -98,34 +113,45 @@ class SparsePrompts:
         session.run.log(events)
         return out
 
-    def _row(self, prompt: Attention, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, Sparsity, HeadLines]:
+    def _row(self, prompt: Attention, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, _Read, HeadLines]:
         query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
         if not bool(real.all()):
             query = query[:, real]
         if not bool(held.all()):
             key, value = key[:, held], value[:, held]
-        scaling, heads, queries, keys = prompt.scaling, query.shape[0], query.shape[1], key.shape[1]
+        heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         # A row is read as it would be alone, also if it shares a batch with longer prompts.
         whole = queries if keys < self.shortest else min(self.dense_rows, queries)
         if not whole:
-            return self._along(query, key, value, scaling)
+            out, read, lines = self._along(query, key, value, prompt)
+            if read.recovered is not None:
+                last = attention_of(query[:, -1:], key, torch.tensor([keys - 1], device=key.device), prompt.scaling)
+                full = (last.unflatten(0, (len(value), -1))[:, :, 0] @ value.float()).flatten(0, 1)
+                error = torch.linalg.vector_norm(out[:, -1] - full) / torch.linalg.vector_norm(full)
+                read = replace(read, error=error)
+            return out, read, lines
         every = torch.ones(heads, keys, dtype=torch.bool, device=query.device)
         last = HeadLines(every, every, whole)
-        out, what = sparse_attention(query[:, -whole:], key, value, last, scaling=scaling, dense_above=0.0)
+        out, what = sparse_attention(query[:, -whole:], key, value, last, scaling=prompt.scaling, dense_above=0.0)
         if whole == queries:
-            return out, what, last
-        before, some, lines = self._along(query[:, :-whole], key[:, :-whole], value[:, :-whole], scaling)
-        share = int(lines.lengths().sum())
+            return out, _Read(what, None if self.held_out is None else torch.ones(heads)), last
+        before, read, lines = self._along(query[:, :-whole], key[:, :-whole], value[:, :-whole], prompt)
+        some, share = read.what, int(lines.lengths().sum())
         share = share / (share + int(last.lengths().sum()))
         cells, computed = (tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed))
-        return torch.cat([before, out], 1), Sparsity(cells, computed, some.dense, some.kernel), lines
+        what = Sparsity(cells, computed, some.dense, some.kernel)
+        return torch.cat([before, out], 1), replace(read, what=what), lines
 
-    def _along(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
-    ) -> tuple[Tensor, Sparsity, HeadLines]:
-        lines = self.choose(query, key, scaling)
-        limit, kernel = self.dense_above, self.kernel
-        return *sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel), lines
+    def _along(self, query: Tensor, key: Tensor, value: Tensor, prompt: Attention) -> tuple[Tensor, _Read, HeadLines]:
+        scaling, limit, kernel = prompt.scaling, self.dense_above, self.kernel
+        lines = self.choose(query, key, scaling, prompt.layer)
+        out, what = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel)
+        if self.held_out is None:
+            return out, _Read(what), lines
+        rows = self.held_out(query.shape[1], key.shape[1], prompt.layer)
+        held = recovered(query, key, lines, scaling, rows)
+        held[torch.tensor(what.dense, device=held.device)] = 1.0
+        return out, _Read(what, held), lines
 
     def _why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention has to be used, or is better; None: lines are used."""
@@ -145,11 +171,21 @@ class SparsePrompts:
         return next((why for holds, why in reasons if holds), None)
 
 
-def _said(what: Sparsity) -> dict[str, float | int | str]:
-    attended = [1.0 if dense else cells for cells, dense in zip(what.cells, what.dense, strict=True)]
-    mean = torch.tensor([what.cells, what.computed, attended]).mean(1).tolist()
-    shares = {"cells": mean[0], "computed": mean[1], "attended": mean[2]}
-    return shares | {"dense_heads": sum(what.dense), "kernel": what.kernel}
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """How a row of a prompt was read in one layer, and what was lost: nothing where the last query is dense."""
+
+    what: Sparsity
+    recovered: Float[Tensor, " head"] | None = None
+    error: Tensor | float = 0.0
+
+    def said(self) -> dict[str, Any]:
+        what = self.what
+        attended = [1.0 if dense else cells for cells, dense in zip(what.cells, what.dense, strict=True)]
+        mean = torch.tensor([what.cells, what.computed, attended]).mean(1).tolist()
+        shares = {"cells": mean[0], "computed": mean[1], "attended": mean[2]}
+        lost = {} if self.recovered is None else {"recovered": self.recovered.tolist(), "last_error": float(self.error)}
+        return shares | {"dense_heads": sum(what.dense), "kernel": what.kernel} | lost
 
 
 @dataclass(eq=False)
@@ -304,7 +340,10 @@ class Progressive(Policy):
 
 
 class LoopServeDecoding(Progressive):
-    """The decoding half; its own class, so that errors name it."""
+    """The decoding half; its own class, so that errors name what the user wrote."""
+
+
+LoopServeDecoding.__name__ = "LoopServe"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,10 +354,17 @@ class LoopServe(Intervention):
     attend to the whole context along their own lines. With `alpha=1` and a budget that covers everything, the model's
     output does not change.
 
+    The defaults are those with which the right answer is kept at the fewest cells (docs/papers/loopserve.md); what the
+    paper prints is `LoopServe.paper()`.
+
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
     (the reason why the model's own attention read it) or "cells" and "computed" (shares of the causal cells, mean over
     heads), "attended" (as "cells", with dense heads counted as 1), "dense_heads" (number of heads for which computing
-    everything is faster) and "kernel" (what computed the others). `tokens_read` says the same of decoding.
+    everything is faster) and "kernel" (what computed the others). It also has what was lost: "recovered", the share of
+    the attention weight that each head's lines hold for 16 queries that were not sampled (1 for dense heads), and
+    "last_error", the error of the layer's attention output at the last query, as a share of its norm (0 with
+    `dense_rows`). If the mean of "recovered" over a run is below alpha, a warning says so at its end.
+    `tokens_read` says of decoding what "cells" says of prompts.
 
     Attributes:
         alpha: share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
@@ -326,9 +372,10 @@ class LoopServe(Intervention):
         budget: tokens that each layer and kv head reads while decoding, besides those since the last selection.
         interval: tokens between selections, and number of queries that vote (n_d).
         sample: number of queries whose attention decides which lines are chosen.
-        recent: how many of these are the last of the prompt; the others are drawn. With 0, as in the paper, all are
-            drawn. Then keys to which only the end of the prompt attends may lie on no line, for instance the facts that
-            a question asks for.
+        recent: how many of these are the last of those that are read along lines; the others are drawn.
+        dense_rows: number of queries at the end of the prompt that attend to everything. They are not sampled. With 0,
+            as in the paper, keys to which only the end of the prompt attends may lie on no line, for instance the facts
+            that a question asks for.
         first: decoding steps that read everything; 0 selects as soon as the prompt has been read.
         prefill: make prompts sparse. With `decode=False` this is the paper's "-P".
         decode: select progressively. With `prefill=False` this is the paper's "-D".
@@ -337,6 +384,8 @@ class LoopServe(Intervention):
         dense_above: share of computed cells above which a head is computed densely. None: 0.75, less for heads
             narrower than 48, 0.5 on CUDA, and everything on other devices, where a loop over blocks does not pay.
         kernel: what computes the lines, "blocks", "flex" or "auto" (`sparse_attention`).
+        seed: seed of the drawn queries. Draws also differ by layer and by the lengths of prompt and context, so every
+            turn of a conversation has its own.
 
     Raises:
         SinkscopeError: alpha outside (0, 1], an interval or sample below 1, and as for every policy.
@@ -347,11 +396,12 @@ class LoopServe(Intervention):
         16
     """
 
-    alpha: float = 0.955
+    alpha: float = 0.80
     budget: int | float = 1024
     interval: int = 16
     sample: int = 48
     recent: int = 0
+    dense_rows: Whole = 16
     first: int = 16
     prefill: bool = True
     decode: bool = True
@@ -359,6 +409,7 @@ class LoopServe(Intervention):
     shortest: int = 2048
     dense_above: float | None = None
     kernel: Kernel = "auto"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -376,6 +427,17 @@ class LoopServe(Intervention):
             raise SinkscopeError("prefill=False, decode=False: nothing would be done; leave one of them on")
         _ = self.decoding
 
+    @classmethod
+    def paper(cls, **given: Any) -> LoopServe:
+        """The printed algorithm 5 with the printed settings; what is given counts more.
+
+        Example:
+            >>> LoopServe.paper(budget=512).variant
+            'faithful'
+        """
+        printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
+        return cls(**(printed | given))
+
     @property
     def decoding(self) -> Progressive:
         """The policy of the decoding half."""
@@ -387,22 +449,35 @@ class LoopServe(Intervention):
         if self.prefill and self.alpha < 1:
             limit = self.dense_above
             prompts = SparsePrompts(
-                "LoopServe", self._lines, limit, self.shortest, kernel=self.kernel, in_blocks=limit is not None
+                "LoopServe",
+                self._lines,
+                limit,
+                self.shortest,
+                self.dense_rows,
+                self.kernel,
+                limit is not None,
+                lambda queries, keys, layer: held_out(queries, **self._draw(queries, keys, layer)),
             )
             prompts.enter(session)
+            run.stack.callback(lambda: self._warn(run))
         if self.decode:
             self.decoding.enter(run, key)
 
-    def _lines(self, query: Tensor, key: Tensor, scaling: float | None) -> HeadLines:
+    def _draw(self, queries: int, keys: int, layer: int) -> dict[str, int]:
+        return {"sample": self.sample, "recent": self.recent, "seed": draw_of(self.seed, layer, queries, keys)}
+
+    def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         limit = self.dense_above
         limit = dense_limit(query.shape[-1], self.kernel, query.device) if limit is None else limit
-        return select_lines(
-            query,
-            key,
-            self.alpha,
-            sample=self.sample,
-            recent=self.recent,
-            variant=self.variant,
-            scaling=scaling,
-            dense_above=limit,
-        )
+        draw = self._draw(query.shape[1], key.shape[1], layer)
+        return select_lines(query, key, self.alpha, **draw, variant=self.variant, scaling=scaling, dense_above=limit)
+
+    def _warn(self, run: Run) -> None:
+        """Say if the lines of a run's prompts hold less than they should, on queries that did not choose them."""
+        held = [share for event in run.events for share in event.data.get("recovered", ())]
+        if held and fmean(held) < self.alpha - 0.001:
+            warnings.warn(
+                f"outside of the sample, LoopServe's lines hold less of the attention than alpha={self.alpha}; events "
+                'of kind "prefill" say how much for every head ("recovered"): give a larger alpha, or a larger sample',
+                stacklevel=2,
+            )
