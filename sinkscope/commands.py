@@ -109,6 +109,7 @@ def check_loops(
     theta_cr: float | None = None,
     warmup: int | None = None,
     max_new: int | None = None,
+    variant: str = "repeats",
     progress: Hidden = None,
 ) -> LoopCheck:
     """Check whether outputs repeat themselves: diversity, redundancy, period and onset of each record. Loads no model.
@@ -121,8 +122,9 @@ def check_loops(
         window: Tokens that the signals look at; 256 by default.
         theta_ttr: Type-token ratio below which a window is repetitive; 0.2 by default.
         theta_cr: Compression ratio below which a window is repetitive; 0.12 by default.
-        warmup: First token at which a loop may be found; 64 by default.
+        warmup: First token at which a loop may be found; 64 by default in the paper's monitor, else none.
         max_new: Tokens that were allowed: adds the loop rule with length.
+        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
         progress: Called as `progress(what, done, total)`.
     """
     from sinkscope.loops.checker import check, parse
@@ -130,7 +132,7 @@ def check_loops(
 
     if file is None or form == "sse":
         raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
-    used = monitor_settings(settings, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
+    used = monitor_settings(settings, variant, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
     name = "standard input" if file == "-" else Path(file).name
     records = parse(read_text(file), name, form)
     return check(records, settings=used, max_new=max_new, name=name, progress=progress)

@@ -70,7 +70,7 @@ def test_a_loop_that_was_left_is_still_told() -> None:
 def test_settings_change_the_answer() -> None:
     ids = [*range(300), *[1, 2] * 300]
     assert check(ids).loops == 1
-    assert check(ids, settings=MonitorSettings(theta_ttr=0.0)).loops == 0
+    assert check(ids, settings=MonitorSettings.paper(theta_ttr=0.0)).loops == 0
     assert check(ids, settings=MonitorSettings(warmup=2000)).loops == 0
     with pytest.raises(SinkscopeError, match="pass p_max"):
         check(ids, settings=MonitorSettings.variant("p1"))

@@ -44,11 +44,11 @@ def test_scores_are_counts() -> None:
         Recorded("honest", None, LOOP, list(sure), None),
         Recorded("honest", None, list(range(700)), [1.0] * 700, None),
     ]
-    found = score(data, MonitorSettings())
-    monitor = Monitor()
+    found = score(data, MonitorSettings.paper())
+    monitor = Monitor(MonitorSettings.paper())
     steps = (monitor.update(*pair) for pair in zip(LOOP, sure, strict=True))
     first = next(step.step for step in steps if step.trigger)
-    assert watch(data[0], MonitorSettings()) == (False, first)
+    assert watch(data[0], MonitorSettings.paper()) == (False, first)
     assert (found["detected"], found["median_delay"]) == (0.5, first - 600)
     assert found["detected_by_form"] == {"exact": 0.5, "counting": 0.0}
     assert found["detected_by_period"] == {"4": 1.0, "100": 0.0}

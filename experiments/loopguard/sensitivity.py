@@ -205,7 +205,7 @@ def settings_of(field: str, value: Any) -> MonitorSettings:
     """The default with one field changed, or a variant by name."""
     if field == "variant":
         return MonitorSettings.variant(value)
-    return MonitorSettings().with_(**{field: value})
+    return MonitorSettings.paper().with_(**{field: value})
 
 
 def compressors(per_period: int = 8) -> list[dict[str, Any]]:
@@ -344,7 +344,7 @@ def _sweep(fig: Any, rows: list[dict[str, Any]], name: str, row: int, col: int, 
         col=col,
         secondary_y=True,
     )
-    default = "full" if name == "variant" else _label(getattr(MonitorSettings(), name))
+    default = "full" if name == "variant" else _label(getattr(MonitorSettings.paper(), name))
     fig.update_xaxes(
         type="category", tickvals=x, ticktext=[f"<b>{v}</b>" if v == default else v for v in x], row=row, col=col
     )
@@ -389,7 +389,7 @@ def main(argv: list[str] | None = None) -> None:
         "looped": LOOPED,
         "sure": SURE,
         "vocabulary": VOCABULARY,
-        "default": vars(MonitorSettings()),
+        "default": vars(MonitorSettings.paper()),
     }
     write_atomic(
         args.out / "loopguard_sensitivity.json",

@@ -14,11 +14,12 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.checker import number, split
-from sinkscope.loops.follow import Form, monitor_settings, open_bytes, pieces
+from sinkscope.loops.follow import Form, open_bytes, pieces
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.registry import Hidden, Option, command
 from sinkscope.results import ModelInfo, Result, provenance
 
+START = 64  # the paper's monitor does not trigger before
 BLOCK = 256  # tokens that make one event at most
 LEAST = 8192  # tokens of a text
 PIECES = 32  # of a single text: every second one is held out
@@ -82,7 +83,7 @@ class LoopCalibration(Result):
         return (
             f"For a vocabulary of {self.vocabulary}, these settings should raise at most {self.promised:.3g} false "
             f"alarms per million tokens of such text; on {self.held_out} held-out tokens they raised {found.alarms} "
-            f"({found.per_million:.3g} per million), and the default settings {self.rates[0].alarms}."
+            f"({found.per_million:.3g} per million), and the default ones {self.rates[0].alarms}."
         )
 
     def details(self) -> list[str]:
@@ -117,7 +118,7 @@ def calibrate(
         outputs: token ids of texts without loops. Every second one is held out; a single one is cut into pieces.
         vocabulary: size of the vocabulary.
         rate: false alarms per million tokens that are accepted.
-        settings: of the monitor, for all but the thresholds.
+        settings: of the monitor (rule "repeats"), for all but the thresholds.
         name: what the result calls the text.
         progress: called with a stage, what is done, and how much there is.
 
@@ -146,19 +147,19 @@ def calibrate(
     thetas = np.floor(lows[rank] * 1000) / 1000
     changed: dict[str, Any] = {"window": base.window, **dict(zip(SIGNALS, thetas.tolist(), strict=False))}
     changed["tail_shortest"] = max(SHORTEST, 1 - int(lows[events, 3]))  # holds also where nothing else must be met
-    rules = {"monitor, default": base, "monitor, recommended": base.with_(**changed)}
+    paper = MonitorSettings.paper(window=base.window)
+    rules = {
+        "monitor, default": base,
+        "monitor, recommended": base.with_(**changed),
+        "paper's monitor, default": paper,
+        "paper's monitor, recommended": paper.with_(**changed),
+    }
     servers: dict[str, dict[str, int]] = {}
     for server, copies in COPIES.items():
-        shortest = min(LONGEST, -(-changed["tail_shortest"] // copies))
-        servers[server] = {"max_pattern_size": LONGEST, "min_pattern_size": shortest, "min_count": copies}
-        rules[f"{server}, recommended"] = MonitorSettings.variant(
-            "tail",
-            tail_repeats=copies,
-            tail_shortest=shortest * copies,
-            tail_longest=LONGEST,
-            tail_hold=1,
-            warmup=0,
-        )
+        size_ = min(LONGEST, -(-changed["tail_shortest"] // copies))
+        servers[server] = {"max_pattern_size": LONGEST, "min_pattern_size": size_, "min_count": copies}
+        same = {"tail_repeats": copies, "tail_shortest": size_ * copies, "tail_longest": LONGEST}
+        rules[f"{server}, recommended"] = MonitorSettings(tail_noise=0.0, **same)
     rates: list[AlarmRate] = []
     for rule, used in rules.items():
         progress("counting", len(rates), len(rules))
@@ -187,16 +188,18 @@ def _signals(
     """Signals of every step, less is more repetitive: ttr, cr, novelty, minus the tail's tokens; starts of blocks."""
     import numpy as np
 
-    settings = base.with_(rule="never", tail_shortest=0, tail_longest=LONGEST)
     values, starts = array("d"), list[int]()
     for done, ids in enumerate(outputs):
         progress("reading", done, len(outputs))
-        monitor = Monitor(settings)
-        for i, step in enumerate(map(monitor.update, ids)):
-            if i >= base.warmup:
-                starts += [len(values) // 4] if (i - base.warmup) % BLOCK == 0 else []
-                tail = step.tail.start - step.step if step.tail else 0
-                values.extend((step.ttr, step.cr if step.cr == step.cr else 1.0, step.novelty, tail))
+        watched = Monitor(MonitorSettings.paper(rule="never", window=base.window))
+        repeats = Monitor(base.with_(rule="repeats", tail_shortest=12))
+        for i, token in enumerate(ids):
+            starts += [len(values) // 4] if i % BLOCK == 0 else []
+            step, tail = watched.update(token), repeats.update(token).tail
+            cr = step.cr if step.cr == step.cr else 1.0  # it is not known at first
+            values.extend(
+                (step.ttr, cr, step.novelty, tail.start - i - 1 if tail else 0) if i >= START else (1, 1, 1, 0)
+            )
     return np.array(values).reshape(-1, 4), starts
 
 
@@ -258,9 +261,7 @@ def calibrate_loops(
     form: Annotated[Form, Option("--format")] = "auto",
     tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
     rate: float = 10.0,
-    settings: Annotated[str | None, Option(metavar="FILE")] = None,
     window: int | None = None,
-    warmup: int | None = None,
     progress: Hidden = None,
 ) -> LoopCalibration:
     """Fit the monitor to a vocabulary: settings with few false alarms on ordinary text, also for vLLM and llama.cpp.
@@ -270,12 +271,10 @@ def calibrate_loops(
         form: Text, JSON lines or server-sent events. By default the first line decides.
         tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
         rate: With --calibrate: false alarms per million tokens that are accepted.
-        settings: Settings of the monitor, as --calibrate writes them with --json.
         window: Tokens that the signals look at.
-        warmup: First token at which a loop may be found.
         progress: Called as `progress(what, done, total)`.
     """
-    used = monitor_settings(settings, window=window, warmup=warmup)
+    used = MonitorSettings() if window is None else MonitorSettings(window=window)
     outputs, vocabulary = read_outputs(file or "-", form, tokenizer)
     name = "standard input" if file in (None, "-") else Path(file).name
     return calibrate(outputs, vocabulary=vocabulary, rate=rate, settings=used, name=name, progress=progress or silent)

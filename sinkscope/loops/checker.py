@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
     Ids,
-    Runs,
+    Repeats,
     compression_ratio,
     distinct,
     ends_in_loop,
@@ -33,7 +33,7 @@ _LINES = (".jsonl", ".ndjson")
 _WORDS = re.compile(
     r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]"  # written without spaces: a character each
     r"|(?:(?![\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff])\w){1,12}"
-    r"|[^\w\s]"
+    r"|([^\w\s])\1{0,11}"
 )
 
 
@@ -50,12 +50,12 @@ class TokenRecord(NamedTuple):
 
 
 def split(text: str) -> list[str]:
-    """Words of at most 12 letters or digits (longer ones in pieces), and every other sign; white space is dropped.
+    """Words of at most 12 letters or digits (longer ones in pieces), and other signs; white space is dropped.
 
-    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Chinese, Japanese and
-    Korean characters stand alone.
+    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal signs in a
+    row are one token, so a ruler is a few of them. Chinese, Japanese and Korean characters stand alone.
     """
-    return _WORDS.findall(text)
+    return [found[0] for found in _WORDS.finditer(text)]
 
 
 def number(tokens: Iterable[object]) -> list[int]:
@@ -138,7 +138,7 @@ def _short(value: object) -> str:
 
 
 POINTS = 128  # of a record's curve
-REPEATS, SHORTEST = 3, 16  # copies and tokens that a stretch of repetition needs to be reported
+REPEATS, SHORTEST, LONGEST = 3, 16, 2048  # copies and tokens of a stretch that is reported, and its longest period
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Checked:
         cr: compression ratio of the whole record.
         seq_rep_4: share of 4-grams that repeat an earlier one.
         distinct_2: different 2-grams over 2-grams.
-        period: period of the longest stretch of exact repetition, which has at least 3 copies and 16 tokens; None: no
-            stretch has a period of up to half the window.
+        period: period of the longest stretch of repetition, which has at least 3 copies and 16 tokens and is exact, or
+            which the monitor found; None: no stretch has a period of up to 2,048 tokens.
         onset: position of the first token of that stretch.
         repeats: number of copies in that stretch.
         detected: first step at which the monitor triggers; None: it never does.
@@ -222,8 +222,10 @@ def check(
 ) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
-    A record loops if LoopGuard's monitor triggers in it. There are no probabilities, so the other two votes must agree,
-    type-token ratio and compression ratio, and one of the gates, stalled novelty and tail repetition.
+    A record loops if the monitor triggers in it: by default as soon as 3 copies of anything have come, of 48 tokens at
+    least and exact or nearly so. With `MonitorSettings.paper()` LoopGuard's monitor decides. There are no
+    probabilities, so its other two votes must agree, type-token ratio and compression ratio, and one of the gates,
+    stalled novelty and tail repetition.
 
     Args:
         given: a text, token ids, or several of either; or records as `loops.records.parse` makes them of a file.
@@ -262,7 +264,7 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
     ids = record.ids
     monitor = Monitor(settings)
     every = max(1, -(-len(ids) // POINTS))
-    runs = Runs(settings.window // 2)
+    exact = Repeats(LONGEST, REPEATS, SHORTEST, 0.0)
     longest: tuple[int, int, int] | None = None  # tokens, period, onset
     detected: int | None = None
     steps: list[int] = []
@@ -271,9 +273,9 @@ def _checked(record: TokenRecord, settings: MonitorSettings, max_new: int | None
         step = monitor.update(token)
         if step.trigger and detected is None:
             detected = step.step
-        run = runs.add(token, i, REPEATS, SHORTEST)
-        if run is not None and (longest is None or i + 1 - run[1] > longest[0]):
-            longest = (i + 1 - run[1], *run)
+        for run in (exact.add(token, i), step.tail and step.tail[:2]):
+            if run is not None and (longest is None or i + 1 - run[1] > longest[0]):
+                longest = (i + 1 - run[1], *run)
         if step.step % every == 0 or step.step == len(ids):
             steps.append(step.step)
             curve.append(round(step.ttr, 4))

@@ -309,10 +309,11 @@ def serve_counts(address: str, counts: Watch) -> Any:
         raise SinkscopeError(f"--metrics {address}: {reason}; give another port, or 0 for any free one") from None
 
 
-def monitor_settings(file: str | None, **given: Any) -> MonitorSettings:
-    """The settings of a file, or the default ones, with those that are given and not None in their place.
+def monitor_settings(file: str | None, variant: str, **given: Any) -> MonitorSettings:
+    """The settings of a variant, with those of a file and those that are given and not None in their place.
 
     Args:
+        variant: as `MonitorSettings.variant` takes it.
         file: what `loops --calibrate` writes with `--json`, or an object of names and values.
         given: further settings.
 
@@ -324,7 +325,8 @@ def monitor_settings(file: str | None, **given: Any) -> MonitorSettings:
         data = data["result"]["monitor"]
     if not isinstance(data, dict) or "schema" in data:
         raise SinkscopeError(f"{file} holds no settings: expected what loops --calibrate writes with --json")
-    return MonitorSettings().with_(**{**data, **{name: value for name, value in given.items() if value is not None}})
+    changed = {**data, **{name: value for name, value in given.items() if value is not None}}
+    return MonitorSettings.variant(variant).with_(**changed)
 
 
 @command(group="Loops", command="loops", flag="follow")
@@ -337,6 +339,7 @@ def follow_loops(
     theta_ttr: float | None = None,
     theta_cr: float | None = None,
     warmup: int | None = None,
+    variant: str = "repeats",
     metrics: Annotated[str | None, Option(metavar="[HOST:]PORT")] = None,
     first: bool = False,
 ) -> None:
@@ -350,13 +353,14 @@ def follow_loops(
         theta_ttr: Type-token ratio below which a window is repetitive.
         theta_cr: Compression ratio below which a window is repetitive.
         warmup: First token at which a loop may be found.
+        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
         metrics: With --follow: serve counts to Prometheus at this port.
         first: With --follow: end at the first loop.
     """
     import typer
 
     gc.enable()  # the command line turns it off while libraries are imported
-    used = monitor_settings(settings, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
+    used = monitor_settings(settings, variant, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
     watch = Watch(used)
     if metrics is not None:
         server = serve_counts(metrics, watch)

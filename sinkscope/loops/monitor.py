@@ -1,6 +1,7 @@
-"""LoopGuard's online monitor of one row: it takes one token at a time and says whether to intervene now.
+"""The online monitor of one row: it takes one token at a time and says whether to intervene now.
 
-Section 5.2 and appendix B.2 of the paper. Time and memory per token do not depend on how many came before.
+By default it acts as soon as something has come three times, exactly or nearly so. `MonitorSettings.paper()` is the
+monitor of LoopGuard, section 5.2 and appendix B.2. Time and memory per token do not depend on how many came before.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, Strict, StrictFloat, StrictInt
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Novelty, Runs, Tail, Types, compression_ratio
+from sinkscope.loops.signals import THETA_CR, THETA_TTR, WINDOW, Novelty, Repeats, Runs, Tail, Types, compression_ratio
 from sinkscope.records import Natural, Share, Whole, checked
 
 VOTERS: tuple[Literal["ttr", "cr", "p1"], ...] = ("ttr", "cr", "p1")
@@ -22,7 +23,10 @@ GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")
 
 @checked
 class MonitorSettings:
-    """Every parameter of the monitor. The first ten come from the paper, which leaves the others open.
+    """Every parameter of the monitor. The defaults are what a user wants; `paper()` gives what is printed.
+
+    The paper states window, thresholds, streak, votes, stall, warm-up and cooldown of rule "signals", and leaves the
+    others open. Rule "repeats" reads only window, cooldown, warmup, relapse and the names that begin with "tail".
 
     Attributes:
         window: number of generated tokens that the windowed signals look at (W).
@@ -34,7 +38,7 @@ class MonitorSettings:
             needs at most as many votes as there are other voters.
         theta_nov: a step stalls when the novelty is below it.
         stall: stalled steps in a row that make the stall gate.
-        warmup: first step that may trigger (t_min).
+        warmup: first step that may trigger (t_min); 64 in the paper.
         cooldown: steps after a trigger that may not.
         voters: which signals vote on a warning; empty: the warning always holds.
         gates: signs of persistence; a trigger needs one of them. Empty: a trigger needs none.
@@ -45,15 +49,17 @@ class MonitorSettings:
         novelty_span: tokens over which novelty is averaged. With 64 and the paper's 0.02 one new n-gram is forgiven; a
             single changed token makes four new ones, so a list that counts up never stalls.
         tail_repeats: copies that make a tail repetition. Two copies may be a quotation.
-        tail_shortest: tokens that a tail repetition needs; a line of dashes has fewer, even with a token for each dash.
-        tail_longest: largest period of a tail repetition ("short-period" in the paper), a quarter of the window;
-            novelty detects longer periods.
-        tail_hold: steps in a row with a tail repetition that make the tail gate; as many as make a stall.
+        tail_shortest: tokens that a tail repetition needs, so that a short ruler is none. `paper()` has 64.
+        tail_longest: largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
+        tail_noise: largest share of tokens of a tail repetition that differ from those a period before; rule "repeats"
+            alone tolerates any. 1 in 12 was the largest share without an alarm on honest texts, see
+            `docs/measure/loops.md`.
+        tail_hold: steps in a row with a tail repetition that make the tail gate. `paper()` has 4, as for a stall.
         relapse: a trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
             other trigger sets it to 0. The default is the window, which then still holds tokens from before the last
             intervention.
-        rule: "signals": all of the above; "always": a trigger every `every` steps outside warm-up and cooldown;
-            "never": no trigger.
+        rule: "repeats": a tail repetition of any period triggers by itself; "signals": votes and gates, the paper's
+            rule; "always": a trigger every `every` steps outside warm-up and cooldown; "never": no trigger.
         every: steps between triggers of "always". One in 200 makes 12 in 2,500 tokens, as Table 3 has it (12.5).
     """
 
@@ -65,7 +71,7 @@ class MonitorSettings:
     votes: Whole = 2
     theta_nov: Share = 0.02
     stall: Natural = 4
-    warmup: Whole = 64
+    warmup: Whole = 0
     cooldown: Whole = 32
     voters: tuple[Literal["ttr", "cr", "p1"], ...] = VOTERS
     gates: tuple[Literal["stall", "tail"], ...] = GATES
@@ -73,11 +79,12 @@ class MonitorSettings:
     novelty_n: Natural = 4
     novelty_span: Natural = 64
     tail_repeats: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 3
-    tail_shortest: Whole = 64
-    tail_longest: Natural = 64
-    tail_hold: Natural = 4
+    tail_shortest: Whole = 48
+    tail_longest: Natural = 2048
+    tail_noise: Share = 1 / 12
+    tail_hold: Natural = 1
     relapse: Whole = WINDOW
-    rule: Literal["signals", "always", "never"] = "signals"
+    rule: Literal["repeats", "signals", "always", "never"] = "repeats"
     every: Natural = 200
 
     def __post_init__(self) -> None:
@@ -88,14 +95,23 @@ class MonitorSettings:
             raise SinkscopeError(f"votes is {self.votes}: expected at most {len(self.voters)}, the number of voters")
         if self.window < self.novelty_n:
             raise SinkscopeError(f"window is {self.window}: expected at least novelty_n, {self.novelty_n} tokens")
+        for name, given, least in (("repeats", self.tail_repeats, 3), ("shortest", self.tail_shortest, 12)):
+            if self.rule == "repeats" and given < least:
+                raise SinkscopeError(f'tail_{name} is {given}: rule "repeats" needs at least {least}')
+
+    @classmethod
+    def paper(cls, **changed: Any) -> MonitorSettings:
+        """The monitor that the paper prints (Eq. 8 and 9, Table 3's full), with some fields changed."""
+        return cls.variant("full", **changed)
 
     @classmethod
     def variant(cls, name: str, **changed: Any) -> MonitorSettings:
-        """Settings by name: "full", a single signal without the others, or one of the controls.
+        """Settings by name: the default, the paper's, a single signal without the others, or one of the controls.
 
         Args:
-            name: "full"; "p1" (Table 3's single-signal), "ttr", "cr": that vote alone, without a gate; "stall", "tail":
-                that gate alone, without a vote; "always" and "none" of Table 3.
+            name: "repeats": the default. The others change the paper's monitor, "full": "p1" (Table 3's single-signal),
+                "ttr", "cr": that vote alone, without a gate; "stall", "tail": that gate alone, without a vote; "always"
+                and "none" of Table 3.
             changed: fields to set besides.
 
         Raises:
@@ -117,12 +133,21 @@ class MonitorSettings:
         return replace(self, **changed)
 
 
+_PAPER = {
+    "rule": "signals",
+    "warmup": 64,
+    "tail_shortest": 64,
+    "tail_longest": 64,
+    "tail_noise": 0.0,
+    "tail_hold": 4,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {},
-    **{name: {"voters": (name,), "votes": 1, "gates": ()} for name in ("p1", "ttr", "cr")},
-    **{name: {"voters": (), "votes": 0, "gates": (name,)} for name in GATES},
-    "always": {"rule": "always"},
-    "none": {"rule": "never"},
+    "repeats": {},
+    "full": _PAPER,
+    **{name: {**_PAPER, "voters": (name,), "votes": 1, "gates": ()} for name in ("p1", "ttr", "cr")},
+    **{name: {**_PAPER, "voters": (), "votes": 0, "gates": (name,)} for name in GATES},
+    "always": {**_PAPER, "rule": "always"},
+    "none": {**_PAPER, "rule": "never"},
 }
 
 
@@ -132,11 +157,12 @@ class Step(NamedTuple):
     Attributes:
         step: tokens so far, this one included (t).
         ttr: type-token ratio of the window.
-        cr: compression ratio of the window when it was last computed; NaN before the first time.
+        cr: compression ratio of the window when it was last computed; NaN before the first time, and under rule
+            "repeats", which does not need it.
         streak: confident steps in a row up to now; None without probabilities.
-        novelty: see `signals.novelty`.
+        novelty: see `signals.novelty`; NaN under rule "repeats".
         tail: repetition that reaches this token, if there is one; its positions count from the first token (0).
-        votes: signals that voted.
+        votes: signals that voted; rule "repeats" asks none.
         warn: enough of them did.
         stall: novelty has been low for long enough.
         tail_rep: a tail repetition has been there for long enough.
@@ -179,7 +205,9 @@ class Monitor:
         self.last, self.ended = _NOTHING, False
         self._types = Types(s.window)
         self._novelty = Novelty(s.window, s.novelty_n, s.novelty_span)
-        self._runs = Runs(s.tail_longest)
+        self._runs = Runs(s.tail_longest)  # takes any number of copies; its time grows with the longest period
+        early = s.rule == "repeats"
+        self._repeats = Repeats(s.tail_longest, s.tail_repeats, s.tail_shortest, s.tail_noise) if early else None
         self._streak = self._stalled = self._tailed = self._level = 0
         self._triggered: int | None = None
 
@@ -207,14 +235,19 @@ class Monitor:
         s, token = self.settings, index(token)
         step = self.last.step + 1
         ttr = self._types.add(token)
-        cr = compression_ratio(self._types.tokens) if step % s.stride == 0 else self.last.cr
-        novelty = self._novelty.add(token, step - 1)
-        run = self._runs.add(token, step - 1, s.tail_repeats, s.tail_shortest)
+        cr, novelty = self.last.cr, math.nan
+        if self._repeats is not None:
+            run = self._repeats.add(token, step - 1)
+        else:
+            if step % s.stride == 0:
+                cr = compression_ratio(self._types.tokens)
+            novelty = self._novelty.add(token, step - 1)
+            run = self._runs.add(token, step - 1, s.tail_repeats, s.tail_shortest)
         tail = None if run is None else Tail(run[0], run[1], (step - run[1]) / run[0])
         self._streak = self._streak + 1 if p_max is not None and p_max > s.theta_conf else 0
         self._stalled = self._stalled + 1 if novelty < s.theta_nov else 0
         self._tailed = self._tailed + 1 if tail is not None else 0
-        votes, warn = self._vote(ttr, cr, p_max)
+        votes, warn = self._vote(ttr, cr, p_max) if self._repeats is None else (0, False)
         stall, tail_rep = self._stalled >= s.stall, self._tailed >= s.tail_hold
         since = None if self._triggered is None else step - self._triggered
         trigger = self._triggers(step, since, warn, stall, tail_rep)
@@ -229,7 +262,9 @@ class Monitor:
         s = self.settings
         if step < s.warmup or (since is not None and since <= s.cooldown):
             return False
-        if s.rule == "signals":
+        if s.rule == "repeats":
+            trigger = tail_rep
+        elif s.rule == "signals":
             persists = not s.gates or (stall and "stall" in s.gates) or (tail_rep and "tail" in s.gates)
             trigger = warn and persists
         else:

@@ -108,6 +108,140 @@ class Runs:
         return found
 
 
+_MODULUS, _BASE = (1 << 61) - 1, 0x2545F4914F6CDD1D % ((1 << 61) - 1)  # of the hashes; every match is verified anyway
+
+
+class _Run:
+    """Tokens up to now that equal the one a period before, but for a few."""
+
+    __slots__ = ("clean", "credit", "due", "first", "missed", "misses")
+
+    def __init__(self, first: int, due: int) -> None:
+        self.first = self.clean = first  # of the tokens that are compared; the first after the last mismatch
+        self.due = due  # position from which they cover enough
+        self.misses, self.credit = 0, Repeats.CREDIT
+        self.missed: deque[int] = deque()  # positions of mismatches that are not older than a period
+
+
+class Repeats:
+    """The repetition of any period up to `longest` that reaches the last token, exact or with a few tokens replaced.
+
+    The last n tokens are looked up among earlier ones for n = 4, 6, 8, 12, 16, ..., and the distance of the nearest
+    equal stretch is a period that is followed from then on. Stretches of n tokens are stored at every (n/2)th position
+    or so, and a longer stretch is looked up only if the shorter one was found, so a token costs a few lookups, however
+    many came before. A cycle of P tokens differs from all its rotations in any P - 1 tokens. Three exact copies are
+    therefore found at their last token, whatever is in the cycle.
+
+    A token that differs from the one a period before is a mismatch. It is tolerated if the share of mismatches is at
+    most `noise`, and if the token a period later is again what it was before. A place that changes in every copy, as
+    in a list that counts up, ends the repetition.
+
+    Args:
+        longest: largest period.
+        repeats: copies that are asked for, at least 3.
+        shortest: tokens that are asked for, at least 12.
+        noise: largest share of mismatches; 0: repetition is exact.
+    """
+
+    CREDIT = 2.0  # mismatches that may follow each other; those of a repetition earn it back at the rate of `noise`
+
+    def __init__(self, longest: int, repeats: int | float, shortest: int, noise: float) -> None:
+        self._longest, self._repeats, self._shortest, self._noise = longest, repeats, shortest, noise
+        sizes = [4]
+        while sizes[-1] < longest - 1:
+            sizes.append(sizes[-1] * 3 // 2 if sizes[-1].bit_count() == 1 else sizes[-1] * 4 // 3)
+        # How often they are stored: a multiple of the number before, so that what is there for n is there for fewer.
+        every = [1, *(1 << n.bit_length() - 2 for n in sizes[1:])]
+        self._sizes = [(n, s - 1, pow(_BASE, n, _MODULUS)) for n, s in zip(sizes, every, strict=True)]
+        self._keep = 3 * longest + 8
+        self._ids: list[int] = []
+        self._hashes = [0]  # of everything up to a token; those of stretches are differences
+        self._ends: dict[int, int] = {}  # hash of a stretch -> where it ended last
+        self._older: dict[int, int] = {}
+        self._runs: dict[int, _Run] = {}  # by period
+        self._last: tuple[int, int] | None = None
+
+    def add(self, token: int, position: int) -> tuple[int, int] | None:
+        """Take the token at `position`; period and first position of the repetition that covers most, if any does."""
+        ids, hashes, runs = self._ids, self._hashes, self._runs
+        ids.append(token)
+        hashes.append((hashes[-1] * _BASE + token + 1) % _MODULUS)
+        self._look_up(position)
+        found, best, ended = None, position, []
+        for period, run in runs.items():
+            if ids[~period] != token:
+                if not self._tolerated(run, period, token, position):
+                    ended.append(period)
+            elif position >= run.due:
+                start = run.first - period
+                if run.misses > self._noise * (position - run.first + 1):
+                    start = run.clean - period
+                    if position < self._due(start, period):
+                        continue
+                if start < best or (start == best and found is not None and period < found[0]):
+                    best, found = start, (period, start)
+        if found is not None and len(runs) > 1:
+            ended += [p for p in runs if p > found[0] and p % found[0] == 0 and runs[p].first - p >= best]
+        for period in ended:
+            runs.pop(period, None)
+        if len(ids) > 2 * self._keep:
+            del ids[: -self._keep], hashes[: -self._keep]
+        self._last = found
+        return found
+
+    def _look_up(self, position: int) -> None:
+        """Find the nearest stretches that equal the last tokens, follow their periods, and store these stretches."""
+        period, covered = (0, 0) if self._last is None else (self._last[0], position - self._last[1])
+        ends, older, hashes, looking = self._ends, self._older, self._hashes, True
+        for n, mask, power in self._sizes:
+            store = not position & mask
+            if n > position + 1 or not (looking or store):
+                break
+            stretch = (hashes[-1] - hashes[~n] * power) % _MODULUS
+            if looking and period <= n <= covered - period:  # known to recur: only longer ones say something new
+                looking = covered - period < self._sizes[-1][0]
+            elif looking:
+                at = ends.get(stretch)
+                if at is None:
+                    at = older.get(stretch)
+                looking = at is not None
+                if at is not None and (distance := position - at) <= self._longest and distance not in self._runs:
+                    known = period and distance % period == 0 and distance + n <= covered
+                    if not known:
+                        self._follow(distance, position)
+            if store:
+                ends[stretch] = position
+        if position % self._longest == 0:
+            self._older, self._ends = ends, {}
+
+    def _follow(self, period: int, position: int) -> None:
+        ids = self._ids
+        equal, most = 0, len(ids) - period
+        while equal < most and ids[~equal] == ids[~equal - period]:
+            equal += 1
+        if equal > 3:
+            first = position - equal + 1
+            self._runs[period] = _Run(first, self._due(first - period, period))
+
+    def _due(self, start: int, period: int) -> int:
+        return start + max(math.ceil(self._repeats * period), self._shortest) - 1
+
+    def _tolerated(self, run: _Run, period: int, token: int, position: int) -> bool:
+        """Note a mismatch; whether the run goes on."""
+        if not self._noise:
+            return False
+        run.credit = min(self.CREDIT, run.credit + self._noise * (position - run.clean))
+        run.clean, missed = position + 1, run.missed
+        while missed and missed[0] < position - period:
+            missed.popleft()
+        if missed and missed[0] == position - period:  # the place that was replaced a copy ago
+            return len(self._ids) > 2 * period and self._ids[~(2 * period)] == token
+        missed.append(position)
+        run.misses += 1
+        run.credit -= 1
+        return run.credit >= 0
+
+
 WINDOW = 256  # LoopGuard, section 6.1
 THETA_TTR = 0.2  # LoopGuard, appendix B.1
 THETA_CR = 0.12

@@ -61,7 +61,7 @@ def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
     """Logits processors that look on, and what stops rows: at a pattern, or where LoopGuard would prune."""
     if name == "stop-pattern":
         return [], PatternStop(rows.width)
-    settings = MonitorSettings(window=rows.window, relapse=rows.window)
+    settings = MonitorSettings.paper(window=rows.window, relapse=rows.window)
     reporter = LoopReporter(settings, eos_token_id=rows.ends)
     return [reporter], LoopStopper(reporter=reporter)
 
