@@ -58,7 +58,7 @@ class LoopCalibration(Result):
         promised: false alarms per million tokens that the settings should not exceed (95 %): the rate that was asked
             for, or a higher one if the text is too short to show it.
         lowest: the lowest value of each signal in the fitted text, by the name of its threshold.
-        longest: tokens of the longest exact repetition in the fitted text.
+        longest: tokens of the longest repetition in the fitted text, exact or nearly so.
         monitor: the settings, as `--settings` and `MonitorSettings` take them.
         servers: settings of the rules of vLLM and of llama.cpp's server, by their names.
         rates: false alarms on the text that was held out.
@@ -90,7 +90,7 @@ class LoopCalibration(Result):
         """The settings, as each program takes them."""
         extremes = ", ".join(f"{name.removeprefix('theta_')} {value:.3g}" for name, value in self.lowest.items())
         return [
-            f"Most repetitive in the fitted text: {extremes}, and {self.longest} tokens of exact repetition.",
+            f"Most repetitive in the fitted text: {extremes}, and {self.longest} tokens of repetition.",
             f"Monitor: {json.dumps(self.monitor)}",
             f"vLLM, in a request: {json.dumps({'repetition_detection': self.servers['vllm']})}",
             "llama.cpp with --repetition-detection, in a request: "
@@ -196,10 +196,8 @@ def _signals(
         for i, token in enumerate(ids):
             starts += [len(values) // 4] if i % BLOCK == 0 else []
             step, tail = watched.update(token), repeats.update(token).tail
-            cr = step.cr if step.cr == step.cr else 1.0  # it is not known at first
-            values.extend(
-                (step.ttr, cr, step.novelty, tail.start - i - 1 if tail else 0) if i >= START else (1, 1, 1, 0)
-            )
+            known = (step.ttr, step.cr, step.novelty) if i >= START else (1.0, 1.0, 1.0)
+            values.extend((*known, tail.start - i - 1 if tail else 0))
     return np.array(values).reshape(-1, 4), starts
 
 

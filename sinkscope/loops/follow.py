@@ -95,7 +95,7 @@ class Stream:
         new = [piece] if piece.key is not None else self._words(piece)
         for token in [*new, None] if piece.last else new:
             if self._held is not None:
-                yield from self._feed(self._held, token and token.before)
+                yield from self._feed(self._held, token.before if token else 0.0)  # nothing follows the last one
             self._held = token if token and token.before is not None else None
             if token and self._held is None:
                 yield from self._feed(token, token.after)
