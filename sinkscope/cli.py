@@ -392,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
-        stderr), 130 interrupted.
+        stderr), 3 a stream with a loop, 130 interrupted.
     """
     _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins

@@ -159,7 +159,7 @@ def calibrate(
         size_ = min(LONGEST, -(-changed["tail_shortest"] // copies))
         servers[server] = {"max_pattern_size": LONGEST, "min_pattern_size": size_, "min_count": copies}
         same = {"tail_repeats": copies, "tail_shortest": size_ * copies, "tail_longest": LONGEST}
-        rules[f"{server}, recommended"] = MonitorSettings(tail_noise=0.0, **same)
+        rules[f"{server}, recommended"] = MonitorSettings().with_(tail_noise=0.0, **same)
     rates: list[AlarmRate] = []
     for rule, used in rules.items():
         progress("counting", len(rates), len(rules))

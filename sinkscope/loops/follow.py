@@ -10,7 +10,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -250,17 +250,24 @@ def _choice(choice: dict[str, Any], origin: object) -> list[Piece]:
     delta = choice.get("delta") or choice.get("message") or choice  # completions have their text in the choice
     parts = [delta.get("reasoning") or delta.get("reasoning_content"), delta.get("content"), delta.get("text")]
     parts += [call["function"].get("arguments") for call in delta.get("tool_calls") or ()]
-    told = choice.get("logprobs") or {}
-    rows = [(row.get("bytes") or row["token"], row["token"], row) for row in told.get("content") or ()]
-    logs = [[row["logprob"], *(top["logprob"] for top in row.get("top_logprobs") or ())] for _, _, row in rows]
-    if "tokens" in told:  # of completions
-        rows = [(token, token, None) for token in told["tokens"]]
-        tops = told.get("top_logprobs") or [None] * len(rows)
-        logs = [[own, *(top or {}).values()] for own, top in zip(told["token_logprobs"], tops, strict=True)]
-    if not rows:
-        return [end._replace(text="".join(part or "" for part in parts))]
-    tokens = [Piece(name, str(key), text, _largest(row)) for (key, text, _), row in zip(rows, logs, strict=True)]
-    return [*tokens, end]
+    if rows := _logged(choice.get("logprobs") or {}):
+        return [*(Piece(name, str(key), text, _largest(logs)) for key, text, logs in rows), end]
+    return [end._replace(text="".join(part or "" for part in parts))]
+
+
+def _logged(told: dict[str, Any]) -> list[tuple[Any, str, list[float | None]]]:
+    """What makes a token the same, its text and its log probabilities, of completions or of chat completions."""
+    if "tokens" in told:
+        rows = zip_longest(told["tokens"], told["token_logprobs"], told.get("top_logprobs") or ())
+        return [(token, token, [own, *(top or {}).values()]) for token, own, top in rows]
+    return [
+        (
+            one.get("bytes") or one["token"],
+            one["token"],
+            [row["logprob"] for row in [one, *(one.get("top_logprobs") or ())]],
+        )
+        for one in told.get("content") or ()
+    ]
 
 
 def _largest(logs: list[float | None]) -> float | None:
