@@ -2,6 +2,7 @@
 
 from sinkscope import loops as loops
 from sinkscope.attention.barcode import barcode as barcode
+from sinkscope.attention.ditto import ditto as ditto
 from sinkscope.attention.lines import line_weights as line_weights
 from sinkscope.attention.locking import locking as locking
 from sinkscope.attention.overlap import line_overlap as line_overlap

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from longbench_files import Words, prose, record, save
 
-from sinkscope.bench.dialogues.build import build, examples_of, split_at_middle
+from sinkscope.bench.dialogues.build import PAPER_TURNS, TASKS, build, examples_of, split_at_middle
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues
-from sinkscope.bench.dialogues.scbench import PAPER_TURNS, TASKS
 from sinkscope.bench.files import BuiltSet
 from sinkscope.bench.loopbench.longbench import read_longbench
 from sinkscope.bench.scorers import score
@@ -245,7 +244,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     ("words", "message"),
     [
         (("--task", "squad", "--source", "x"), "task 'squad' is unknown: expected one of narrativeqa, qasper"),
-        (("--task", "qasper"), "give --source PATH or hub"),
+        (("--task", "qasper"), "made from LongBench's qasper.jsonl, or hub: give it as --source"),
         (("--task", "qasper", "--source", "none"), "there is no file or folder 'none'"),
         (("--task", "recall", "--source", "x"), "mean nothing for recall"),
         (

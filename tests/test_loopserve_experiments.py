@@ -14,9 +14,9 @@ from organisms.tiny import tiny_model
 
 import sinkscope as ss
 from experiments.loopserve import ablation, fidelity, paper, runs, sweeps, table1, turns
+from sinkscope.bench.dialogues.build import TASKS
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.dialogues.scbench import TASKS
 from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import METHODS, check_methods, read_method

@@ -48,6 +48,7 @@ GROUND = (
     "parallel",
     "progress",
     "room",
+    "published",
     "records",
     "registry",
     "results",

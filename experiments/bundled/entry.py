@@ -16,10 +16,13 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from experiments.bundled import corpus, measure, passages
+from sinkscope.attention.ditto import copy_probabilities
+from sinkscope.attention.ditto import head_scores as induction_scores
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.bench.loopbench.run import run_loopbench
 from sinkscope.bench.loopbench.tables import tabulate
 from sinkscope.loops.signals import tail_period
+from sinkscope.models.target import Target
 
 PERIODS, COPIES = (4, 16, 48), (1, 2, 4, 8, 16)
 OPENINGS, OPENING, STORY = 100, 12, 1000
@@ -27,7 +30,6 @@ TEMPERATURE = 0.8
 DOCUMENTS, FACTS = 60, 4
 
 
-@torch.no_grad()
 def copy_curve(
     model: LlamaForCausalLM,
     units: Int[Tensor, "row pos"],
@@ -46,11 +48,9 @@ def copy_curve(
     Returns:
         Per number of copies (as text, as in JSON) the mean probability of the next copy's tokens, over tokens and rows.
     """
-    rows, period = units.shape
-    ids = torch.nn.functional.pad(units.repeat(1, max(copies) + 1), (1, 0), value=bos_id).to(model.device)
-    logits = model(ids, use_cache=False).logits[:, :-1].float()
-    chosen = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).exp()[..., 0]
-    by_copy = chosen.view(rows, -1, period).mean((0, 2)).tolist()
+    units = units.to(model.device)
+    found, *_ = copy_probabilities(lambda ids: model(ids, use_cache=False).logits, units, max(copies), bos_id)
+    by_copy = found.mean((0, 2)).tolist()
     return {str(n): round(by_copy[n], 4) for n in copies}
 
 
@@ -69,7 +69,6 @@ def sentence_ditto(
     return {n: round(float(np.mean([curve[n] for curve in curves])), 4) for n in curves[0]}
 
 
-@torch.no_grad()
 def head_scores(
     model: LlamaForCausalLM, *, period: int = 64, rows: int = 8, seed: int = 2, bos_id: int = 0
 ) -> dict[str, Float[np.ndarray, "layer head"]]:
@@ -83,23 +82,11 @@ def head_scores(
         bos_id: the token in front.
 
     Returns:
-        "previous_token": mean attention from a position to the one before it. "induction": mean attention from a
-        position of the second copy to the one after its counterpart in the first.
+        "induction" and "previous_token", as `sinkscope ditto` defines them.
     """
-    generator = torch.Generator().manual_seed(seed)
-    units = torch.randint(3, model.config.vocab_size, (rows, period), generator=generator)
-    ids = torch.nn.functional.pad(units.repeat(1, 2), (1, 0), value=bos_id)
-    with measure.eager(model):
-        layers = model.model(ids, use_cache=False, output_attentions=True).attentions
-    scores = {"previous_token": -1, "induction": 1 - period}
-    # The second copy starts at position 1 + period; its last position has a counterpart and a token after that.
-    first = {"previous_token": 2, "induction": 1 + period}
-    return {
-        name: np.stack(
-            [a.float().diagonal(offset, -2, -1)[..., first[name] + offset :].mean((0, -1)).numpy() for a in layers]
-        )
-        for name, offset in scores.items()
-    }
+    units = torch.randint(3, model.config.vocab_size, (rows, period), generator=torch.Generator().manual_seed(seed))
+    scores = induction_scores(Target.of(model), units, bos_id)
+    return dict(zip(("induction", "previous_token"), scores.numpy(), strict=True))
 
 
 def best_head(scores: Float[np.ndarray, "layer head"]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue
-from sinkscope.bench.dialogues.recall import END, TASK, recall_dialogue, uneven
+from sinkscope.bench.dialogues.recall import END, recall_dialogue, uneven
 from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import COMMAND, Near, Said
 from sinkscope.bench.files import read_folder
 from sinkscope.bench.methods import METHODS, MethodKind, Settings, at_settings, check_methods
-from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.scorers import score
 from sinkscope.console import ProgressBar
 from sinkscope.kv import Progressive, SnapKV
 from sinkscope.kv.policy import At
@@ -180,7 +180,7 @@ def _row(suite: Suite, records: Sequence[Said], method: str, among: Callable[[Sa
     if not mine:
         return {}
     gold = [by_id[each.dialogue].turns[each.turn].answers for each in mine]
-    exact = [score(metric_of(TASK), each.text, answers) for each, answers in zip(mine, gold, strict=True)]
+    exact = [score("exact", each.text, answers) for each, answers in zip(mine, gold, strict=True)]
     rate = wilson(sum(exact), len(exact))
     return {
         "suite": suite.name,

@@ -30,8 +30,8 @@ from experiments.loopserve.runs import (
     specs,
 )
 from experiments.record import record
+from sinkscope.bench.dialogues.build import TASKS
 from sinkscope.bench.dialogues.form import POSITIONS
-from sinkscope.bench.dialogues.scbench import TASKS
 from sinkscope.bench.dialogues.tables import tabulate_dialogues
 from sinkscope.bench.methods import split_spec
 from sinkscope.figures.style import BLUE, GREEN, ORANGE

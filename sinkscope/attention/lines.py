@@ -187,7 +187,8 @@ def line_weights(
 
     Args:
         texts: Texts or lists of ids. By default pieces of ordinary text.
-        data: File of prompts instead: LongBench's samsum.jsonl, LongEval's topics, or JSON lines with a "prompt".
+        data: File of prompts instead, as published by LongBench (samsum.jsonl), LongEval (topics or lines), RULER,
+            SCBench or MT-bench; or JSON lines with a "prompt".
         count: Pieces of ordinary text, or prompts of the file.
         length: Most tokens of each text, at least 16; longer ones lose their middle. By default the context, or 512
             for ordinary text.

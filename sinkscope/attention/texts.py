@@ -6,18 +6,20 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.interventions.decode import greedy
 from sinkscope.loops.signals import tail_period
 from sinkscope.measure import Setup
+from sinkscope.published import read_prompts
 from sinkscope.text import text_rows
-from sinkscope.text.prompts import read_prompts
 
 PERIODS = 3  # repetitions that make a loop
 LEAST = 24  # tokens it lasts at least
@@ -266,6 +268,8 @@ def questions(setup: Setup, data: File | None, count: int, length: int | None, n
         named = [(_tokens(setup, ASKED), row) for row in body]
     else:
         found = [p for p in read_prompts(data)[:count] if p.question.strip() and p.context.strip()]
+        if not found:
+            note(f"{Path(data).name} does not separate questions from their context, so nothing is asked")
         named = [(_tokens(setup, p.question), _tokens(setup, p.context)) for p in found]
     most = min(length or limit or 1 << 62, (limit or 1 << 62) - new)
     out: list[Question] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.published import SETS
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def dialogues_run(
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
     device: str | None = None,
     dtype: str | None = None,
-    dialogues: Annotated[str, Option("--dialogues", metavar="FILE|recall")] = "recall",
+    dialogues: Annotated[str, Option("--dialogues", metavar="FILE|TASK:FILE|recall")] = "recall",
     count: Positive | None = None,
     methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = (),
     settings: Literal["paper", "equal"] | None = None,
@@ -124,7 +125,8 @@ def dialogues_run(
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        dialogues: A file that `dialogues build` wrote, or recall, which are made for the recall model.
+        dialogues: A file that `dialogues build` wrote; a benchmark's file after its task, such as
+            longeval_topics:5_topics.jsonl; or recall, which are made for the recall model.
         count: Number of dialogues. By default 10 of recall, all of a file.
         methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
             package.module:Class. An unknown name lists all. By default full,streaming,h2o,snapkv,tova; with --settings
@@ -136,7 +138,7 @@ def dialogues_run(
             equal.
         history: Turns follow right answers (gold), or the method's own (model).
         cache: Every turn reads everything anew (fresh), or one cache grows over the turns (grow).
-        max_new_tokens: Longest answer. By default LongBench's for each task; 64 for recall.
+        max_new_tokens: Longest answer. By default the benchmark's for each task; 64 for recall.
         batch_size: Turns that run together.
         chat: Wrap turns in the tokenizer's chat template.
         seed: Seed of every random choice.
@@ -178,7 +180,7 @@ def dialogues_fidelity(
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
     device: str | None = None,
     dtype: str | None = None,
-    dialogues: Annotated[str, Option("--dialogues", metavar="FILE|recall|text")] = "recall",
+    dialogues: Annotated[str, Option("--dialogues", metavar="FILE|TASK:FILE|recall|text")] = "recall",
     count: Positive | None = None,
     along: Literal["full", "gold"] | None = None,
     methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = (),
@@ -203,7 +205,8 @@ def dialogues_fidelity(
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        dialogues: A file that `dialogues build` wrote; recall; or text, pieces of the text in the package.
+        dialogues: A file that `dialogues build` wrote; a benchmark's file after its task, such as
+            longeval_topics:5_topics.jsonl; recall; or text, pieces of the text in the package.
         count: Number of dialogues. By default 10 of recall, 8 of text, all of a file.
         along: Answers of the full cache (full) or right ones (gold). By default full; for text gold.
         methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
@@ -308,6 +311,11 @@ def _dialogues_of(source: str, count: int | None, seed: int) -> tuple[Dialogue, 
 
     if source == TASK:
         return recall_dialogues(count or 10, seed=seed)
+    task, colon, file = source.partition(":")
+    if colon and task in SETS:
+        from sinkscope.bench.dialogues.published import build_published
+
+        return build_published(task, file, count=count).made
     found = read_dialogues(source)
     if count is not None and count > len(found):
         raise SinkscopeError(f"--count {count}: {Path(source).name} has {len(found)} dialogues")

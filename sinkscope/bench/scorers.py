@@ -1,60 +1,45 @@
-"""Scores of answers, 0 to 1, by LongBench's definitions (Bai et al. 2024) and SCBench's; exact match for our own."""
+"""Scores of answers, 0 to 1, by the definitions of the benchmarks; exact match for our own."""
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from sinkscope.bench.dialogues.recall import END, TASK
-from sinkscope.bench.dialogues.scbench import SCBENCH, Metric, shared_metric, task_of
+from sinkscope.bench.dialogues.recall import END
 from sinkscope.errors import SinkscopeError
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _FIRST_LINE = {"trec", "samsum"}  # LongBench scores the first line of what was said
-_ANY_CASE = {"scbench_qa_eng"}  # SCBench looks for the answer in any case
+_MARKS = (  # ASCII punctuation, and that of Chinese
+    string.punctuation
+    + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
+    + "｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
+)
+Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 
-def metric_of(task: str) -> Metric:
-    """What answers of a set are scored by.
-
-    Raises:
-        SinkscopeError: no such set.
-    """
-    if task in SCBENCH:
-        return shared_metric(task)
-    return "exact" if task == TASK else task_of(task).metric
-
-
-def score(
-    metric: Metric | str, said: str, answers: Sequence[str], *, classes: Sequence[str] = (), task: str = ""
-) -> float:
+def score(metric: str, said: str, answers: Sequence[str], *, classes: Sequence[str] = (), task: str = "") -> float:
     """The score of what was said against the best of the right answers.
 
     Args:
-        metric: "f1", "rouge-l", "accuracy", "exact" or "contains".
+        metric: a name in `METRICS`.
         said: by the model.
         answers: right ones, at least one.
-        classes: names that the answer is one of, for "accuracy".
-        task: some of LongBench are scored by the first line, some of SCBench in any case.
+        classes: names that the answer is one of, for "accuracy"; functions of its repository, for "function".
+        task: two of LongBench's are scored by the first line.
 
     Raises:
-        SinkscopeError: unknown metric, or the library of "rouge-l" is not there.
+        SinkscopeError: unknown metric, or the library of Rouge is not there.
     """
+    if metric not in METRICS:
+        raise SinkscopeError(f"metric {metric!r} is unknown: expected one of {', '.join(METRICS)}")
     if task in _FIRST_LINE:
         said = said.lstrip("\n").split("\n")[0]
-    if metric == "accuracy":
-        return max(accuracy(said, answer, classes) for answer in answers)
-    if metric == "rouge-l":
-        return rouge_l(said, answers)
-    if task in _ANY_CASE:
-        said, answers = said.upper(), [answer.upper() for answer in answers]
-    scores = {"f1": f1, "exact": exact, "contains": contains}
-    if metric not in scores:
-        raise SinkscopeError(f"metric {metric!r} is unknown: expected f1, rouge-l, accuracy, exact or contains")
-    return max(scores[metric](said, answer) for answer in answers)
+    return float(METRICS[metric](said, answers, classes))
 
 
 def exact(said: str, answer: str) -> float:
@@ -77,7 +62,10 @@ def f1(said: str, answer: str) -> float:
 
     Case, ASCII punctuation and articles do not count. 0 where no word is shared.
     """
-    found, wanted = normalise(said).split(), normalise(answer).split()
+    return _overlap(normalise(said).split(), normalise(answer).split())
+
+
+def _overlap(found: list[str], wanted: list[str]) -> float:
     same = sum((Counter(found) & Counter(wanted)).values())
     if not same:
         return 0.0
@@ -104,7 +92,7 @@ def accuracy(said: str, answer: str, classes: Sequence[str]) -> float:
     return 1 / len(named) if answer in named else 0.0
 
 
-def rouge_l(said: str, answers: Sequence[str]) -> float:
+def rouge_l(said: str, answers: Sequence[str], kind: str = "rougeL") -> float:
     """F-measure of the longest common subsequence of words, by the library rouge-score, without stemming.
 
     Raises:
@@ -114,5 +102,124 @@ def rouge_l(said: str, answers: Sequence[str]) -> float:
         from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise SinkscopeError("Rouge-L needs the library rouge-score: pip install rouge-score") from None
-    scorer = RougeScorer(["rougeL"])
-    return max(float(scorer.score(answer, said)["rougeL"].fmeasure) for answer in answers)
+    scorer = RougeScorer([kind])
+    return max(float(scorer.score(answer, said)[kind].fmeasure) for answer in answers)
+
+
+def letter(said: str, answers: Sequence[str]) -> float:
+    """1 where what was said chooses the right one of four options (SCBench); `answers` are its text and its letter.
+
+    The first letter counts, else what follows "answer is" and the like, else the first word that is A, B, C or D.
+    """
+    said = said.strip()
+    if said[:1] and (said[0] in "ABCD" or said in answers):
+        return float((said[0] if said[0] in "ABCD" else said) in answers)
+    said = re.sub(" +", " ", re.sub("[\n\"'.,?!{}]", " ", said))
+    for prefix in ("answer is:", "answer:", "answer is", "option is"):
+        if prefix in said:
+            return float(said.partition(prefix)[2][1:].startswith(tuple(answers)))
+    return float(next((word for word in said.split() if word in "ABCD"), "") in answers)
+
+
+def stated_letter(said: str, answer: str) -> float:
+    """1 where it is said that the right letter is the correct answer, in LongBench v2's words."""
+    said = said.replace("*", "")
+    found = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(r"The correct answer is ([A-D])", said)
+    return float(found is not None and found[1] == answer)
+
+
+def paragraph(said: str, answer: str) -> float:
+    """Share of the numbers said that are the right paragraph's, "Paragraph 7" (LongBench, passage retrieval)."""
+    numbers, right = _digits(said), re.search(r"Paragraph (\d+)", answer)
+    return numbers.count(right[1]) / len(numbers) if numbers and right else 0.0
+
+
+def last_number(said: str, answer: str) -> float:
+    """1 where the last number that is said is the right one (LongEval, lines)."""
+    return float([int(digits) for digits in _digits(said)[-1:]] == [int(digits) for digits in _digits(answer)])
+
+
+def first_digits(said: str, answer: str) -> float:
+    """1 where the first digits that are said are the answer (SCBench, pass keys)."""
+    return float(_digits(said)[:1] == [answer])
+
+
+def first_number(said: str, answer: str) -> float:
+    """1 where the first number that is said is the right one; only its whole part, if the right one is whole."""
+    found = re.search(r"\d+\.\d+|\d+", said)
+    if found is None:
+        return 0.0
+    return float(int(float(found[0])) == int(answer) if answer.isdigit() else float(found[0]) == float(answer))
+
+
+def _digits(text: str) -> list[str]:
+    return re.findall(r"[0-9]+", text)
+
+
+def every(said: str, answer: str) -> float:
+    """Share of the answer's parts, which stand between commas, that are said in any case (RULER; SCBench)."""
+    parts = answer.split(", ")
+    return sum(any_case(said, part) for part in parts) / len(parts)
+
+
+def any_case(said: str, answer: str) -> float:
+    """1 where the answer is in what was said, upper and lower case being equal."""
+    return contains(said.lower(), answer.lower())
+
+
+def f1_characters(said: str, answer: str) -> float:
+    """F1 over characters, without spaces and punctuation (Chinese answers of SCBench)."""
+    found, wanted = ([c for c in text.lower() if not (c.isspace() or c in _MARKS)] for text in (said, answer))
+    return _overlap(found, wanted)
+
+
+def function(said: str, answers: Sequence[str], functions: Sequence[str]) -> float:
+    """1 where a function of a repository is repeated: of all of them it is the most similar, by at least 0.8 (RepoQA).
+
+    Similarity is `bleu` of words. Of what is said, the first block of code counts, else everything.
+    """
+    block = re.search(r"^```(?:\w+)?[ \t]*\n(.*?)^```", said.strip(), re.S | re.M)
+    found = (block[1] if block else said).split()
+    best = max(functions or answers, key=lambda each: bleu(found, each.split()))
+    return float(best in answers and bleu(found, best.split()) >= 0.8)
+
+
+def bleu(said: Sequence[str], reference: Sequence[str]) -> float:
+    """BLEU-4 of one sentence, with the smoothing for short ones that NLTK calls method 4 (Chen and Cherry 2014)."""
+    total, misses = 0.0, 0
+    for n in range(1, 5):
+        ours, theirs = (Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in (said, reference))
+        same = (ours & theirs).total()
+        if n == 1 and not same:
+            return 0.0
+        if not same and len(said) > 1:
+            misses += 1
+            same = math.log(len(said)) / (5 * 2**misses)
+        if same:
+            total += math.log(same / max(ours.total(), 1)) / 4
+    return math.exp(total + min(0.0, 1 - len(reference) / len(said)))
+
+
+def _best(one: Callable[[str, str], float]) -> Metric:
+    return lambda said, answers, _: max(one(said, answer) for answer in answers)
+
+
+METRICS: dict[str, Metric] = {
+    "f1": _best(f1),
+    "exact": _best(exact),
+    "contains": _best(contains),
+    "any-case": _best(any_case),
+    "all": _best(every),
+    "paragraph": _best(paragraph),
+    "stated-letter": _best(stated_letter),
+    "last-number": _best(last_number),
+    "first-number": _best(first_number),
+    "first-digits": _best(first_digits),
+    "f1-characters": _best(f1_characters),
+    "accuracy": lambda said, answers, classes: max(accuracy(said, answer, classes) for answer in answers),
+    "rouge-l": lambda said, answers, _: rouge_l(said, answers),
+    "rouge-lsum": lambda said, answers, _: rouge_l(said, answers, "rougeLsum"),
+    "letter": lambda said, answers, _: letter(said, answers),
+    "function": function,
+}
+"""By name: the score of (what was said, right answers, classes). `text.published.SETS` says which set has which."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable
+from itertools import product
 from statistics import median_high
 from typing import Any
 
@@ -226,6 +227,40 @@ def _along(fig: Any, result: Any) -> None:
 
 _SIZES = (0.01, 1.0)
 _EVERY_LAYER = {"title_text": "layer", "dtick": 1}
+
+
+def draw_ditto(result: Any) -> go.Figure:
+    """Draw the probability over copies, with heads ablated and the control, and the scores of all heads."""
+    count, ablated = len(result.curves), sum(h.ablated for h in result.heads)
+    titles = [
+        *(f"{html.escape(c.name.capitalize())}, mean of {c.units}" for c in result.curves),
+        "Induction",
+        "Previous token",
+    ]
+    fig = panels(titles, spacing=0.035)
+    series = (
+        ("intact", "probability", BLUE, "solid"),
+        (f"without the {ablated} heads of largest induction score", "ablated", RED, "dash"),
+        (f"without {ablated} other heads (median of draws)", "control", GREY, "dot"),
+    )
+    for (col, curve), (name, field, color, dash) in product(enumerate(result.curves, 1), series):
+        fig.add_scatter(
+            x=[str(n) for n in curve.copies],
+            y=getattr(curve, field),
+            name=name,
+            mode="lines+markers",
+            line={"color": color, "dash": dash},
+            showlegend=col == 1 and ablated > 0,
+            row=1,
+            col=col,
+        )
+        axes(fig, 1, col, x={"title_text": "copies before", "type": "category"}, y={"range": [-0.03, 1.03]})
+    axes(fig, y="probability")
+    for col, field in ((count + 1, "induction"), (count + 2, "previous_token")):
+        bar = {"showscale": col > count + 1, "colorbar": {"thickness": 12}}
+        _heads(fig, result, col, lambda h, field=field: (getattr(h, field),), "%{z:.2f}", **bar)
+    told = f"the next token of a cycle after {result.after} copies: {result.copied:.2f}, first {result.first:.2f}"
+    return finished(fig, result, told, width=280 * len(titles) + 100, height=450)
 
 
 def draw_rotary(result: Any) -> go.Figure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,16 +23,59 @@ from sinkscope.bench.dialogues.form import (
     sizes,
     split_at_middle,
 )
+from sinkscope.bench.dialogues.published import build_published, published_file
 from sinkscope.bench.dialogues.recall import TASK as RECALL
 from sinkscope.bench.dialogues.recall import recall_dialogues
-from sinkscope.bench.dialogues.scbench import PAPER_TURNS, PAPER_WORDS_PER_TURN, Task, build_shared, task_of
 from sinkscope.bench.files import BuiltSet, check_out, write_set
 from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, open_tokenizer, read_longbench
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
+from sinkscope.published import set_of
 
 Form = Literal["faithful", "repaired"]
+Family = Literal["qa", "summary", "few-shot"]
+PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
+"""Row of Table 4 for all sets together."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One set of LongBench that the paper's algorithms make dialogues of.
+
+    Attributes:
+        name: its file in LongBench.
+        title: its name in the paper.
+        family: which of Algorithms 1 to 3 builds it.
+        turns: turns of a dialogue, in the paper.
+        dialogues: number of dialogues, in the paper.
+        tokens: "Avg Token" of Table 6; the paper does not say for which tokenizer, nor whether for a turn.
+    """
+
+    name: str
+    title: str
+    family: Family
+    turns: int
+    dialogues: int
+    tokens: float
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("narrativeqa", "NQA", "qa", 3, 500, 30545.54),
+        Task("qasper", "Qasper", "qa", 3, 500, 5434.41),
+        Task("multifieldqa_en", "MFQA-en", "qa", 3, 500, 7279.64),
+        Task("hotpotqa", "HotpotQA", "qa", 3, 500, 13847.19),
+        Task("2wikimqa", "2WikiMQA", "qa", 3, 500, 7471.16),
+        Task("musique", "Musique", "qa", 3, 500, 16587.56),
+        Task("multi_news", "MultiNews", "summary", 2, 500, 2376.46),
+        Task("gov_report", "GovReport", "summary", 2, 500, 9324.43),
+        Task("qmsum", "QMSum", "summary", 2, 500, 12780.29),
+        Task("trec", "TREC", "few-shot", 2, 199, 2293.99),
+        Task("samsum", "SAMSUM", "few-shot", 2, 199, 3113.73),
+    )
+}
 SYSTEM = "Answer the question based on the given passages. Only give me the answer and do not output any other words."
 HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
@@ -56,15 +100,16 @@ def build_dialogues(
     force: bool = False,
     seed: Count = 0,
 ) -> None:
-    """Make dialogues from files of LongBench or SCBench, or for the recall model, with a manifest beside them.
+    """Make dialogues from a benchmark's files as published, or for the recall model, with a manifest beside them.
 
     Args:
-        task: A task of LongBench (qasper), of SCBench (scbench_kv), or recall.
+        task: A set of LongBench (qasper), SCBench (scbench_kv), LongEval (longeval_topics), RULER (ruler_vt), MT-bench
+            (mt_bench), or recall. An unknown name lists all.
         out: Where the dialogues are written, as JSON lines.
         source: The task's file, its folder, LongBench's data.zip, or hub.
         form: Follow the paper's algorithms as printed (faithful) or repaired.
-        turns: Turns of a dialogue. By default the paper's 2 or 3; recall has 3, SCBench all.
-        count: Number of dialogues. By default the paper's 500 or 199; recall has 100, SCBench all.
+        turns: Turns of a dialogue. By default the paper's 2 or 3; recall has 3, sets with turns of their own all.
+        count: Number of dialogues. By default the paper's 500 or 199; recall has 100, other sets all.
         model: Count tokens with the tokenizer of this model.
         revision: Branch, tag or commit on the hub.
         tokenizer: Count tokens with this tokenizer, instead of --model.
@@ -75,17 +120,17 @@ def build_dialogues(
     """
     check_out(out, force=force)
     counted = model is not None or tokenizer is not None
-    recall, shared = task == RECALL, task.startswith("scbench")
-    if not recall and not shared:
-        task_of(task)
+    recall, shared = task == RECALL, task not in TASKS
+    set_of(task)
     _refuse_unused(task, sourced=bool(source or counted), sized=bool(total_tokens or hops), printed=form != "repaired")
     if recall:
         built = _recall_set(count or 100, turns or 3, total_tokens or 768, hops or 2, seed)
     else:
-        source = _needed(source, task, "SCBench" if shared else "LongBench")
+        if source is None:
+            raise SinkscopeError(f"--task {task} is made from {published_file(task)}: give it as --source")
         counting = open_tokenizer(model, tokenizer, revision)[0] if counted else None
         if shared:
-            built = build_shared(task, source, turns=turns, count=count, tokenizer=counting)
+            built = build_published(task, source, turns=turns, count=count, tokenizer=counting)
         else:
             records = read_longbench(task, source)
             built = build(task, records, form=form, turns=turns, count=count, seed=seed, tokenizer=counting)
@@ -96,20 +141,14 @@ def build_dialogues(
 
 def _refuse_unused(task: str, *, sourced: bool, sized: bool, printed: bool) -> None:
     """Refuse options that this task has no use for."""
-    recall, shared = task == RECALL, task.startswith("scbench")
+    recall, shared = task == RECALL, task not in TASKS
     refused = {
         "--source, --model and --tokenizer mean nothing for recall, which is made up": recall and sourced,
         f"--total-tokens and --hops belong to recall: leave them out for {task}": not recall and sized,
-        f"--form means nothing for {task}, whose dialogues are there already": shared and printed,
+        f"--form means nothing for {task}, whose questions are asked as published": shared and printed,
     }
     if wrong := [message for message, given in refused.items() if given]:
         raise SinkscopeError(wrong[0])
-
-
-def _needed(source: str | None, task: str, whose: str) -> str:
-    if source is None:
-        raise SinkscopeError(f"--task {task} is made from {whose}'s {task}.jsonl: give --source PATH or hub")
-    return source
 
 
 def _recall_set(count: int, turns: int, total: int, hops: int, seed: int) -> BuiltSet[Dialogue]:
@@ -132,7 +171,7 @@ def build(
     """Dialogues of one task.
 
     Args:
-        task: a name in `tasks.TASKS`.
+        task: a name in `TASKS`.
         source: its records, from `read_longbench`.
         form: "faithful" follows the paper as printed, "repaired" mends it.
         turns: turns of a dialogue; None: the paper's.
@@ -143,7 +182,9 @@ def build(
     Raises:
         SinkscopeError: unknown task or form, a number out of range, or too few records.
     """
-    known = task_of(task)
+    if task not in TASKS:
+        raise SinkscopeError(f"task {task!r} is not of the paper: expected one of {', '.join(TASKS)}")
+    known = TASKS[task]
     if form not in ("faithful", "repaired"):
         raise SinkscopeError(f"form {form!r} is unknown: expected faithful or repaired")
     n_turns, n = turns if turns is not None else known.turns, count if count is not None else known.dialogues
@@ -254,7 +295,7 @@ def _few_shot(
     task: Task, records: Sequence[LongBenchRecord], turns: int, count: int, repaired: bool, rng: random.Random
 ) -> tuple[list[Dialogue], int]:
     """Algorithm 3. Repaired: each turn but the last asks about a held-out example, not the same question again."""
-    classes = _classes(records) if task.metric == "accuracy" else ()
+    classes = _classes(records) if set_of(task.name).metric == "accuracy" else ()
     made: list[Dialogue] = []
     skipped = 0
     for record in records:
@@ -323,7 +364,7 @@ def _manifest(
         "kind": "dialogues",
         "task": task.name,
         "title": task.title,
-        "metric": task.metric,
+        "metric": set_of(task.name).metric,
         "form": form,
         "seed": seed,
         **sizes(made, tokenizer),

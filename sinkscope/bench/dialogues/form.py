@@ -25,10 +25,11 @@ class DialogueTurn:
 
     Attributes:
         prompts: the text by position of the question in it.
-        answers: right answers; a history of right answers holds the first.
+        answers: right answers, a single empty one if none is known; a history of right answers holds the first.
         depends: turns (0-based, this one included) whose context the answer needs; for LongBench's questions,
             turns whose context was put into this turn.
         answerable: whether everything that the answer needs was said in this turn or before; None if that is unknown.
+        metric: how the answer is scored; empty: as all answers of the set are.
 
     Raises:
         SinkscopeError: a variant is missing or empty, or there is no answer.
@@ -38,6 +39,7 @@ class DialogueTurn:
     answers: tuple[str, ...]
     depends: tuple[int, ...]
     answerable: bool | None = True
+    metric: str = ""
 
     def __post_init__(self) -> None:
         if not all(self.prompts.get(position) for position in POSITIONS):
@@ -52,9 +54,9 @@ class Dialogue:
 
     Attributes:
         id: unique in its set.
-        task: name of the set: "recall", or a task of LongBench or SCBench.
+        task: name of the set: "recall", or one in `sinkscope.published.SETS`.
         turns: in order.
-        classes: for classification, the names that an answer may be.
+        classes: for classification, the names that an answer may be; for functions, those of the same repository.
 
     Raises:
         SinkscopeError: there are no turns, or one of them depends on a later one.

@@ -22,38 +22,22 @@ from torch import Tensor
 
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
 from sinkscope.bench.dialogues.recall import TASK
-from sinkscope.bench.dialogues.scbench import SCBENCH
 from sinkscope.bench.dialogues.tables import COMMAND, Said
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import Budget, Method, check_methods, check_whole
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
-from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.parallel import Tally, check_workers
+from sinkscope.published import set_of
 from sinkscope.store import Folder
 
 History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]
 VERSION = 2  # of the records; a change of what they hold is another setting
-NEW = {
-    "narrativeqa": 128,
-    "qasper": 128,
-    "multifieldqa_en": 64,
-    "hotpotqa": 32,
-    "2wikimqa": 32,
-    "musique": 32,
-    "multi_news": 512,
-    "gov_report": 512,
-    "qmsum": 512,
-    "trec": 64,
-    "samsum": 128,
-    TASK: 64,
-    **{name: shared.new_tokens for name, shared in SCBENCH.items()},
-}
-"""New tokens by task, LongBench's and SCBench's own numbers; of the recall model as many as 21 hops take."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +100,7 @@ def run_dialogues(
         tokenizer: where the model carries none.
         budget: of cached tokens, a whole number, or a share of the conversation so far; for methods that have none of
             their own.
-        max_new_tokens: cap of an answer; None: LongBench's for each task (the largest, if there are several).
+        max_new_tokens: cap of an answer; None: the benchmark's for each task (the largest, if there are several).
         batch_size: turns that run together.
         chat: wrap turns in the tokenizer's chat template, instead of empty lines between them.
         history: "gold": turns come after right answers (the first of each turn). "model": after the method's own.
@@ -135,9 +119,8 @@ def run_dialogues(
             that was begun with other settings or is being written.
     """
     tasks = sorted({dialogue.task for dialogue in dialogues})
-    for task in tasks:  # what could not be scored is not begun
-        score(metric_of(task), "", [""])
-    new = max_new_tokens if max_new_tokens is not None else max((NEW[task] for task in tasks), default=1)
+    check_scores(dialogues)
+    new = max_new_tokens if max_new_tokens is not None else max((set_of(t).new_tokens for t in tasks), default=1)
     chosen, places = check_given(dialogues, methods, positions, budget, max_new_tokens=new, batch_size=batch_size)
     for name, given, known in (("history", history, get_args(History)), ("cache", cache, get_args(Caches))):
         if given not in known:
@@ -165,6 +148,22 @@ def run_dialogues(
         answer = partial(_converse, chat=chat, history=history) if cache == "grow" else _answer
         run_batches(to, stages, answer, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
+
+
+def check_scores(dialogues: Sequence[Dialogue]) -> None:
+    """Refuse what could not be scored.
+
+    Raises:
+        SinkscopeError: no such set, a library is not there, or a set has no right answer.
+    """
+    asked = [(each.task, turn) for each in dialogues for turn in each.turns]
+    for task, metric in sorted({(task, turn.metric or set_of(task).metric) for task, turn in asked}):
+        score(metric, "", [""], task=task)
+    for task in sorted({task for task, _ in asked} - {task for task, turn in asked if any(turn.answers)}):
+        raise SinkscopeError(
+            f"no question of {task} has a right answer: give its references to `dialogues build`, or compare methods "
+            "with `dialogues fidelity`"
+        )
 
 
 _Row = tuple[AskedTurn, Dialogue]

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Literal, TypeVar
 from sinkscope.bench.dialogues.form import POSITIONS, Position
 from sinkscope.bench.files import Contents, Finished, envelope, read_folder, written_by
 from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_spec
-from sinkscope.bench.scorers import metric_of, score
+from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
+from sinkscope.published import set_of
 from sinkscope.rate import wilson
 from sinkscope.results import Result
 
@@ -79,7 +80,7 @@ class Answered:
         method: its name, with the settings that were given.
         position: of the question, or, where there are several, "all".
         dialogues: how many.
-        questions: turns in them.
+        questions: turns in them whose right answer is known.
         unanswerable: questions whose answer was nowhere said.
         score: mean score by the task's metric, 0 to 1; of the recall model the share of exact answers.
         low: lower end of its 95 % interval (Wilson), as if questions were independent.
@@ -258,8 +259,12 @@ def _group(run: Contents[Said], task: str, method: str, place: str, records: lis
     for record in records:
         dialogue = run.prompts[record.dialogue]
         turn = dialogue["turns"][record.turn]
-        scores.append(score(metric_of(task), record.text, turn["answers"], classes=dialogue["classes"], task=task))
+        metric = turn.get("metric") or set_of(task).metric
+        if any(turn["answers"]):
+            scores.append(score(metric, record.text, turn["answers"], classes=dialogue["classes"], task=task))
         unanswerable += turn["answerable"] is False
+    if not scores:
+        raise SinkscopeError(f"{run.name} has no answer yet to a question of {task} whose right answer is known: go on")
     rate = wilson(sum(scores), len(scores))
     same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
     text, budget = written(method, run.settings["budget"])
@@ -272,7 +277,7 @@ def _group(run: Contents[Said], task: str, method: str, place: str, records: lis
         method=text,
         position=place,
         dialogues=len({record.dialogue for record in records}),
-        questions=len(records),
+        questions=len(scores),
         unanswerable=unanswerable,
         score=rate.share,
         low=rate.low,

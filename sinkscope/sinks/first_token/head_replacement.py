@@ -99,7 +99,7 @@ class Replacement:
         where[:1] = not later
         for start in range(0, len(ids), step):
             rows, edits = ids[start : start + step], replaced[start : start + step]
-            with target.hooks(*self._hooks(edits, where)):
+            with target.hooks(*self.hooks(edits, where)):
                 view = view_layer(target, self.sink_layer, rows, where.expand(len(rows), -1))
             flat = self.flat.to(view.post.device)
             out = view.post[:, flat].cpu() @ self.cols if len(flat) else view.mlp.cpu()
@@ -107,7 +107,9 @@ class Replacement:
             self.progress("heads", min(start + step, len(ids)), len(ids))
         return torch.cat(found)
 
-    def _hooks(self, edits: Tensor, where: Tensor) -> list[tuple[Any, str, Any]]:
+    def hooks(self, edits: Bool[Tensor, "row layer head"], where: Bool[Tensor, " pos"]) -> list[tuple[Any, str, Any]]:
+        """Hooks that replace the heads of `edits` at the positions of `where`, in a pass of as many rows."""
+
         def hook(layer: int) -> Any:
             def replace(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[object, object]:
                 z = args[0]
