@@ -84,16 +84,18 @@ def print_generated(
         on_text=lambda _, piece: print(piece, end="", flush=True),  # it stays on the screen, also after Ctrl-C
     )[0]
     print()
+    from sinkscope.kv.loopguard.guard import in_words
+
+    if cuts := sum(event.kind == "guard" for event in made.events):
+        note(f"The guard stepped in {'once' if cuts == 1 else f'{cuts} times'}:")
     for event in made.events:
-        note(_line(event))
+        note(in_words(event) if event.kind == "guard" else _line(event))
 
 
 def _line(event: Any) -> str:
-    """An event in one line; ranges of positions are counted rather than listed."""
+    """An event in one line."""
     data: dict[str, Any] = {} if event.layer is None else {"layer": event.layer}
-    for name, value in event.data.items():
-        if name != "kept":
-            data |= value if name == "signals" else {name: value}
+    data |= event.data
     told = [f"{name} {f'{value:.3g}' if isinstance(value, float) else value}" for name, value in data.items()]
     return ", ".join([f"{event.kind}: step {event.step}", f"position {event.position}", *told])
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Event, Intervention
+from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.measure.setup import edit_of
 from sinkscope.models.target import Target
 from sinkscope.records import Natural, Number, Whole, conform
@@ -67,7 +68,8 @@ def generate(
         patch: a `SinkPatch` or the path of a patch.json.
         interventions: any others; they act after the patch.
         policy: what the KV cache keeps: a policy, or its name as `policy_named` takes it: "h2o:512".
-        guard: watch for repetition loops and cut the cache of rows that loop; True is `LoopGuard()`.
+        guard: watch for repetition loops and cut the cache of rows that loop; True is `LoopGuard()`. With
+            `LoopGuard(rewind=True)` loops are also taken back from the text; it needs batch_size 1.
         tokenizer: needed where the model carries none.
         max_new_tokens: stops there at the latest.
         temperature: 0 is greedy.
@@ -75,6 +77,7 @@ def generate(
         bos: begin with the BOS token; by default as the tokenizer does.
         batch_size: prompts run together, padded on the left.
         on_text: called with (number of the prompt, piece of text) while a prompt is generated; needs batch_size 1.
+            Under `LoopGuard(rewind=True)` it is called once with the whole text, because pieces may be taken back.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -103,25 +106,30 @@ def generate(
         torch.manual_seed(seed)
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            options["streamer"] = None if on_text is None else _Streamer(tok, start, on_text)
             with nullcontext() if edit is None else edit.on(target) as run:
-                written = _continued(target, batch, options)
+                whole = run is not None and run.session is not None and run.session.rewinder is not None
+                options["streamer"] = None if on_text is None or whole else _Streamer(tok, start, on_text)
+                written = _continued(target, batch, options, run)
             events = [] if run is None else run.events
             for i, (prompt, ids, new) in enumerate(zip(prompts[start:], batch, written, strict=False)):
                 # A row that has ended goes on as padding until the last one ends: what happened there is not its own.
                 last = len(ids) + len(new) - 1
-                own = [replace(e, row=start + i) for e in events if e.row == i and e.position <= last]
+                own = [
+                    replace(e, row=start + i) for e in events if e.row == i and (e.position <= last or len(batch) == 1)
+                ]
                 text = tok.decode(new, skip_special_tokens=True)
+                if on_text is not None and whole:
+                    on_text(start + i, text)
                 results.append(Generated(prompt, text, new, len(ids), own))
     return results
 
 
 @torch.no_grad()
-def _continued(target: Target, rows: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
+def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], run: Run | None) -> list[list[int]]:
     """The new tokens of each row, up to and with the end of sequence."""
     ends, pad = ends_and_pad(target)
     ids, mask = padded(rows, pad, target.device)
-    made = target.hf.generate(input_ids=ids, attention_mask=mask, pad_token_id=pad, **options)
+    made = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     new = made[:, ids.shape[1] :].tolist()
     return [row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))] for row in new]
 

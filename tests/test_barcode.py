@@ -177,7 +177,7 @@ def test_heads_of_a_loop_are_shown() -> None:
 
 
 def test_a_guard_leaves_its_marks() -> None:
-    guard = LoopGuard(budget=96, anchors=8, window=64, variant="tail")
+    guard = LoopGuard.paper(budget=96, anchors=8, window=64, variant="tail")
     found = barcode(None, max_new_tokens=110, heads=[(5, 7)], raw=True, interventions=guard, control=False)
     marks = [mark for mark in found.marks if mark.kind == "guard"]
     assert marks and all(0 < mark.step < 110 for mark in marks) and f"guard: at {len(marks)} steps" in str(found)

@@ -22,7 +22,7 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import saved
 from sinkscope.kv.loopserve.conversation import Conversation
 
-GUARD = LoopGuard(budget=40, anchors=2, window=8, variant="always", monitor={"warmup": 0, "every": 3})
+GUARD = LoopGuard.paper(budget=40, anchors=2, window=8, variant="always", monitor={"warmup": 0, "every": 3})
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_policy_and_guard(make: Any) -> None:
     model.generation_config.eos_token_id = None
     other = make(model, tokenizer)
     settings = {"tokenizer": tokenizer, "max_new_tokens": 20}
-    guard = LoopGuard(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
+    guard = LoopGuard.paper(budget=12, anchors=2, window=16, variant="always", monitor={"warmup": 0, "every": 9})
     policy = StreamingLLM(budget=16)
     rows = []
     for i, prompt in enumerate(PROMPTS):  # what the pieces do when they are put together by hand

@@ -66,6 +66,16 @@ def test_names_modules_and_budgets(module: str) -> None:
     assert run.usage[0].peak_tokens == [12.0]
 
 
+def test_guards_have_names_too() -> None:
+    from sinkscope.kv.loopguard import LoopGuard
+
+    assert policy_named("loopguard") == LoopGuard() and policy_named("loopguard:256") == LoopGuard(budget=256)
+    assert policy_named("loopguard:paper") == LoopGuard.paper() != LoopGuard()
+    assert policy_named("loopguard:paper:0.5") == LoopGuard.paper(budget=0.5)
+    with pytest.raises(SinkscopeError, match="'papers' is no budget; give a number of tokens, as in loopguard:512"):
+        policy_named("loopguard:papers")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

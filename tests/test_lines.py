@@ -18,6 +18,7 @@ from torch import Tensor
 
 import sinkscope as ss
 from sinkscope.attention.lines import LineWeights, line_weights
+from sinkscope.attention.overlap import line_overlap
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O
@@ -170,6 +171,19 @@ def test_map_is_the_models_attention_and_round_trip(tmp_path: Path) -> None:
     assert (lines.x[0], lines.y[0]) == (0, found.picture.slash[0]) and lines.y[1] == 95
     again = line_weights(model, [ids], etas=[0.1, 0.05], head=(1, 3), tokenizer=tokenizer)
     assert again.heads == found.heads
+
+
+def test_ids_need_no_tokenizer_and_texts_do() -> None:
+    model, tokenizer = tiny_model("qwen2")
+    model.config._name_or_path = ""
+    ids = [torch.randint(4, 90, (40,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(2)]
+    for measure in (line_weights, line_overlap):
+        alone: Any = measure(model, texts=ids)
+        assert alone.heads == measure(model, texts=ids, tokenizer=tokenizer).heads
+    assert line_weights(model, ids[:1]).picture.words == tuple(map(str, ids[0]))
+    for texts in (["a text"], [ids[0], "a text"], None):
+        with pytest.raises(SinkscopeError, match="carries no tokenizer"):
+            line_weights(model, texts)
 
 
 def test_a_file_of_prompts_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,8 +95,8 @@ def test_signals_are_the_monitors(one_by_one: Any) -> None:
 
 
 def test_the_guard_is_full_until_it_fires_where_the_monitor_says(tmp_path: Path) -> None:
-    found = _run(tmp_path / "r", ["full", "loopguard"], max_new_tokens=80, budget=40, prompts=SOME[:1])
-    full, guarded = found["full", "dc-3"], found["loopguard", "dc-3"]
+    found = _run(tmp_path / "r", ["full", "loopguard:paper"], max_new_tokens=80, budget=40, prompts=SOME[:1])
+    full, guarded = found["full", "dc-3"], found["loopguard:paper", "dc-3"]
     at = full.detected["full"]
     assert at is not None and 64 <= at < 80
     assert [(e["kind"], e["step"], e["position"]) for e in guarded.events] == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import SinkPatch
 from sinkscope.kv import H2O, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard, plan
+from sinkscope.kv.loopguard.steer import Ban
 from sinkscope.loops.monitor import Monitor
 from sinkscope.models.target import Target
 
-ALWAYS = LoopGuard(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
-TAIL = LoopGuard(**SMALL, variant="tail", monitor=EAGER)
+ALWAYS = LoopGuard.paper(**SMALL, variant="always", monitor={"every": 9, "warmup": 0, "cooldown": 0})
+TAIL = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
 LOOP = [11, 12, 13]
 
 
@@ -113,7 +115,7 @@ def test_tokens_decided_at_once_give_the_same_signals_a_little_later(poll: int) 
     new = torch.tensor([looping(3, 60)])
     runs = []
     for size in (1, poll):
-        with LoopGuard(**SMALL, variant="tail", monitor=EAGER, poll=size).on(model) as run:
+        with LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER, poll=size).on(model) as run:
             logits = feed(model, prompt, mask, new)
         runs.append(run.events)
     at_once, later = runs
@@ -131,7 +133,7 @@ def test_repeats_are_taken_out_of_the_history_too() -> None:
     prompt, mask = padded(10)
     new = torch.tensor([[*LOOP * 10, *range(30, 50), *LOOP * 5]])
     for clean, remains in (("tail", True), ("repeats", False)):
-        guard = LoopGuard(
+        guard = LoopGuard.paper(
             budget=64, anchors=4, window=16, clean=clean, variant="always", monitor={"every": 60, "warmup": 0}
         )
         with guard.on(model) as run:
@@ -149,7 +151,7 @@ def test_rows_past_their_end_are_not_watched() -> None:
     new = torch.tensor([[5, 6, 2, *[0] * 37], [7, 8, 9, *[14] * 37]])  # 2 ends a row; what follows is padding
     events = {}
     for ends in (None, (77,)):
-        with LoopGuard(**SMALL, variant="tail", monitor=EAGER, ends=ends).on(model) as run:
+        with LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER, ends=ends).on(model) as run:
             feed(model, prompt, mask, new)
         events[ends] = {e.row for e in run.events}
     assert events == {None: {1}, (77,): {0, 1}}
@@ -175,7 +177,7 @@ def test_between_window_is_streaming_llm_until_a_loop_comes() -> None:
     new = torch.tensor([looping(30, 30), looping(30, 30)])
     with StreamingLLM(budget=24, first=4).on(model):
         want = feed(model, prompt, mask, new)
-    with LoopGuard(**SMALL, between="window", variant="tail", monitor=EAGER).on(model) as run:
+    with LoopGuard.paper(**SMALL, between="window", variant="tail", monitor=EAGER).on(model) as run:
         got = feed(model, prompt, mask, new)
         more = feed(model, prompt, mask, torch.tensor([looping(10, 40)] * 2))
     assert torch.equal(got, want) and {e.data["generated"] > 10 for e in run.events} == {True} and len(more)
@@ -197,7 +199,7 @@ def test_composed_with_a_patch_and_a_policy() -> None:
         feed(model, prompt, mask, new)
     assert run.counts["guard"] and run.usage[0].peak_tokens[0] <= 29
     with pytest.raises(UnsupportedError, match="LoopGuardWindow"):
-        (StreamingLLM(budget=28) | LoopGuard(**SMALL, between="window")).on(model).__enter__()
+        (StreamingLLM(budget=28) | LoopGuard.paper(**SMALL, between="window")).on(model).__enter__()
     with (
         pytest.raises(UnsupportedError, match="positions="),
         (StreamingLLM(budget=28, positions="rebased") | TAIL).on(model),
@@ -229,7 +231,7 @@ def test_beams_and_assistants_are_refused_and_the_model_is_left_as_it_was(kind: 
 def test_a_fraction_of_the_prompt() -> None:
     model = tiny()
     prompt, mask = padded(40, 60)
-    guard = LoopGuard(budget=0.25, anchors=4, window=16, variant="tail", monitor=EAGER)
+    guard = LoopGuard.paper(budget=0.25, anchors=4, window=16, variant="tail", monitor=EAGER)
     with guard.on(model) as run:
         feed(model, prompt, mask, torch.tensor([looping(3, 30)] * 2))
     counts = {row: {e.data["kept_count"] for e in run.events if e.row == row} for row in (0, 1)}
@@ -259,6 +261,97 @@ def test_bad_input(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(SinkscopeError) as caught:
         LoopGuard(**fields)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def feed_greedily(model: Any, prompt: Any, mask: Any, steps: int) -> list[int]:
+    settings = {"max_new_tokens": steps, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(input_ids=prompt, attention_mask=mask, **settings)[0, prompt.shape[1] :].tolist()
+
+
+def test_a_loop_that_fills_the_window_is_cut_to_the_latest_clean_tokens() -> None:
+    model = tiny()
+    prompt, mask = padded(48)
+    cycle = torch.randperm(60)[:40].add(20)
+    new = torch.cat([torch.randint(4, 20, (72,)), cycle.repeat(7)])[None]  # 352 tokens; the loop begins at 120
+    fields = {"budget": 256, "monitor": {"every": 352}}
+    for guard, last in (
+        (LoopGuard.paper(variant="always", **fields), 144),  # history, which holds the first copy of the cycle
+        (LoopGuard(variant="always", **fields), 120),
+    ):
+        with guard.on(model) as run:
+            feed(model, prompt, mask, new)
+        (event,) = run.events
+        assert event.data["period"] == 40 and event.data["kept"] == [(0, last)]
+
+
+def test_anchors_hold_beside_a_policy_and_its_first_tokens_beside_a_guard() -> None:
+    model = tiny()
+    prompt, mask = padded(60)
+    new = torch.tensor([looping(3, 40)])
+    for policy, anchors, first in (
+        (StreamingLLM(budget=40, first=4), 12, 12),
+        (StreamingLLM(budget=40, first=9), 2, 9),
+        (StreamingLLM(budget=20, first=4), 12, 10),  # half of the budget is left for the latest tokens
+        (H2O(budget=40), 12, 12),
+    ):
+        guard = LoopGuard.paper(budget=24, anchors=anchors, window=16, variant="tail", monitor=EAGER)
+        cache = DynamicCache()
+        with (policy | guard).on(model) as run:
+            feed(model, prompt, mask, new, cache)
+        assert run.events and all(e.data["kept"][0][0] == 0 and e.data["kept"][0][1] >= first for e in run.events)
+        held: Any = cache.layers[0]
+        for head in held.pos[0]:
+            kept = sorted(head[head >= 0].tolist())
+            assert kept[:first] == list(range(first)) and len(kept) <= policy.budget + 1
+            assert kept[first] > first or policy == H2O(budget=40), (
+                "only the anchors are kept of the prompt's beginning"
+            )
+    with StreamingLLM(budget=40, first=4).on(model):
+        feed(model, prompt, mask, new, cache := DynamicCache())
+    held = cache.layers[0]
+    assert sorted(held.pos[0, 0].tolist())[:5] == [0, 1, 2, 3, 63], "without a guard, as ever"
+
+
+def test_a_ban_covers_the_n_grams_of_the_loop_alone() -> None:
+    ban = Ban()
+    ban.add([1, 2, 3, 1, 2, 3, 1], 3, until=50)
+    assert [ban.banned(ids) for ids in ([9, 1, 2], [1, 2], [2, 3], [3, 1], [2, 1], [9, 9, 3])] == [
+        [3],
+        [3],
+        [1],
+        [2],
+        [],
+        [],
+    ]
+    ban.add([3, 7], 2, until=60)
+    assert ban.banned([9, 2, 3]) == [1, 7] and ban.until == 60
+
+
+@pytest.mark.parametrize("escalate", ["none", "repeats", "ban", "sample"])
+def test_what_is_done_when_an_alarm_comes_again(escalate: Any) -> None:
+    """A model that always prefers one token loops whatever is in its cache: only a ban or a drawn token help."""
+    model = tiny()
+    vocab = len(model.lm_head.weight)
+    model.lm_head.bias = torch.nn.Parameter(2.5 * torch.nn.functional.one_hot(torch.tensor(33), vocab).float())
+    model.lm_head.weight.data /= 10
+    prompt, mask = padded(10)
+    monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
+    guard = LoopGuard(budget=64, anchors=4, window=64, monitor=monitor, escalate=escalate, ends=())
+    with guard.on(model) as run:
+        new = feed_greedily(model, prompt, mask, 90)
+    assert [e.data["generated"] for e in run.events][:2] == [12, 33], "three copies and 12 tokens, then the cooldown"
+    done = {e.data["escalated"] for e in run.events[1:]}
+    assert run.events[0].data["escalated"] is None and done == {None if escalate == "none" else escalate}
+    assert set(new[:33]) == {33}, "the first alarm only cuts"
+    others = [i for i, token in enumerate(new) if token != 33]
+    if escalate == "ban":
+        assert others[0] == 33, "from the second alarm on there are no four in a row"
+        assert all(b - a <= 4 for a, b in pairwise([*others, 90])) and len(others) < 57
+    elif escalate == "sample":
+        assert others and set(others) <= {e.data["generated"] + 1 for e in run.events[1:]}, "one token for each alarm"
+    else:
+        assert others == []
 
 
 def test_a_second_guard_is_refused() -> None:

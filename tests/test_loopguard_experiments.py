@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from loopbench_kit import record
 from organisms.tiny import tiny_model
@@ -58,15 +59,17 @@ def test_what_followed_an_intervention() -> None:
     assert not why.same_cycle([1, 3, 2], [1, 2, 3])
 
 
-def test_a_ban_takes_away_what_continues_a_removed_three_gram_and_nothing_else() -> None:
-    alarms: list[tuple[int, int]] = []
-    ban = variants.Ban(2, lambda: alarms)
-    ids = torch.tensor([[0, 0, *[5, 6, 7] * 8], [0, 0, *[5, 6, 7] * 8]])
-    assert not torch.isinf(ban(ids, torch.zeros(2, 10))).any()
-    alarms.append((0, 24))
-    scores = ban(ids, torch.zeros(2, 10))
-    assert torch.isinf(scores).nonzero().tolist() == [[0, 5]], "after 6, 7 came 5, in row 0"
-    assert not torch.isinf(ban(torch.cat([ids, ids[:, :1]], 1), torch.zeros(2, 10))).any()
+def test_perplexity_is_that_of_what_follows_after_a_part_of_what_was_before() -> None:
+    model: Any = tiny_model("llama")[0]
+    ids = [(11 * i) % 70 + 4 for i in range(200)]
+    part = torch.tensor([ids[100 - variants.BEFORE :]])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(
+            model(part).logits[0, variants.BEFORE - 1 : -1], part[0, variants.BEFORE :]
+        )
+    assert variants.perplexity(model, [ids], [100]) == pytest.approx(float(loss.exp()), rel=1e-4)
+    assert variants.perplexity(model, [ids[:105]], [100]) is None, "five tokens say nothing"
+    assert variants.new_sentences("He ran. He sat!\nHe ran. He ran.") == 0.5
 
 
 def test_survival_counts_runs_without_a_collapse() -> None:

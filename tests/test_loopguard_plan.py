@@ -17,13 +17,14 @@ from sinkscope.kv.loopguard.plan import Retention, plan, repeated, spans, unifor
 def cases(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[int, int]], Retention, int]:
     budget = draw(st.integers(1, 80))
     anchors = draw(st.integers(0, budget - 1))
+    recent = draw(st.none() | st.integers(1, 60))
     retention = Retention(
         budget=budget,
         anchors=anchors,
-        recent=draw(st.integers(1, 60)),
+        recent=recent,
         max_level=draw(st.integers(0, 4)),
         recent_budget=draw(st.none() | st.integers(1, budget - anchors)),
-        recent_pick=draw(st.sampled_from(["latest", "uniform"])),
+        recent_pick=draw(st.sampled_from(["latest", "uniform"])) if recent else "latest",
         clean=draw(st.sampled_from(["tail", "repeats"])),
     )
     length = draw(st.integers(1, 200))
@@ -40,10 +41,14 @@ def test_every_plan_is_within_the_budget_and_follows_the_equations(case: Any) ->
     keep, every = set(made.keep), set(held)
     assert list(made.keep) == sorted(keep) and keep <= every and len(keep) <= retention.budget
     anchors = every & set(range(retention.anchors))
-    window = set(range(length - retention.recent, length))
     out = {p for start, stop in bad for p in range(start, stop)}
+    if retention.recent is None:  # the window is what the latest clean tokens need
+        latest = sorted(every - anchors - out)[-retention.recent_tokens(level) :]
+        window = set(range(latest[0] if latest else length, length))
+    else:
+        window = set(range(length - retention.recent, length))
     clean = (every & window) - anchors - out
-    history = every - window - anchors - (out if retention.clean == "repeats" else set())
+    history = every - window - anchors - (out if retention.clean == "repeats" or retention.recent is None else set())
     assert anchors <= keep
     assert keep & window - anchors <= clean, "a token of a bad block of the recent window is kept"
     assert len(keep & clean) == min(len(clean), retention.recent_tokens(level)) == made.recent
@@ -66,8 +71,19 @@ def test_a_uniform_choice_leaves_no_gap_longer_than_needed(total: int, count: in
         assert max(b - a for a, b in pairwise(edges)) <= widest + 1
 
 
+def test_a_loop_that_fills_the_window_leaves_the_latest_clean_tokens() -> None:
+    # A cycle of 40 tokens has filled the paper's window at step 352, after a prompt of 48 tokens.
+    printed = plan(range(400), 400, [(144, 400)], Retention(budget=256, recent=256))
+    assert (printed.anchors, printed.sparse, printed.recent) == (32, 112, 0), "copies of the cycle, and nothing clean"
+    made = plan(range(400), 400, [(120, 400)], Retention(budget=256))
+    assert made.spans == [(0, 120)] and made.recent == 88, "everything before the loop is clean, and it fits"
+    longer = plan(range(2400), 2400, [(2120, 2400)], Retention(budget=256))
+    assert (longer.anchors, longer.sparse, longer.recent) == (32, 28, 196)
+    assert longer.spans[-1] == (1924, 2120), "the latest clean tokens, up to the loop"
+
+
 def test_the_papers_sizes() -> None:
-    retention = Retention()
+    retention = Retention(recent=256)
     assert (retention.budget, retention.anchors, retention.recent) == (1024, 32, 256)
     assert [retention.recent_tokens(level) for level in range(5)] == [128, 64, 32, 16, 16]
     made = plan(range(5000), 5000, [(4900, 5000)], retention)
@@ -76,7 +92,7 @@ def test_the_papers_sizes() -> None:
 
 
 def test_a_short_sequence_loses_its_bad_tail_all_the_same() -> None:
-    made = plan(range(100), 100, [(60, 100)], Retention())
+    made = plan(range(100), 100, [(60, 100)], Retention(recent=256))
     assert made.spans == [(0, 60)]
     assert plan(range(100), 100, [(10, 100)], Retention()).spans == [(0, 32)], "anchors stay, bad or not"
 
@@ -108,6 +124,7 @@ def test_spans() -> None:
         ({"recent_budget": 0}, ["recent_budget=0", "from 1"]),
         ({"recent_budget": 993}, ["recent_budget=993", "1 to 992"]),
         ({"max_level": -1}, ["max_level=-1"]),
+        ({"recent_pick": "uniform"}, ["recent_pick", "recent=..."]),
     ],
 )
 def test_bad_input(fields: dict[str, Any], words: list[str]) -> None:

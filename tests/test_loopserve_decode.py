@@ -111,6 +111,28 @@ def test_decoding_equals_a_pass_under_the_masks_of_the_algorithm(family: str, na
         torch.testing.assert_close(torch.tensor(read), counts[None])
 
 
+def test_query_heads_that_select_for_themselves_are_those_of_a_model_that_shares_no_keys() -> None:
+    """The same model with a kv head of its own for every query head, where the choice per kv head is one per head."""
+    grouped, apart = model_of("llama"), model_of("llama", num_key_value_heads=4)
+    weights = grouped.state_dict()
+    for name, weight in weights.items():
+        if "k_proj" in name or "v_proj" in name:
+            weights[name] = weight.unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
+    apart.load_state_dict(weights)
+    assert grouped.config.num_key_value_heads == 2
+    for after in (0, 3):
+        logits, read = [], []
+        for model, per_head in ((grouped, True), (apart, False), (grouped, False)):
+            with Progressive(budget=9, every=4, after=after, per_head=per_head).on(model) as run:
+                logits.append(decode(model, IDS, MASK, PROMPT))
+                read.append(tokens_read(run))
+        close(logits[0], logits[1])
+        assert float((logits[0] - logits[2]).abs().max()) > 1e-2
+        torch.testing.assert_close(torch.tensor(read[0]), torch.tensor(read[1]))
+    with pytest.raises(SinkscopeError, match='per_head=True hides tokens: give mode="select"'):
+        Progressive(budget=9, mode="evict", per_head=True)
+
+
 def test_selecting_anew_from_everything_differs_from_evicting() -> None:
     model = model_of("llama")
     results = []
@@ -240,7 +262,7 @@ def test_a_loop_guard_cuts_the_whole_cache() -> None:
     prompt = torch.randint(5, 96, (1, 40), generator=generator)
     loop = torch.randint(5, 96, (1, 4), generator=generator).repeat(1, 30)
     ids = torch.cat([prompt, loop], 1)
-    guard = LoopGuard(**SMALL, variant="tail", monitor=EAGER)
+    guard = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER)
     cache = DynamicCache(config=model.config)
     lengths: list[int] = []
     with (Progressive(budget=8, every=4, after=0) | guard).on(model) as run, torch.no_grad():

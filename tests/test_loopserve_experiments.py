@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from longbench_files import save
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
-from experiments.loopserve import ablation, fidelity, paper, runs, sweeps, table1, turns
+from experiments.loopserve import ablation, default, fidelity, figure8, longeval, paper, runs, sweeps, table1, turns
 from sinkscope.bench.dialogues.build import TASKS
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.recall import recall_dialogue
@@ -200,6 +202,32 @@ def test_every_method_of_the_experiments_can_be_made() -> None:
     assert {panel for panel, *_ in fidelity.CURVES} == set(fidelity.TITLES)
 
 
+def test_pieces_of_a_dialogue_are_its_tokens_and_the_facts_that_it_needs() -> None:
+    turns_ = recall_dialogue(4, turns=3, tokens=160, hops=2, distractors=3).turns
+    facts = [fact for number in range(3) for fact in figure8.chain(turns_, number)]
+    assert len(set(facts)) == 6
+    for place in POSITIONS:
+        marked = 0
+        for turn in turns_:
+            words, parts = turn.prompts[place].split(), figure8.pieces(turn, place, facts)
+            kinds = [kind for kind, tokens in parts for _ in range(tokens)]
+            assert len(kinds) == len(words) + len(turn.answers[0].split())
+            assert kinds[words.index("ask")] == kinds[words.index("ask") + 4] == figure8.QUESTION
+            assert kinds.count(figure8.QUESTION) == 5 and kinds[len(words) :] == [figure8.ANSWER] * 6
+            marked += kinds.count(figure8.NEEDED)
+        assert marked == 6 * 5, "a fact has five words, and is said once"
+
+
+def test_questions_for_the_default_hold_the_right_history() -> None:
+    for where, (count, turns_, tokens) in default.SIZES.items():
+        asked = default.asked(where)
+        assert len(asked) == 3 * count and all(answer.endswith(".") for _, answer in asked)
+        assert {len(prompt.split()) for prompt, _ in asked} == {turns_ * tokens + 3 * (turns_ - 1)}
+    first = recall_dialogue(default.FIRST, turns=3, tokens=600, hops=1).turns
+    begun = f"{first[0].prompts['begin']} {first[0].answers[0]} {first[1].prompts['begin']} {first[1].answers[0]} "
+    assert default.asked(default.THIRD)[0] == (begun + first[2].prompts["begin"], first[2].answers[0])
+
+
 def test_the_suites_are_what_their_rules_say() -> None:
     for suite in (runs.KEPT, runs.CHAIN, runs.LONG, runs.SWEPT_KEPT, runs.SWEPT_CHAIN, runs.NINE, runs.NINE_CHAIN):
         dialogues = suite.dialogues()
@@ -248,3 +276,34 @@ def test_the_page_has_every_part_of_the_paper() -> None:
         for number in numbers:
             assert re.search(rf"{re.escape(name)} {number}\b", parts), (name, number)
     assert "Theorem 1" in parts
+
+
+def test_longeval_s_table_is_what_was_measured_and_holds_nothing_of_the_files(tmp_path: Path) -> None:
+    prompts = [
+        {
+            "prompt": "Remember these lines.\n"
+            + "".join(f"line {i}{n}: REGISTER_CONTENT is <{10 * n + i}>\n" for i in range(8))
+            + "\nNow the record is over. What is in line 3?",
+            "expected_number": 10 * n + 3,
+        }
+        for n in range(3)
+    ]
+    file = save(tmp_path / "lines.jsonl", prompts)
+    made = longeval.measure(None, "lines", file, count=2, length=64, new=12)
+    weights = ss.line_weights(None, data=file, count=2, length=64)
+    agree = ss.line_overlap(None, data=file, count=2, length=64, max_new_tokens=12, window=8)
+    assert made["shown"]["mass"] == weights.mass[1] and weights.etas[1] == 0.1
+    assert made["shown"]["segments"] == agree.segments[0] and made["shown"]["inputs_random"] == agree.inputs_random[0]
+    assert agree.tokens is not None and [p.position for p in agree.tokens.positions] == ["begin", "middle", "end"]
+    assert made["shown"]["end"] == agree.tokens.positions[2].overlap[1] == made["shown"]["last"]
+    assert "REGISTER" not in json.dumps(made)
+    rows = longeval.table([made]).splitlines()
+    assert len(rows) == 2 + len(longeval.ROWS) and rows[2].endswith(f"| {weights.mass[1]:.0%} |")
+
+
+def test_the_page_shows_the_committed_numbers() -> None:
+    page = (ROOT / "docs/papers/loopserve.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "figures/loopserve_longeval.json").read_text(encoding="utf-8"))
+    assert longeval.rewritten(page, longeval.table(record["result"]["sources"])) == page
+    assert longeval.rewritten("a " + " b ".join(longeval.MARKS) + " c", "new").count("new") == 1
+    assert set(record["settings"]["files"]) == {"5_topics.jsonl", "200_lines.jsonl"}

@@ -229,7 +229,7 @@ def test_beside_a_patch_a_guard_and_an_observer() -> None:
     ids, mask = prompts([40], 60)
     ids[:, 60:] = ids[:, 56:60].repeat(1, 10)  # a loop
     patch, serve = SinkPatch(layer=0, neurons=[1, 4]), LoopServe(alpha=1.0, budget=200, first=0, interval=4)
-    guard, seen = LoopGuard(**SMALL, variant="tail", monitor=EAGER), []  # type: ignore
+    guard, seen = LoopGuard.paper(**SMALL, variant="tail", monitor=EAGER), []  # type: ignore
     with (patch | guard).on(model) as run:
         expected, cuts = decode(model, ids, mask, 40), [e.position for e in run.events if e.kind == "guard"]
     with (patch | serve | guard | Observe(lambda rows: seen.append(rows.layer))).on(model) as run:

@@ -188,6 +188,10 @@ def test_a_file_of_questions_the_command_and_the_figure(tmp_path: Path, capsys: 
     assert list(bars.y) == [p.overlap[0] for p in found.tokens.positions]
     none = line_overlap(None, data=file, length=80, layers=[1], max_new_tokens=0)
     assert none.tokens is None and len([t for t in none.figure().data if t.type == "bar"]) == 0
+    file.write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in rows))
+    capsys.readouterr()
+    assert line_overlap(None, data=file, length=80, layers=[1]).tokens is None
+    assert "5_topics.jsonl does not separate questions from their context" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def cost(target: Target, ids: torch.Tensor, prompt: int, pairs: int) -> dict[str
 
 def held(target: Target, ids: torch.Tensor, prompt: int, budget: int) -> dict[str, Any]:
     """What the cache of each method holds on the same text, and the time of a token."""
-    always = LoopGuard(
+    always = LoopGuard.paper(
         budget=budget, variant="always", monitor={"every": max(1, (ids.shape[1] - prompt) // 2), "warmup": 0}
     )
     edits: dict[str, Intervention] = {

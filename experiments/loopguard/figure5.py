@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             heads=named,
             max_new_tokens=args.max_new_tokens,
             control=False,
-            interventions=LoopGuard(budget=args.budget),
+            interventions=LoopGuard.paper(budget=args.budget),
             progress=progress,
         )
     near = {

@@ -1,16 +1,28 @@
-"""Variants of LoopGuard's intervention on loops that return after an intervention on the cache alone.
+"""What LoopGuard does when a loop comes back: the options of `escalate`, rewinding, the paper's guard, and controls.
 
-    python -m experiments.loopguard.variants [--prompts 12] [--max-new-tokens 1000] [--out figures]
+    python -m experiments.loopguard.variants [--model M] [--prompts 24] [--openings FILE] [--only NAME ...] [--out DIR]
 
-The model in the package continues prompts of LoopBench's small set greedily. Compared are no guard; LoopGuard as in the
-paper; the same with `clean="repeats"`, which takes older copies out of the cache as well; LoopGuard with a *ban*: from
-an intervention on, the three-grams of every block that was taken out may not be written again; and the controls: the
-ban alone, at the same alarms but with the cache left as it is, and no-repeat-4-gram without any guard.
+A model continues prompts greedily: by default the model in the package those of LoopBench's small set, up to 2,500
+tokens with a budget of 256. Any other model with loops of its own can be given, such as a story model, with
+`--openings`, a file with a prompt in each line, `--max-new-tokens 490` and `--no-end`, where the end of a story is not
+the end of the text. For each variant the table has:
+
+- `loop`: share of runs that are a loop by Eq. 7 of the paper, length included; `tail_loop`: by that rule on the last
+  256 tokens; `copies`: share of runs that end in at least 3 copies and 32 tokens of one cycle of up to 64 tokens.
+- `ended`: share of runs that reached the end of sequence; mean length; interventions.
+- `perplexity` of what follows the first intervention (of every text: of the same steps), read once more by the same
+  model with a clean cache that holds the last 64 tokens before. A loop has a low one, a text that is broken a high one.
+  `temperature` shows what sampling at 0.7 gives.
+- `new_sentences`: share of the sentences or lines of a text that differ from all before.
+
+`rewind` goes one prompt at a time, so it takes only the first `--alone` prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,97 +31,97 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LogitsProcessor, NoRepeatNGramLogitsProcessor
+from transformers import NoRepeatNGramLogitsProcessor
 
 from experiments.loopguard.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.console import ProgressBar
 from sinkscope.figures.style import BLUE, GREEN, ORANGE
-from sinkscope.kv.loopguard import LoopGuard, LoopReporter
-from sinkscope.loops import compression_ratio, ends_in_loop, tail_period, type_token_ratio
-from sinkscope.loops.signals import WINDOW
+from sinkscope.generate import generate, padded
+from sinkscope.interventions import Event
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.loops import compression_ratio, ends_in_loop, is_loop, tail_period, type_token_ratio
 from sinkscope.models.load import load
-from sinkscope.text import typical_text
 
-BUDGET, N = 256, 3
-
-
-class Ban(LogitsProcessor):
-    """N-grams of blocks that repeated at an alarm are not written again.
-
-    Args:
-        width: columns of the prompts.
-        alarms: called at every step: (row, number of the generated token) of all alarms so far.
-    """
-
-    def __init__(self, width: int, alarms: Any) -> None:
-        self._width, self._alarms = width, alarms
-        self._seen = 0
-        self._next: dict[int, dict[tuple[int, ...], set[int]]] = {}
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Take what continues a removed three-gram out of the scores."""
-        alarms = self._alarms()
-        for row, generated in alarms[self._seen :]:
-            block = input_ids[row, self._width : self._width + generated][-WINDOW:].tolist()
-            tail = tail_period(block, repeats=2)
-            block = block if tail is None else block[tail.start :]
-            known = self._next.setdefault(row, {})
-            for i in range(len(block) - N + 1):
-                known.setdefault(tuple(block[i : i + N - 1]), set()).add(block[i + N - 1])
-        self._seen = len(alarms)
-        for row, known in self._next.items():
-            for token in known.get(tuple(input_ids[row, 1 - N :].tolist()), ()):
-                scores[row, token] = -torch.inf
-        return scores
+GUARDS: dict[str, Any] = {
+    "no guard": None,
+    "paper": LoopGuard.paper,
+    "cut alone": lambda **fields: LoopGuard(escalate="none", **fields),
+    "repeats": lambda **fields: LoopGuard(escalate="repeats", **fields),
+    "sample": lambda **fields: LoopGuard(escalate="sample", **fields),
+    "LoopGuard": LoopGuard,
+    "rewind": lambda **fields: LoopGuard(rewind=True, **fields),
+    "no-repeat-4-gram": None,
+    "temperature": None,
+}
+BEFORE = 64  # tokens that a continuation is read after
 
 
 @torch.no_grad()
-def run(model: Any, ids: Tensor, mask: Tensor, new: int, name: str) -> tuple[list[list[int]], int]:
-    """New tokens of every row by one variant, and how many interventions there were."""
-    guard = {
-        "LoopGuard": LoopGuard(budget=BUDGET),
-        "LoopGuard, clean=repeats": LoopGuard(budget=BUDGET, clean="repeats"),
-        "LoopGuard + ban": LoopGuard(budget=BUDGET),
-    }.get(name)
-    width = ids.shape[1]
+def run(
+    model: Any, rows: list[list[int]], new: int, name: str, fields: dict[str, Any]
+) -> tuple[list[list[int]], list[Event]]:
+    """New tokens of every row by one variant, up to the end of sequence, and the interventions."""
+    ids, mask = padded(rows, 0, model.device)
+    ends = set(fields["ends"])
+    options: dict[str, Any] = {"max_new_tokens": new, "do_sample": name == "temperature", "pad_token_id": 0}
+    options |= {"temperature": 0.7, "top_k": 0} if name == "temperature" else {}
+    options |= {"logits_processor": [NoRepeatNGramLogitsProcessor(4)]} if name == "no-repeat-4-gram" else {}
+    torch.manual_seed(0)
+    make = GUARDS[name]
     session: Any
-    with guard.on(model) if guard is not None else nullcontext() as session:
-        processors: list[Any] = []
-        if name == "LoopGuard + ban":
-            processors = [Ban(width, lambda: [(e.row, e.data["generated"]) for e in session.events])]
-        elif name == "ban alone":
-            reporter = LoopReporter(eos_token_id=model.generation_config.eos_token_id)
-            processors = [reporter, Ban(width, lambda: [(e.row, e.step) for e in reporter.events])]
-        elif name == "no-repeat-4-gram":
-            processors = [NoRepeatNGramLogitsProcessor(4)]
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=0,
-            logits_processor=processors,
-        )[:, width:].tolist()
-        events = 0 if session is None else len(session.events)
-    return out, events
+    with make(**fields).on(model) if make is not None else nullcontext() as session:
+        out = model.generate(input_ids=ids, attention_mask=mask, eos_token_id=sorted(ends) or None, **options)
+    made = [
+        row[: next((i + 1 for i, token in enumerate(row) if token in ends), new)]
+        for row in out[:, ids.shape[1] :].tolist()
+    ]
+    return made, [] if session is None else session.events
 
 
-NAMES = ("no guard", "LoopGuard", "LoopGuard, clean=repeats", "LoopGuard + ban", "ban alone", "no-repeat-4-gram")
+def perplexity(model: Any, rows: Sequence[Sequence[int]], firsts: Sequence[int]) -> float | None:
+    """Of the tokens from `firsts` on, each row read once after its last `BEFORE` tokens before them."""
+    losses: list[float] = []
+    for row, first in zip(rows, firsts, strict=True):
+        part = row[max(0, first - BEFORE) : first + 256]
+        skip = min(first, BEFORE)
+        if len(part) - skip < 16:
+            continue
+        ids = torch.tensor([part])
+        with torch.no_grad():
+            logp = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        losses.append(-float(logp.gather(1, ids[0, 1:, None])[max(skip, 1) - 1 :].mean()))
+    return math.exp(fmean(losses)) if losses else None
 
 
-def row_of(name: str, rows: Sequence[Sequence[int]], events: int) -> dict[str, Any]:
+def new_sentences(text: str) -> float:
+    """Share of sentences and lines that differ from all before."""
+    parts = [part.strip() for part in re.split(r"[.!?\n]+", text) if part.strip()]
+    return len(set(parts)) / len(parts) if parts else 1.0
+
+
+def row_of(
+    name: str, model: Any, made: Sequence[Sequence[int]], events: Sequence[Event], new: int, ends: set[int]
+) -> dict[str, Any]:
     """Means over the outputs of a variant."""
+    firsts = [
+        min([e.data["generated"] - e.data["taken_back"] for e in events if e.row == i], default=min(128, len(one) // 2))
+        for i, one in enumerate(made)
+    ]
     return {
         "name": name,
-        "runs": len(rows),
-        "ttr": fmean(map(type_token_ratio, rows)),
-        "cr": fmean(map(compression_ratio, rows)),
-        "loop": fmean(type_token_ratio(r) <= 0.2 and compression_ratio(r) <= 0.12 for r in rows),
-        "tail_loop": fmean(map(ends_in_loop, rows)),
-        "interventions": events / len(rows),
+        "runs": len(made),
+        "loop": fmean(is_loop(one, new) for one in made),
+        "tail_loop": fmean(map(ends_in_loop, made)),
+        "copies": fmean(tail_period(one, repeats=3, shortest=32, longest=64) is not None for one in made),
+        "ended": fmean(bool(ends & set(one)) for one in made),
+        "length": fmean(map(len, made)),
+        "ttr": fmean(map(type_token_ratio, made)),
+        "cr": fmean(map(compression_ratio, made)),
+        "interventions": len(events) / len(made),
+        "escalated": sum(e.data["escalated"] is not None for e in events) / len(made),
+        "perplexity": perplexity(model, made, firsts),
+        "new_sentences": fmean(new_sentences(model.tokenizer.decode(one)) for one in made),
     }
 
 
@@ -130,7 +142,7 @@ def figure(rows: list[dict[str, Any]]) -> Any:
         fig.add_bar(x=names, y=[row[key] for row in rows], name=label, marker_color=colour, row=1, col=col)
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=2)
     return fig.update_layout(
-        title={"text": "Variants of the intervention on the model in the package", "x": 0.01, "xanchor": "left"},
+        title={"text": "Variants of the intervention", "x": 0.01, "xanchor": "left"},
         template="plotly_white",
         width=1400,
         height=520,
@@ -144,41 +156,42 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.loopguard.variants", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--max-new-tokens", type=int, default=1000)
+    parser.add_argument("--model", help="a name, hub id or folder; by default the model in the package")
+    parser.add_argument("--name", default="", help="ending of the names of the files")
+    parser.add_argument("--openings", type=Path, help="a file with a prompt in each line")
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--alone", type=int, default=8)
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, default=2500)
+    parser.add_argument("--no-end", action="store_true")
+    parser.add_argument("--only", nargs="*", choices=list(GUARDS), default=list(GUARDS))
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    model = load(None, backend="hf")
-    prompts = load_prompts("small")
+    model: Any = load(args.model, backend="hf")
+    if args.openings is not None:
+        prompts = [line for line in args.openings.read_text().splitlines() if line.strip()]
+    else:
+        prompts = [prompt.prompt for prompt in load_prompts("small")]
     prompts = prompts[:: max(1, len(prompts) // args.prompts)][: args.prompts]
-    read = [model.tokenizer(p.prompt, verbose=False)["input_ids"] for p in prompts]
-    width = max(map(len, read))
-    ids = torch.tensor([[0] * (width - len(r)) + r for r in read])
-    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in read])
-    rows: list[dict[str, Any]] = []
-    with ProgressBar() as progress:
-        for i, name in enumerate(NAMES):
-            progress("variants", i, len(NAMES))
-            rows.append(row_of(name, *run(model, ids, mask, args.max_new_tokens, name)))
-            print(rows[-1], flush=True)
-    text = model.tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
-    n = args.max_new_tokens
-    pieces = [text[i : i + n] for i in range(0, len(text) - n + 1, n)][: len(prompts)]
-    rows.append(row_of("ordinary text", pieces, 0))
-    settings = {
-        "prompts": [p.id for p in prompts],
-        "max_new_tokens": n,
-        "budget": BUDGET,
-        "ban": N,
-        "sampling": "greedy",
-    }
-    save(
-        "loopguard_variants",
-        record("loopguard-variants", {"rows": rows}, settings, started=started),
-        figure(rows),
-        args.out,
-    )
+    read = [model.tokenizer(prompt, verbose=False)["input_ids"] for prompt in prompts]
+    eos = model.generation_config.eos_token_id
+    ends = set() if args.no_end else {eos} if isinstance(eos, int) else set(eos)
+    model.generation_config.eos_token_id = sorted(ends) or None
+    fields, rows = {"budget": args.budget, "ends": tuple(sorted(ends))}, list[dict[str, Any]]()
+    for name in args.only:
+        if name == "rewind":
+            guard, asked = GUARDS[name](**fields), prompts[: args.alone]
+            written = [generate(model, one, guard=guard, max_new_tokens=args.max_new_tokens)[0] for one in asked]
+            made, events = [one.tokens for one in written], [e for one in written for e in one.events]
+        else:
+            made, events = run(model, read, args.max_new_tokens, name, fields)
+        rows.append(row_of(name, model, made, events, args.max_new_tokens, ends))
+        rows[-1]["example"] = model.tokenizer.decode(made[0])[:600]
+        print(rows[-1], flush=True)
+    settings = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "budget": args.budget}
+    text = record("loopguard-variants", {"rows": rows}, settings, started=started)
+    save(f"loopguard_variants{args.name}", text, figure(rows), args.out)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def organism_cases() -> tuple[Any, list[tuple[list[int], int]], dict[str, Any]]:
         prompt = made.looping_prompt(period, start=start)
         ids = prompt.ids[0].tolist()
         cases.append(([*ids, *made.expected(prompt, 256)], len(ids)))
-        with LoopGuard().on(model) as run:
+        with LoopGuard.paper().on(model) as run:
             out = model.generate(
                 input_ids=prompt.ids, attention_mask=torch.ones_like(prompt.ids), max_new_tokens=400, do_sample=False
             )[0, len(ids) :].tolist()
@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     full = [r for r in folder.records if r.method == "full"]
     full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
     model = load(None, backend="hf")
-    retention = Retention(budget=BUDGET)
+    retention = Retention(recent=WINDOW, budget=BUDGET)
     cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
     for one in full:
         prompt = model.tokenizer(folder.prompts[one.prompt]["prompt"], verbose=False)["input_ids"]

@@ -2,10 +2,10 @@
 
     python -m experiments.loopserve.ablation [--work runs] [--out figures]
 
-LoopServe-P is the sparse prompt alone, LoopServe-D the progressive decoding alone; both as in the paper (alpha 0.955,
-interval 16, first 16 steps that read everything) at an eighth of the context. Controls: the whole cache; a random part
-of it; and lines chosen from a sample that holds the prompt's last 16 queries (`recent=16`, not in the paper), also at
-alpha 0.99. What the halves cost is measured by `experiments.loopserve.latency`.
+-P is the sparse prompt alone, -D the progressive decoding alone, at an eighth of the context; the decoding half is the
+paper's (interval 16, first 16 steps that read everything). Prompts are read as by default (alpha 0.80, the last 16 rows
+dense), as printed (alpha 0.955, rows drawn, one overlap for all lines), and with exact weights on the printed sample.
+Controls: the whole cache; a random part of it. What the halves cost is measured by `experiments.loopserve.latency`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from sinkscope.bench.dialogues.form import POSITIONS
 
 NAMES = {
     "whole cache": "full",
-    "LoopServe": "loopserve",
-    "LoopServe-P": "loopserve-p",
-    "LoopServe-D": "loopserve-d",
-    "LoopServe-D, first=0": "loopserve-d:first=0",
-    "LoopServe-P, recent=16": "loopserve-p:recent=16",
-    "the same, alpha=0.99": "loopserve-p:recent=16:alpha=0.99",
-    "LoopServe with both": "loopserve:recent=16:alpha=0.99",
+    "default": "loopserve",
+    "default, -P": "loopserve-p",
+    "-D": "loopserve-d",
+    "-D, first=0": "loopserve-d:first=0",
+    "as printed": "loopserve:paper",
+    "as printed, -P": "loopserve-p:paper",
+    "exact weights, rows drawn, -P": "loopserve-p:paper:variant=exact",
+    "default, alpha=0.955, -P": "loopserve-p:alpha=0.955",
     "random part": "random:window=32",
 }
 SHOWN = (

@@ -21,7 +21,7 @@ import torch
 from experiments.loopguard.drawn import save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
-from experiments.loopserve.sweeps import ALPHAS, FIXED, INTERVALS, SAMPLES, legends
+from experiments.loopserve.sweeps import ALPHAS, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
 from experiments.record import record
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.tables import FIDELITY, Near
@@ -35,10 +35,12 @@ BUDGETS = (64, 128, 256, 512, 1024)
 
 # (panel, curve, text of the method with {} for the value, values); without a budget, an eighth of the context
 CURVES: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
-    ("alpha", "sample drawn at random", "loopserve-p:alpha={}", ALPHAS),
-    ("alpha", "with the last 16 queries", "loopserve-p:recent=16:alpha={}", ALPHAS),
-    ("sample", "drawn, alpha 0.955", "loopserve-p:sample={}", SAMPLES),
-    ("sample", "with the last 8", "loopserve-p:recent=8:sample={}", SAMPLES),
+    ("alpha", PRINTED, "loopserve-p:paper:alpha={}", ALPHAS),
+    ("alpha", DRAWN, "loopserve-p:paper:variant=exact:alpha={}", ALPHAS),
+    ("alpha", DENSE, "loopserve-p:alpha={}", ALPHAS),
+    ("sample", f"{PRINTED}, 0.955", "loopserve-p:paper:sample={}", SAMPLES),
+    ("sample", f"{DRAWN}, 0.955", "loopserve-p:paper:variant=exact:sample={}", SAMPLES),
+    ("sample", f"{DENSE}, 0.80", "loopserve-p:sample={}", SAMPLES),
     ("budget", "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
     ("budget", "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
     ("budget", "random part, anew", "random-progressive:budget={}", BUDGETS),
@@ -59,7 +61,7 @@ TITLES = {
     "window": f"observation window (budget {FIXED})",
     "first": "first steps that read all (12.5 %)",
 }
-ALONE = ("loopserve", "loopserve-p", "loopserve-d")
+ALONE = ("loopserve", "loopserve-p", "loopserve:paper", "loopserve-p:paper", "loopserve-d")
 
 
 def row_of(records: Sequence[Near], method: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 Swept are alpha and the sample of the prompt's half (loopserve-p); the budget, the interval, the first steps that read
 everything, and choosing against evicting of the decoding half; and the observation window of SnapKV and of that half,
 which is its interval. Contexts are 512 to 1,800 tokens, so beside the paper's budgets there are smaller ones that bite.
-Controls: everything, a random part, and for the sample one that always holds the last queries.
+The prompt's half is run as printed, with exact weights on the same drawn sample, and as it is by default. Controls:
+everything, and a random part.
 """
 
 from __future__ import annotations
@@ -32,22 +33,21 @@ from experiments.loopserve.runs import (
 from experiments.record import record
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE
 
-ALPHAS = (0.9, 0.955, *paper.ALPHAS)
+PRINTED, DRAWN, DENSE = "as printed", "exact weights, rows drawn", "default: last 16 rows dense"
+"""Curves of the prompt's half: algorithm 5 with its one overlap, the same with exact weights, and ours."""
+
+ALPHAS = (0.8, 0.9, 0.955, *paper.ALPHAS)
 BUDGETS = (32, 64, 128, *paper.BUDGETS)
 SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
 
 # (figure, suite, curve, text of the method with {} for the value, values)
 CURVES: tuple[tuple[str, Suite, str, str, tuple[float, ...]], ...] = (
-    ("alpha", SWEPT_KEPT, "sample drawn at random", "loopserve-p:alpha={}", ALPHAS),
-    ("alpha", SWEPT_KEPT, "with the last 16 queries", "loopserve-p:recent=16:alpha={}", ALPHAS),
-    ("sample", SWEPT_KEPT, "drawn at random, alpha 0.995", "loopserve-p:alpha=0.995:sample={}", SAMPLES),
-    (
-        "sample",
-        SWEPT_KEPT,
-        "with the last 8, alpha 0.995",
-        "loopserve-p:recent=8:alpha=0.995:sample={}",
-        SAMPLES,
-    ),
+    ("alpha", SWEPT_KEPT, PRINTED, "loopserve-p:paper:alpha={}", ALPHAS),
+    ("alpha", SWEPT_KEPT, DRAWN, "loopserve-p:paper:variant=exact:alpha={}", ALPHAS),
+    ("alpha", SWEPT_KEPT, DENSE, "loopserve-p:alpha={}", ALPHAS),
+    ("sample", SWEPT_KEPT, f"{PRINTED}, 0.995", "loopserve-p:paper:alpha=0.995:sample={}", SAMPLES),
+    ("sample", SWEPT_KEPT, f"{DRAWN}, 0.995", "loopserve-p:paper:variant=exact:alpha=0.995:sample={}", SAMPLES),
+    ("sample", SWEPT_KEPT, f"{DENSE}, 0.80", "loopserve-p:alpha=0.8:sample={}", SAMPLES),
     ("budget, one fact", SWEPT_KEPT, "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
     ("budget, one fact", SWEPT_KEPT, "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
     ("budget, one fact", SWEPT_KEPT, "SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", BUDGETS),

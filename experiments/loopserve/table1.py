@@ -51,12 +51,21 @@ OWN = (
     "loopserve",
     "loopserve-0",
     "loopserve-p",
+    "loopserve:paper",
+    "loopserve-p:paper",
+    "loopserve-p:paper:variant=exact",
     "loopserve-d",
     "loopserve-d:first=0",
-    "loopserve:recent=16:alpha=0.99",
     "random:window=32",
 )
-LONGER = (*paper.METHODS, "loopserve-p", "loopserve-d", "loopserve:recent=16:alpha=0.99", "random:window=32")
+LONGER = (
+    *paper.METHODS,
+    "loopserve-p",
+    "loopserve:paper",
+    "loopserve-p:paper:variant=exact",
+    "loopserve-d",
+    "random:window=32",
+)
 
 
 def paper_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -98,10 +107,11 @@ def table8_rows(folders: Sequence[str] = ()) -> list[dict[str, Any]]:
 def measured(folders: Sequence[str]) -> dict[tuple[str, str, str, str], float]:
     """Percent by the paper's name of the model, position, task and method, from finished runs.
 
-    Where one method was run with several settings, the last one counts.
+    Where one method was run with several settings, the last one counts, and the printed one before the default.
     """
     found: dict[tuple[str, str, str, str], float] = {}
-    for group in tabulate_dialogues(folders).groups if folders else ():
+    groups = tabulate_dialogues(folders).groups if folders else ()
+    for group in sorted(groups, key=lambda group: ":paper" in group.method):
         model = next((key for key, name in paper.MODELS.items() if name.lower() in group.model.lower()), None)
         if model is not None and group.task in TASKS:
             found[model, group.position, group.task, split_spec(group.method)[0].split(":")[0]] = 100 * group.score
@@ -148,7 +158,7 @@ def _share(value: float | None, of: float) -> str:
 def short(spec: str) -> str:
     """The method's name, and what tells it from others of that name."""
     name, *given = spec.split(":")
-    shown = [part for part in given if part.split("=")[0] in ("alpha", "first", "recent") and part != "alpha=0.955"]
+    shown = [part for part in given if part.split("=")[0] in ("alpha", "first", "paper", "seed", "variant")]
     return ", ".join([name, *(shown if name.startswith("loopserve") else [])])
 
 

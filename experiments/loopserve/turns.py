@@ -5,8 +5,8 @@
 One cache grows over all turns of a dialogue, to 2,700 tokens and the answers, and what a method threw away in one turn
 is missing in the next. The budget stays at 128 tokens, as the paper's stays at 1,024 while Qasper's dialogues grow.
 MInference, which has none, computes an eighth of the prompt's cells. Answers are one fact, or a chain of seven. Right
-answers are the history. Controls: everything, a random part, and LoopServe with the prompt's last queries in its
-sample.
+answers are the history. LoopServe is run by default, as printed, and with exact weights on the printed sample.
+Controls: everything, and a random part.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from experiments.loopserve.runs import (
     turns_of,
 )
 from experiments.record import record
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED
 
 BUDGET = 128
+PURPLE, SKY = COLOURS[3:5]
 NAMES = {
     "whole cache": "full",
     "LoopServe": f"loopserve:budget={BUDGET}",
+    "LoopServe as printed": f"loopserve:paper:budget={BUDGET}",
+    "exact weights, rows drawn": f"loopserve:paper:variant=exact:budget={BUDGET}",
     "LoopServe-D": f"loopserve-d:budget={BUDGET}",
-    "LoopServe, recent=16": f"loopserve:recent=16:alpha=0.99:budget={BUDGET}",
     "LoopServe-D, first=0": f"loopserve-d:first=0:budget={BUDGET}",
     "SnapKV": f"snapkv:{LONGBENCH}:budget={BUDGET}",
     "AdaKV": f"adakv:{LONGBENCH}:budget={BUDGET}",
@@ -44,17 +46,18 @@ NAMES = {
     "random part": f"random:window=32:budget={BUDGET}",
 }
 LINES = (
-    ("#000000", "solid", 9),
-    (RED, "solid", 2),
-    (RED, "dash", 3),
-    ("#000000", "dot", 2),
-    (RED, "dot", 2),
-    (BLUE, "solid", 2),
-    (GREEN, "solid", 2),
-    (ORANGE, "solid", 5),
-    (GREY, "dot", 2),
+    ("#000000", "solid", "circle-open", 17),
+    (RED, "solid", "circle", 8),
+    (RED, "dot", "x", 9),
+    (PURPLE, "dot", "cross", 9),
+    (SKY, "dash", "square-open", 11),
+    (SKY, "dot", "triangle-up", 8),
+    (BLUE, "solid", "diamond", 9),
+    (GREEN, "dash", "triangle-down", 9),
+    (ORANGE, "solid", "diamond-open", 14),
+    (GREY, "dot", "circle", 5),
 )
-"""Colour, dash and width: several curves lie on one another, and thin ones are drawn last."""
+"""Colour, dash, marker and its size: curves that lie on one another show their markers inside each other."""
 SHOWN = (
     (NINE, "score", "one fact: answers that are right"),
     (NINE_CHAIN, "prefix", "chain of seven: of an answer, before its first mistake"),
@@ -67,17 +70,18 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
 
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.04)
     for col, (suite, key, _) in enumerate(SHOWN, 1):
-        for name, (colour, dash, width) in sorted(zip(NAMES, LINES, strict=True), key=lambda pair: -pair[1][2]):
+        for name, (colour, dash, symbol, size) in sorted(zip(NAMES, LINES, strict=True), key=lambda pair: -pair[1][3]):
             mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
             fig.add_scatter(
                 x=[row["turn"] for row in mine],
                 y=[row[key] for row in mine],
                 name=name,
                 legendgroup=name,
+                legendrank=list(NAMES).index(name),
                 showlegend=col == 1,
                 mode="lines+markers",
-                line={"color": colour, "dash": dash, "width": width},
-                opacity=0.35 if width > 3 else 1,
+                line={"color": colour, "dash": dash, "width": 2},
+                marker={"symbol": symbol, "size": size, "line": {"width": 2, "color": colour}},
                 row=1,
                 col=col,
             )
@@ -87,8 +91,9 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
         title={"text": f"Nine turns, one cache, {BUDGET} tokens of budget", "x": 0.01, "xanchor": "left"},
         template="plotly_white",
         width=1400,
-        height=560,
+        height=640,
         font={"size": 13},
+        legend={"orientation": "h", "x": 0, "y": -0.16, "entrywidth": 220, "itemwidth": 50},
         margin={"l": 50, "r": 20, "t": 90, "b": 60},
     )
 

@@ -280,7 +280,7 @@ def _pictured(setup: Setup, ids: Int[Tensor, " pos"], layer: int, head: int) -> 
     """The map of a head of `layer` over the first tokens of `ids`."""
     ids = ids[:PICTURED]
     found: list[LinePicture] = []
-    words = tuple(str(setup.tokenizer.decode([i])) for i in ids.tolist())
+    words = tuple(str(i if setup.tokenizer is None else setup.tokenizer.decode([i])) for i in ids.tolist())
 
     def picture(_: int, scores: Scores) -> None:
         lines = top_lines(*line_sums(scores), [DRAWN])

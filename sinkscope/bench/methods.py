@@ -37,6 +37,7 @@ class MethodKind:
         without: fields that cannot be given.
         sized: it reads a part of the cache, of `budget` tokens.
         shaped: it is a shape of prompts, which `bench.dialogues.equal` makes at a share of the context.
+        paper: it is always what the paper prints.
         block: "cache" and "guard" stand in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
     """
 
@@ -47,6 +48,7 @@ class MethodKind:
     without: tuple[str, ...] = ()
     sized: bool = True
     shaped: bool = False
+    paper: bool = False
     block: Block = "cache"
 
     @property
@@ -72,12 +74,12 @@ class MethodKind:
 
 _PRINTED = "paper"
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
-_DECODING = ("budget", "interval", "first")
+_DECODING = ("budget", "interval", "first", "per_head")
 _PROMPTS = ("alpha", "sample", "recent", "dense_rows", "seed", "variant", "shortest", "dense_above", "kernel")
 
 
-def _guard(about: str, **fixed: Any) -> MethodKind:
-    return MethodKind(_GUARD, "LoopGuard", about, fixed, ("window",), block="guard")
+def _guard(about: str, paper: bool = True, **fixed: Any) -> MethodKind:
+    return MethodKind(_GUARD, "LoopGuard", about, fixed, ("window", "rewind"), paper=paper, block="guard")
 
 
 def _rule(block: Block, about: str) -> MethodKind:
@@ -108,9 +110,9 @@ METHODS: dict[str, MethodKind] = {
         _SERVE, "LoopServe", "prompts alone", {"decode": False}, ("prefill", *_DECODING), sized=False
     ),
     "loopserve-d": MethodKind(_SERVE, "LoopServe", "decoding alone", {"prefill": False}, ("decode", *_PROMPTS)),
-    "loopguard": _guard("LoopGuard as in the paper"),
-    "loopguard-window": _guard("LoopGuard, its cache within the budget at all times", between="window"),
-    "loopguard-repeats": _guard("LoopGuard that takes out older copies too", clean="repeats"),
+    "loopguard": _guard("LoopGuard: early alarms, and a ban if a loop comes back", paper=False),
+    "loopguard-window": _guard("the paper's LoopGuard, its cache within the budget at all times", between="window"),
+    "loopguard-repeats": _guard("the paper's LoopGuard, which takes out older copies too", clean="repeats"),
     "loopguard-always": _guard("pruning every 200 tokens", variant="always"),
     "loopguard-p1": _guard("pruning on the top-1 streak alone", variant="p1"),
     "loopguard-ttr": _guard("pruning on the type-token ratio alone", variant="ttr"),
@@ -239,7 +241,7 @@ class Method:
             options.setdefault("budget", budget)
         if kind.block == "guard" and window is not None:
             options["window"] = window
-        make = kind.cls.paper if self.paper else kind.cls
+        make = kind.cls.paper if self.paper or kind.paper else kind.cls
         return make(**kind.fixed, **options)
 
 

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.target import Target
 from sinkscope.room import Growing
+from sinkscope.trace.attention import widened
 
 _FIXED = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
 
@@ -102,10 +103,12 @@ class CacheLayer(DynamicLayer):
         self.seen = 0
         self.edited = self.ragged = self.rebased = self.whole = False
         self.aside: CacheLayer | None = None
+        self._groups = 0  # query heads of a kv head, where each hides slots of its own; 0: they hide the same
         self._holes: Tensor | None = None  # [batch]
         self._columns: Tensor | None = None  # [batch seen]; shared between layers
         self._pos: Tensor | None = None  # [batch kv_head slot], of the slots that existed when it was last read
-        self._side: dict[str, Tensor] = {}  # [batch kv_head slot], moves with the slots: "hidden", and "extra.NAME"
+        # [batch kv_head slot], moves with the slots: "extra.NAME", and "hidden", a bit for each query head of a group
+        self._side: dict[str, Tensor] = {}
         self._ungrown()
 
     def _ungrown(self) -> None:
@@ -146,14 +149,21 @@ class CacheLayer(DynamicLayer):
         return self._holes
 
     @property
-    def hidden(self) -> Bool[Tensor, "batch kv_head slot"] | None:
-        """Slots that are kept but not attended to (mode "select"); None: there are none."""
-        return self._grown("hidden") if "hidden" in self._side else None
+    def hidden(self) -> Bool[Tensor, "batch _ slot"] | None:
+        """Slots that are kept but not attended to (mode "select"), by kv head or by query head; None: none."""
+        if "hidden" not in self._side:
+            return None
+        held = self._grown("hidden")
+        if not self._groups:
+            return held
+        bit = torch.arange(self._groups, device=held.device)[:, None]
+        return (held[:, :, None] >> bit & 1).flatten(1, 2).bool()
 
     @property
-    def readable(self) -> Bool[Tensor, "batch kv_head slot"]:
-        """Slots that hold a token that is not hidden."""
-        return self.pos >= 0 if self.hidden is None else (self.pos >= 0) & ~self.hidden
+    def readable(self) -> Bool[Tensor, "batch _ slot"]:
+        """Slots that hold a token that is not hidden, by kv head, or by query head if each hides its own."""
+        held = self.pos >= 0
+        return held if self.hidden is None else widened(held, self.hidden.shape[1]) & ~self.hidden
 
     def extra(self, name: str) -> Shaped[Tensor, "batch kv_head slot"]:
         """Numbers for each slot, such as the attention that it received. They move with the slots and begin at zero."""
@@ -207,11 +217,20 @@ class CacheLayer(DynamicLayer):
         self._holes = None
         self.edited, self.ragged, self.whole = True, most != least, most == least
 
-    def select(self, show: Bool[Tensor, "batch kv_head slot"] | None) -> None:
-        """Attend only to the slots in `show` and to new ones until the next call; None: to all. No slot is freed."""
+    def select(self, show: Bool[Tensor, "batch _ slot"] | None) -> None:
+        """Attend only to the slots in `show` and to new ones until the next call; None: to all. No slot is freed.
+
+        Args:
+            show: one choice for each kv head, or one for each query head.
+        """
         self._side.pop("hidden", None)
-        if show is not None:
+        self._groups = 0
+        if show is not None and show.shape[1] == self.keys.shape[1]:
             self._side["hidden"] = ~show
+        elif show is not None:
+            self._groups = show.shape[1] // self.keys.shape[1]
+            bit = torch.arange(self._groups, device=show.device)[:, None]
+            self._side["hidden"] = ((~show).unflatten(1, (-1, self._groups)).long() << bit).sum(2)
         self.edited = self._pos is not None or show is not None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,8 @@ from sinkscope.records import Natural, Whole, check_fields
 
 ENTRY_POINTS = "sinkscope.policies"
 _REGISTERED: dict[str, type[Intervention]] = {}
+NAMED: dict[str, Callable[..., Intervention]] = {}
+"""What commands take in place of a policy though it is none, by name."""
 Class = TypeVar("Class", bound=type[Intervention])
 
 
@@ -154,6 +156,7 @@ class Policy(Intervention):
         session = Session.of(run)
         session.claim(self)
         session.own_cache()
+        session.anchors = max(session.anchors, self.first)
         rotary = Rotary(run.target) if self.positions == "rebased" else None
         self.watch(session, key)
         session.before_decode(lambda moment: self._act(moment, session, key, rotary))
@@ -179,6 +182,18 @@ class Policy(Intervention):
             )
         return rows
 
+    def protected(self, at: At, budget: int | Int[Tensor, " batch"]) -> Bool[Tensor, "batch kv_head slot"]:
+        """Slots that are always kept: the first and the last ones.
+
+        The anchors of a guard beside the policy are kept as well, in up to half of what the last ones leave.
+        """
+        pos, first = at.kv.pos, self.first
+        if at.session.anchors > first:
+            room = torch.as_tensor((budget - self.last) // 2, device=pos.device).clamp(self.first, at.session.anchors)
+            first = room.view(-1, 1, 1)
+        protected = pos < first
+        return protected | (pos >= at.length[:, None, None] - self.last) if self.last else protected
+
     def select(
         self, scores: Float[Tensor, "batch kv_head slot"], at: At, budget: int | Int[Tensor, " batch"]
     ) -> Bool[Tensor, "batch kv_head slot"]:
@@ -186,10 +201,7 @@ class Policy(Intervention):
 
         Among slots of equal score the later one stays, so that padding and the batch make no difference.
         """
-        pos = at.kv.pos
-        protected = pos < self.first
-        if self.last:
-            protected = protected | (pos >= at.length[:, None, None] - self.last)
+        pos, protected = at.kv.pos, self.protected(at, budget)
         ranked = scores.float().masked_fill(protected, torch.inf).masked_fill(pos < 0, -torch.inf)
         slots = pos.shape[-1]
         if isinstance(budget, int):
@@ -331,6 +343,7 @@ def policy_named(text: str) -> Intervention:
     """Make a cache policy from its name on the command line: `NAME` or `package.module:Class`, and `:BUDGET` after it.
 
     The budget is a number of tokens or a fraction of the prompt. Modules are also looked for in the current folder.
+    `loopguard` and `loopguard:paper` are the two guards.
 
     Raises:
         SinkscopeError: there is no such policy or class, or the budget is not one.
@@ -339,6 +352,9 @@ def policy_named(text: str) -> Intervention:
         >>> policy_named("streaming:512").budget, policy_named("sinkscope.kv.h2o:H2O:0.25").budget
         (512, 0.25)
     """
+    if given := next((name for name in sorted(NAMED, reverse=True) if f"{text}:".startswith(f"{name}:")), None):
+        size = text.removeprefix(given).removeprefix(":")
+        return NAMED[given](**({"budget": _budget(text, given, size)} if size else {}))
     name, *rest = text.split(":")
     own = rest[:1] if rest and (rest[0].isidentifier() or len(rest) > 1) and name not in _REGISTERED else []
     budget = ":".join(rest[len(own) :])

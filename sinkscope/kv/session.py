@@ -141,6 +141,9 @@ class Session:
         now: what the current thread is doing.
         owns_cache: whether the layers of the caches in use are replaced by ours.
         one_by_one: whether a guard acts on generated tokens, which then have to come one by one.
+        anchors: number of first positions that policies and guards beside each other keep.
+        rewinder: passes on what a guard takes back from the output; None: nothing is taken back.
+        resuming: whether `generate` was called to go on where tokens were taken back, so that it reads no prompt.
     """
 
     def __init__(self, run: Run) -> None:
@@ -152,7 +155,9 @@ class Session:
                 page="kv-session",
             )
         self.run, self.target, self.now = run, target, _Now()
-        self.owns_cache = self.one_by_one = False
+        self.owns_cache = self.one_by_one = self.resuming = False
+        self.anchors = 0
+        self.rewinder: Any = None
         self._keep_queries, self._keep_decoding = 0, False
         self._policy: str | None = None
         self._scaling: dict[int, float] = {}
@@ -412,7 +417,7 @@ class Session:
         leave(self._handler) if call is None else listen(self._handler)
 
     def _prompting(self, reads: bool) -> None:
-        self.now.prompting = reads
+        self.now.prompting = reads and not self.resuming
 
     def _check(self, method: str, given: dict[str, Any]) -> None:
         """Refuse generation under which nobody could act on generated tokens.

@@ -94,7 +94,7 @@ class AdaKV(SnapKV):
     ) -> Bool[Tensor, "batch kv_head slot"]:
         """Choose the window, the first tokens, and in every head as many of the highest scores as its share allows."""
         pos = at.kv.pos
-        protected = (pos >= 0) & ((pos < self.first) | (pos >= at.length[:, None, None] - self.last))
+        protected = (pos >= 0) & self.protected(at, budget)
         free = (pos >= 0) & ~protected
         tokens = torch.as_tensor(budget, device=pos.device).expand(len(pos))
         base = (tokens[:, None] - protected.sum(-1)).clamp(min=0)

@@ -52,8 +52,7 @@ class MonitorSettings:
         tail_shortest: tokens that a tail repetition needs, so that a short ruler is none. `paper()` has 64.
         tail_longest: largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
         tail_noise: largest share of tokens of a tail repetition that differ from those a period before; rule "repeats"
-            alone tolerates any. 1 in 12 was the largest share without an alarm on honest texts, see
-            `docs/measure/loops.md`.
+            alone tolerates any. With 1 in 14 or more, truth tables set off alarms.
         tail_hold: steps in a row with a tail repetition that make the tail gate. `paper()` has 4, as for a stall.
         relapse: a trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
             other trigger sets it to 0. The default is the window, which then still holds tokens from before the last
@@ -81,7 +80,7 @@ class MonitorSettings:
     tail_repeats: Annotated[StrictInt | StrictFloat, Field(ge=2)] = 3
     tail_shortest: Whole = 48
     tail_longest: Natural = 2048
-    tail_noise: Share = 1 / 12
+    tail_noise: Share = 1 / 16
     tail_hold: Natural = 1
     relapse: Whole = WINDOW
     rule: Literal["repeats", "signals", "always", "never"] = "repeats"

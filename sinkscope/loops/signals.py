@@ -120,7 +120,7 @@ class _Run:
         self.first = self.clean = first  # of the tokens that are compared; the first after the last mismatch
         self.due = due  # position from which they cover enough
         self.misses, self.credit = 0, Repeats.CREDIT
-        self.missed: deque[int] = deque()  # positions of mismatches that are not older than a period
+        self.missed: deque[tuple[int, bool]] = deque()  # mismatches of the last period; whether the token was replaced
 
 
 class Repeats:
@@ -159,7 +159,7 @@ class Repeats:
         self._ends: dict[int, int] = {}  # hash of a stretch -> where it ended last
         self._older: dict[int, int] = {}
         self._runs: dict[int, _Run] = {}  # by period
-        self._last: tuple[int, int] | None = None
+        self._last: tuple[int, int] | None = None  # the exact part of what was found: its period and start
 
     def add(self, token: int, position: int) -> tuple[int, int] | None:
         """Take the token at `position`; period and first position of the repetition that covers most, if any does."""
@@ -167,7 +167,7 @@ class Repeats:
         ids.append(token)
         hashes.append((hashes[-1] * _BASE + token + 1) % _MODULUS)
         self._look_up(position)
-        found, best, ended = None, position, []
+        found, best, clean, ended = None, position, 0, []
         for period, run in runs.items():
             if ids[~period] != token:
                 if not self._tolerated(run, period, token, position):
@@ -179,14 +179,14 @@ class Repeats:
                     if position < self._due(start, period):
                         continue
                 if start < best or (start == best and found is not None and period < found[0]):
-                    best, found = start, (period, start)
-        if found is not None and len(runs) > 1:
-            ended += [p for p in runs if p > found[0] and p % found[0] == 0 and runs[p].first - p >= best]
+                    best, found, clean = start, (period, start), run.clean
+        if found is not None and len(runs) > 1:  # periods that say nothing beside one that divides them
+            ended += [p for p in runs if p > found[0] and p % found[0] == 0 and runs[p].clean >= clean]
         for period in ended:
             runs.pop(period, None)
         if len(ids) > 2 * self._keep:
             del ids[: -self._keep], hashes[: -self._keep]
-        self._last = found
+        self._last = found and (found[0], clean - found[0])
         return found
 
     def _look_up(self, position: int) -> None:
@@ -232,11 +232,14 @@ class Repeats:
             return False
         run.credit = min(self.CREDIT, run.credit + self._noise * (position - run.clean))
         run.clean, missed = position + 1, run.missed
-        while missed and missed[0] < position - period:
+        while missed and missed[0][0] < position - period:
             missed.popleft()
-        if missed and missed[0] == position - period:  # the place that was replaced a copy ago
-            return len(self._ids) > 2 * period and self._ids[~(2 * period)] == token
-        missed.append(position)
+        again = bool(missed) and missed[0][0] == position - period
+        if again and not (missed[0][1] and self._ids[~(2 * period)] == token):
+            return False  # this place changes in every copy; after one replaced token it would be as it was before
+        missed.append((position, not again))
+        if again:
+            return True
         run.misses += 1
         run.credit -= 1
         return run.credit >= 0

@@ -93,6 +93,8 @@ class Measurement(Generic[P, R]):
         pieces = given.get("texts", self.__signature__.parameters["texts"].default)
         if isinstance(pieces, int):  # a measurement may also take texts by this name
             opening["texts"] = pieces
+        elif pieces is not None and not any(isinstance(piece, str) for piece in pieces):
+            opening["texts"] = 0  # ids are all that is read
         setup = replace(Setup.open(**opening, loading=self.loading if edit is None else "whole"), edit=edit)
         return self._measured(setup, {k: given[k] for k in self._own if k in given}, given)
 

@@ -109,7 +109,7 @@ class Setup:
             text: File of typical text. By default the neutral text in the package.
             seed: Seed of every random choice.
             tokenizer: For live models that carry none.
-            texts: Pieces of 64 tokens of typical text.
+            texts: Pieces of 64 tokens of typical text; for 0 of them, no tokenizer is needed.
             trust_remote_code: Run code that comes with the checkpoint; the model is then loaded whole.
             progress: Called as `progress(what, done, total)`.
             loading: "stream" reads layer by layer where it can; "enough" may leave out the last layers of a GGUF file
@@ -128,10 +128,11 @@ class Setup:
         }
         if loading == "whole" and (model is None or isinstance(model, str | os.PathLike)):
             model = load(model, backend="hf", **options)
-        target = open_target(model, **options)
+        target = open_target(model, **options, needed=texts > 0)
         start = resolve_bos(target.tokenizer, target.config, bos)
         length = min(PIECE, target.max_positions or PIECE)
-        ids = text_rows(target.tokenizer, content, texts, length, start)
+        none = torch.zeros(0, length, dtype=torch.long)
+        ids = text_rows(target.tokenizer, content, texts, length, start) if texts else none
         source = (model, options)
         made = cls(target, start, content, ids, seed, progress or silent, started=started, source=source)
         return made if loading == "enough" else read_whole(made)

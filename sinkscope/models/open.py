@@ -299,11 +299,12 @@ def open_target(
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
     trust_remote_code: bool,
+    needed: bool = True,
 ) -> Target:
     """Open a live model, the bundled model (in memory), or a named model (streamed from disk where this is possible).
 
     Raises:
-        SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer.
+        SinkscopeError: `model` is not a model, cannot be read, or has no tokenizer although it is `needed`.
     """
     if model == BUNDLED:  # None means the bundled model too
         model = None
@@ -314,7 +315,7 @@ def open_target(
         "trust_remote_code": trust_remote_code,
     }
     if not (model is None or isinstance(model, str | os.PathLike)):
-        return _with_tokenizer(Target.of(model, tokenizer))
+        return _with_tokenizer(Target.of(model, tokenizer), needed)
     source = None if model is None else locate(model, revision)
     if source is not None and source.kind != "gguf" and not trust_remote_code:
         try:
@@ -377,7 +378,7 @@ def _stream(
     return target
 
 
-def _with_tokenizer(target: Target) -> Target:
+def _with_tokenizer(target: Target, needed: bool = True) -> Target:
     if target.tokenizer is not None:
         return target
     found, where = None, getattr(target.config, "_name_or_path", "")
@@ -390,7 +391,8 @@ def _with_tokenizer(target: Target) -> Target:
             found = without_cache(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
             found = found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
     target = replace(target, tokenizer=found)
-    target.need_tokenizer()
+    if needed:
+        target.need_tokenizer()
     return target
 
 

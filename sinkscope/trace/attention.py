@@ -43,13 +43,13 @@ class View:
         pos: position of each key; -1 where there is none.
         query_pos: position of each query; -1 at padding.
         window: keys this far back and further are not seen; None: all are.
-        hidden: keys that are there but not attended to; None: none.
+        hidden: keys that are there but not attended to, by kv head or by query head; None: none.
     """
 
     pos: Int[Tensor, "batch kv_head key"]
     query_pos: Int[Tensor, "batch query"]
     window: int | None = None
-    hidden: Bool[Tensor, "batch kv_head key"] | None = None
+    hidden: Bool[Tensor, "batch _ key"] | None = None
 
     def part(self, queries: slice, keys: slice) -> View:
         """Some of the queries and keys."""
@@ -67,7 +67,7 @@ class View:
         if self.window is not None:
             ok = ok & ((key > query - self.window) | (query < 0))
         ok = ok & (key >= 0)
-        return ok if self.hidden is None else ok & ~self.hidden[:, :, None, :]
+        return ok if self.hidden is None else widened(ok, self.hidden.shape[1]) & ~self.hidden[:, :, None, :]
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class Attention:
         for start in range(0, self.query.shape[2], _MASKED):
             part = slice(start, start + _MASKED)
             query = self.query[:, :, part]
-            mask = _widened(self.view.part(part, slice(None)).sees(), query.shape[1])
+            mask = widened(self.view.part(part, slice(None)).sees(), query.shape[1])
             if eager:
                 mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
                     ~mask, torch.finfo(query.dtype).min
@@ -252,7 +252,7 @@ def rows_by_view(
     return attention_probs(
         query,
         key,
-        _widened(view.sees(), query.shape[1]),
+        widened(view.sees(), query.shape[1]),
         scaling=_scaling(module, query, scaling),
         first_query=0,
         softcap=getattr(module.config, "attn_logit_softcapping", None) if capped else None,
@@ -266,7 +266,7 @@ def _scaling(module: Any, query: Tensor, passed: float | None) -> float:
     return float(query.shape[-1] ** -0.5 if known is None else known)
 
 
-def _widened(mask: Bool[Tensor, "batch _ query key"], heads: int) -> Bool[Tensor, "batch _ query key"]:
+def widened(mask: Bool[Tensor, "batch _ *query key"], heads: int) -> Bool[Tensor, "batch _ *query key"]:
     """From kv heads to query heads; a mask that is the same for all has one head, and keeps it."""
     groups = heads // mask.shape[1] if mask.shape[1] > 1 else 1
     return mask.repeat_interleave(groups, 1) if groups > 1 else mask

@@ -253,9 +253,10 @@ class _Readable(Intervention):
         session.after_call(note)
 
 
-def _there(layer: CacheLayer) -> Bool[Tensor, "batch kv_head pos"]:
-    """Positions that hold a token which is not hidden."""
-    pos, there = layer.pos, layer.readable
+def _there(layer: CacheLayer) -> Bool[Tensor, "batch _ pos"]:
+    """Positions that hold a token which is not hidden, by kv head, or by query head if each hides its own."""
+    there = layer.readable
+    pos = layer.pos.repeat_interleave(there.shape[1] // layer.pos.shape[1], 1)
     found = torch.zeros(*pos.shape[:2], layer.seen + 1, dtype=torch.bool, device=pos.device)
     return found.scatter_(-1, pos.masked_fill(~there, layer.seen), True)[..., : layer.seen]
 
@@ -285,10 +286,12 @@ class _Weigh(Intervention):
     def _add(self, rows: Rows) -> None:
         if not self._calls:  # the prompt
             return
-        step, paid = self._calls - 1, rows.probs[:, :, -1].double().unflatten(1, (rows.pos.shape[1], -1))
+        step = self._calls - 1
         for left, sums in zip(self._left, self._sums, strict=True):
-            bits = torch.from_numpy(np.unpackbits(left.steps[step][rows.layer], axis=-1)).to(paid.device)
-            there = bits.gather(-1, rows.pos.clamp(min=0)) > 0  # nothing is paid to padding
+            bits = torch.from_numpy(np.unpackbits(left.steps[step][rows.layer], axis=-1)).to(rows.pos.device)
+            paid = rows.probs[:, :, -1].double().unflatten(1, (bits.shape[1], -1))
+            pos = rows.pos.repeat_interleave(bits.shape[1] // rows.pos.shape[1], 1)
+            there = bits.gather(-1, pos.clamp(min=0)) > 0  # nothing is paid to padding
             share = (paid * there[:, :, None]).sum(-1) / paid.sum(-1)
             if len(sums) == step:
                 sums.append(torch.zeros(len(paid), dtype=torch.float64))

@@ -85,6 +85,13 @@ class RowMonitors:
         """Note that the row has ended."""
         self._monitors[row].end()
 
+    def take_back(self, count: int) -> None:
+        """Forget all but the first `count` tokens of a single row, as if the others had never come."""
+        settings, self.tokens = self._monitors[0].settings, [self.tokens[0][:count]]
+        self._monitors, self._waiting, self._copied = [Monitor(settings)], [], None
+        for token in self.tokens[0]:
+            self._monitors[0].update(token, 0.0)
+
     def _copy(self) -> None:
         if not self._waiting:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -17,11 +17,15 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.detect import Found, RowMonitors, largest_probability, poll_of, signals
 from sinkscope.kv.loopguard.plan import Clean, Pick, Plan, Retention, plan, repeated, spans
+from sinkscope.kv.loopguard.steer import Ban, Rewinder
+from sinkscope.kv.policy import NAMED
 from sinkscope.kv.session import Moment, Session
 from sinkscope.kv.streaming_llm import StreamingLLM
 from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
 from sinkscope.records import Natural, Whole, check_fields
+
+Escalation = Literal["none", "repeats", "ban", "sample"]
 
 
 class LoopGuardWindow(StreamingLLM):
@@ -32,10 +36,14 @@ class LoopGuardWindow(StreamingLLM):
 class LoopGuard(Intervention):
     """Break repetition loops: when a row's monitor fires, its cache is cut to anchors, sparse history and clean tail.
 
+    The defaults are what a user wants: any repetition is found after three copies, and if a loop comes back, the guard
+    bans its n-grams as well. `LoopGuard.paper()` is the guard as it is printed.
+
     Only generated tokens are watched, which come one by one after a prompt. A call with several tokens is a new turn,
     in which monitors start anew. Each row is watched and cut by itself, and a row that has ended is ignored. All layers
     and heads lose the same positions, right after the call whose token set off the alarm. Kept tokens keep their
-    positions. Without an alarm the model does exactly what it does without a guard.
+    positions. Without an alarm the model does exactly what it does without a guard. Policies beside the guard keep its
+    anchors, and it keeps their first tokens.
 
     Attributes:
         budget: largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
@@ -43,16 +51,25 @@ class LoopGuard(Intervention):
         window: number of tokens that the monitor looks at (W).
         between: "full": nothing is removed between interventions, as "event-driven" says, so the cache grows beyond the
             budget. "window": the cache also stays within the budget at all times, by keeping anchors and latest tokens.
-        variant: "full", or a variant of Table 3 and others: "none" never intervenes, "always" intervenes every 200
-            tokens, and "p1", "ttr", "cr", "stall" and "tail" go by that signal alone (`MonitorSettings.variant`).
+        variant: "repeats", any repetition; "full", the paper's votes; or a variant of Table 3 and others: "none" never
+            intervenes, "always" intervenes every 200 tokens, and "p1", "ttr", "cr", "stall" and "tail" go by that
+            signal alone (`MonitorSettings.variant`).
         monitor: further settings of the monitor, by name (`MonitorSettings`).
-        recent: length of the recent window (R); `window` by default. For this and the next four see `Retention`.
+        recent: length of the recent window (R); "window": that of the monitor, as in the paper; None: there is no such
+            window. For this and the next four see `Retention`.
         recent_budget: number of recent tokens kept at level 0.
         recent_pick: which recent tokens these are.
         clean: which tokens are bad; "tail" is the paper's rule.
-        max_level: cap of the aggressiveness level.
+        max_level: cap of the aggressiveness level, at which fewer recent tokens are kept; 3 in the paper.
         copies: number of copies at the end of the recent window that make a bad block, whatever their period. With 2
             it also finds the long periods that stall the output, which the monitor's short-period test does not cover.
+        escalate: what is done beside the cut when a row has an alarm again within W tokens. "ban": n-grams of the loop
+            are not written for W tokens. "sample": one token is drawn by its probability. "repeats": older copies are
+            removed as well, by the rule of that name in `clean`. "none": nothing, as in the paper.
+        ban_length: length of the banned n-grams; every further alarm in a row bans n-grams that are one token shorter,
+            down to pairs.
+        rewind: also take the loop back from the output: the text is cut after the first copy and goes on, with a ban.
+            `sinkscope.generate` and `Conversation` can do this, and a plain `model.generate` cannot.
         ends: ids after which a row has ended; by default the end-of-sequence and padding ids of the model's generation
             configuration. They are needed if `generate` gets other ids.
         poll: number of tokens decided at once; by default 1 on a CPU and 8 elsewhere, so that not every token waits for
@@ -60,13 +77,13 @@ class LoopGuard(Intervention):
 
     An intervention is an event of kind "guard": `step` and `position` of the token that set it off, and in `data`
     "signals", "period" (of the repetition at the end, or None), "bad" (ranges to remove), "level", "kept" (ranges
-    [start, stop)), "kept_count", "cached_before", "generated" (number of the token) and "since" (tokens since the last
-    trigger).
+    [start, stop)), "kept_count", "cached_before", "generated" (number of the token), "since" (tokens since the last
+    trigger), "escalated" (what was done beside the cut, or None) and "taken_back" (tokens taken from the output).
 
     Raises:
         SinkscopeError: the budget leaves nothing beside the anchors, or another setting makes no sense.
-        UnsupportedError: beam search exchanges rows, assisted generation takes tokens back, or a policy beside the
-            guard rebases positions.
+        UnsupportedError: beam search exchanges rows, assisted generation takes tokens back, a policy beside the guard
+            rebases positions, or nobody can take tokens back for `rewind`.
 
     Example:
         >>> guard = LoopGuard(budget=1024, monitor={"warmup": 128})
@@ -78,14 +95,17 @@ class LoopGuard(Intervention):
     anchors: Whole = 32
     window: Natural = 256
     between: Literal["full", "window"] = "full"
-    variant: str = "full"
+    variant: str = "repeats"
     monitor: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    recent: Natural | None = None
+    recent: Natural | Literal["window"] | None = None
     recent_budget: Natural | None = None
     recent_pick: Pick = "latest"
     clean: Clean = "tail"
-    max_level: Whole = 3
+    max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
+    escalate: Escalation = "ban"
+    ban_length: Annotated[int, Field(ge=2)] = 4
+    rewind: bool = False
     ends: Sequence[int] | None = None
     poll: Natural | None = None
 
@@ -103,6 +123,16 @@ class LoopGuard(Intervention):
         if isinstance(self.budget, int):
             self.retention(0)
 
+    @classmethod
+    def paper(cls, **changed: Any) -> LoopGuard:
+        """The guard as it is printed: votes and gates, recent tokens from the monitor's window, nothing but the cut.
+
+        Args:
+            changed: fields to set besides.
+        """
+        printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3, "escalate": "none"}
+        return cls(**printed | changed)
+
     @property
     def settings(self) -> MonitorSettings:
         """Settings of the monitor of every row."""
@@ -113,8 +143,8 @@ class LoopGuard(Intervention):
         """Refuse a fraction of the prompt that leaves nothing beside the anchors."""
         self.retention(tokens)
 
-    def retention(self, prompt: int) -> Retention:
-        """What is kept of a row whose prompt has `prompt` tokens."""
+    def retention(self, prompt: int, first: int = 0) -> Retention:
+        """What is kept of a row whose prompt has `prompt` tokens, beside a policy that keeps the `first` ones."""
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
         if isinstance(self.budget, float) and budget <= self.anchors:
             raise SinkscopeError(
@@ -124,8 +154,8 @@ class LoopGuard(Intervention):
             )
         return Retention(
             budget=budget,
-            anchors=self.anchors,
-            recent=self.window if self.recent is None else self.recent,
+            anchors=max(self.anchors, min(first, budget - 1)),
+            recent=self.window if isinstance(self.recent, str) else self.recent,
             recent_budget=self.recent_budget,
             recent_pick=self.recent_pick,
             clean=self.clean,
@@ -146,9 +176,26 @@ class LoopGuard(Intervention):
                 "two guards would watch and cut the same rows: enter one LoopGuard", page="kv-session"
             )
         session.one_by_one = True
+        session.anchors = max(session.anchors, self.anchors)
+        session.rewinder = Rewinder() if self.rewind else None
         guarding = _Guarding(self, settings, run, key, session)
         session.after_call(guarding.remember)
         run.hook(run.target.hf, "post", guarding.decide)
+
+
+NAMED.update({"loopguard": LoopGuard, "loopguard:paper": LoopGuard.paper})
+
+
+def in_words(event: Event) -> str:
+    """What the guard found at one of its events, and what it did."""
+    data = event.data
+    found = "an alarm" if data["period"] is None else f"a repetition every {data['period']} tokens"
+    done = [f"kept {data['kept_count']} of {data['cached_before']} cached tokens"]
+    done += [f"took the last {data['taken_back']} tokens back"] if data["taken_back"] else []
+    done += {"ban": ["banned n-grams of the loop"], "sample": ["drew the next token"]}.get(data["escalated"], [])
+    done += ["removed older copies as well"] if data["escalated"] == "repeats" else []
+    did = " and ".join([", ".join(done[:-1])] * (len(done) > 1) + done[-1:])
+    return f"After {data['generated']} new tokens the guard found {found}. It {did}."
 
 
 @dataclass(eq=False)
@@ -163,6 +210,9 @@ class _Followed:
         several: whether the last call had several tokens and was not the first one.
         calls: number of the call of each generated token.
         ids: the latest columns of ids, of the prompt and generated.
+        bans: what each row may not write.
+        sampled: rows whose next token is drawn.
+        rewound: number of the generated token at which each loop was taken back.
     """
 
     monitors: RowMonitors
@@ -172,6 +222,9 @@ class _Followed:
     several: bool
     calls: list[int] = field(default_factory=list)
     ids: list[Int[Tensor, "batch pos"]] = field(default_factory=list)
+    bans: dict[int, Ban] = field(default_factory=dict)
+    sampled: set[int] = field(default_factory=set)
+    rewound: list[int] = field(default_factory=list)
 
     def note(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
         """Keep at least the last `most` columns."""
@@ -179,18 +232,35 @@ class _Followed:
         if len(self.ids) > 2 * most:
             self.ids = self.ids[-most:]
 
+    def row(self, row: int) -> list[int]:
+        """The ids of one row that are kept."""
+        if len(self.ids) > 1:
+            self.ids = [torch.cat(self.ids, 1)]
+        return self.ids[0][row].tolist()
+
+    def take_back(self, count: int) -> None:
+        """Forget all but the first `count` generated tokens of a single row, the last of which is read again."""
+        gone = len(self.calls) - count + 1
+        self.row(0)
+        self.ids, self.calls = [self.ids[0][:, :-gone]], self.calls[: count - 1]
+        self.seen -= gone
+        self.monitors.take_back(count - 1)
+
 
 class _Guarding:
     """One guard at work in one run."""
 
     def __init__(self, guard: LoopGuard, settings: MonitorSettings, run: Run, key: int, session: Session) -> None:
         self._guard, self._settings, self._run, self._key, self._session = guard, settings, run, key, session
-        whole = guard.clean == "repeats"  # finds copies in the whole row; the paper's rule, in the recent window
-        self._recent = 1 << 40 if whole else guard.window if guard.recent is None else guard.recent
+        # Copies are looked for in the whole row, or by the paper's rule in the recent window.
+        window = guard.window if isinstance(guard.recent, str) else guard.recent
+        self._recent = 1 << 40 if window is None or "repeats" in (guard.clean, guard.escalate) else window
         padding = getattr(getattr(run.target.hf, "generation_config", None), "pad_token_id", None)
         known = [*run.target.end_ids, *([] if padding is None else [int(padding)])]
         self._ends = frozenset(known if guard.ends is None else guard.ends)
         self._local = threading.local()
+        self._random = torch.Generator(run.target.device).manual_seed(0)
+        self._probabilities = settings.rule != "repeats"  # which asks for none
 
     def remember(self, moment: Moment) -> None:
         """Note the moment after the layers; the logits of the call come next."""
@@ -209,6 +279,12 @@ class _Guarding:
         if followed is not None:
             self._check(moment, followed)
         if new > 1 or past == 0 or self._session.now.prompting:
+            if (rewinder := self._session.rewinder) is not None and rewinder.allowance is None:
+                raise UnsupportedError(
+                    "rewind=True takes tokens back from the output, which model.generate cannot do: use "
+                    "sinkscope.generate or Conversation, or leave rewind out",
+                    page="kv-session",
+                )
             before = followed.ids if followed is not None and past > 0 else []
             memory["followed"] = followed = self._new(moment, past + new, several=past > 0)
             followed.ids = before if not before or len(before[0]) == len(ids) else []
@@ -220,9 +296,22 @@ class _Guarding:
         followed.note(ids, self._recent)
         followed.seen, followed.several = past + 1, False
         followed.calls.append(moment.call.step)
-        found = followed.monitors.push(ids[:, -1], largest_probability(_logits(output)[:, -1]))
-        if found:
+        logits = _logits(output)[:, -1]
+        sampled, followed.sampled = followed.sampled, set()
+        if found := followed.monitors.push(ids[:, -1], largest_probability(logits) if self._probabilities else None):
             self._cut(moment, followed, {one.row: one for one in found})
+        if followed.bans or sampled:
+            self._steer(followed, logits, sampled)
+
+    def _steer(self, followed: _Followed, logits: Float[Tensor, "row vocab"], sampled: set[int]) -> None:
+        """Take banned tokens out of the logits, in place, and leave a single one where a token is to be drawn."""
+        for row in sampled:
+            drawn = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
+            logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, drawn, 0.0)
+        followed.bans = {row: ban for row, ban in followed.bans.items() if len(followed.calls) <= ban.until}
+        for row, ban in followed.bans.items():
+            latest = torch.cat(followed.ids[-self._guard.ban_length :], 1)[row, 1 - self._guard.ban_length :]
+            logits[row, ban.banned(latest.tolist())] = -torch.inf
 
     def _new(self, moment: Moment, seen: int, several: bool) -> _Followed:
         columns = moment.call.columns[:, :seen]
@@ -252,17 +341,22 @@ class _Guarding:
             )
 
     def _bad(
-        self, followed: _Followed, row: int, columns: list[int], retention: Retention
+        self, known: list[tuple[int, int]], begin: int | None, retention: Retention
     ) -> tuple[list[tuple[int, int]], int | None]:
         """Find the positions in bad blocks, and the period of the repetition at the end.
 
-        The recent window may reach into the prompt, so a loop that the prompt began is bad there too.
+        The recent tokens may reach into the prompt, so a loop that the prompt began is bad there too.
+
+        Args:
+            known: position and id of the latest tokens.
+            begin: position at which the repetition begins that the monitor found; copies that differ a little are bad.
+            retention: what is kept.
         """
-        ids = torch.cat(followed.ids, 1)[row].tolist()
-        known = [(at, i) for at, i in zip(columns[-len(ids) :], ids, strict=True) if at >= 0]
-        recent = known[-retention.recent :]
+        recent = known if retention.recent is None else known[-retention.recent :]
         tail = tail_period([i for _, i in recent], repeats=self._guard.copies)
         bad = set() if tail is None else {at for at, _ in recent[tail.start :]}
+        if retention.recent is None and begin is not None:
+            bad |= {at for at, _ in known if at >= begin}
         if retention.clean == "repeats":
             bad |= {known[i][0] for i in repeated([i for _, i in known], self._settings.novelty_n)}
         return spans(sorted(bad)), None if tail is None else tail.period
@@ -277,14 +371,29 @@ class _Guarding:
         allowed = torch.ones(len(lengths), max(lengths), dtype=torch.bool, device=columns.device)
         events: list[Event] = []
         for row, one in found.items():
+            ids = followed.row(row)
+            known = [(at, i) for at, i in zip(rows[row][-len(ids) :], ids, strict=True) if at >= 0]
             held = _held(moment.layers, row, lengths[row])
-            retention = self._guard.retention(prompts[row])
-            bad, period = self._bad(followed, row, rows[row], retention)
+            retention = self._guard.retention(prompts[row], self._session.anchors)
+            escalate = None if one.step.level == 0 or self._guard.escalate == "none" else self._guard.escalate
+            retention = replace(retention, clean="repeats") if escalate == "repeats" else retention
+            begin = None if one.step.tail is None else prompts[row] + one.step.tail.start
+            bad, period = self._bad(known, begin, retention)
+            if period is None and one.step.tail is not None:  # copies that differ a little
+                period = one.step.tail.period
+            loop = [i for at, i in known if bad and at >= bad[-1][0]]
+            taken = self._taken(followed, prompts[row], lengths[row], one)
+            if taken:
+                escalate, bad = "ban", [(lengths[row] - taken, lengths[row])]
+            self._escalate(followed, one, escalate, loop, taken)
             level = min(one.step.level, retention.max_level)
             kept = plan(held, lengths[row], bad, retention, level)
             allowed[row] = False
             allowed[row, list(kept.keep)] = True
-            events.append(_event(one, followed, prompts[row], kept, period, bad, level, len(held)))
+            more = {"level": level, "cached_before": len(held), "escalated": escalate, "taken_back": taken}
+            events.append(_event(one, followed, prompts[row], kept, {"period": period, "bad": bad, **more}))
+            if taken:
+                followed.take_back(len(followed.calls) - taken)
         for kv in moment.layers:
             at = kv.pos
             wide = allowed.to(at.device)[:, None].expand(-1, at.shape[1], -1)
@@ -293,26 +402,38 @@ class _Guarding:
                 kv.evict(keep)
         self._run.log(lambda: events)
 
+    def _taken(self, followed: _Followed, prompt: int, length: int, one: Found) -> int:
+        """Number of tokens that are taken back: all copies of the loop but the first."""
+        rewinder, tail = self._session.rewinder, one.step.tail
+        if rewinder is None or tail is None:
+            return 0
+        taken = length - prompt - tail.start - tail.period
+        if not 0 < taken <= rewinder.allowance:
+            return 0
+        rewinder.allowance -= taken
+        rewinder.keep = length - taken
+        return taken
 
-def _event(
-    one: Found,
-    followed: _Followed,
-    prompt: int,
-    kept: Plan,
-    period: int | None,
-    bad: list[tuple[int, int]],
-    level: int,
-    before: int,
-) -> Event:
+    def _escalate(self, followed: _Followed, one: Found, how: str | None, loop: list[int], taken: int) -> None:
+        """Do what the settings say for an alarm that is not the first one."""
+        step, level, longest = len(followed.calls) - taken, one.step.level, self._guard.ban_length
+        if taken:  # the monitor forgets what was taken back
+            level = 1 + sum(abs(step - at) <= self._guard.window for at in followed.rewound)
+            followed.rewound.append(step)
+        if how == "ban":
+            ban = followed.bans.setdefault(one.row, Ban())
+            ban.add(loop, max(2, longest + 1 - level), step + self._guard.window)
+        if how == "sample":
+            followed.sampled.add(one.row)
+
+
+def _event(one: Found, followed: _Followed, prompt: int, kept: Plan, more: dict[str, Any]) -> Event:
     generated = one.step.step
     data = {
         "signals": signals(one.step),
-        "period": period,
-        "bad": bad,
-        "level": level,
+        **more,
         "kept": kept.spans,
         "kept_count": len(kept.keep),
-        "cached_before": before,
         "generated": generated,
         "since": one.step.since,
     }

@@ -23,23 +23,26 @@ class Retention:
     Attributes:
         budget: largest number of tokens right after an intervention (B).
         anchors: number of first positions, which are always kept (N_anchor).
-        recent: length of the recent window (R). By default it is as long as the monitor's window, so that bad blocks
-            are removed from all tokens that set off the alarm.
-        recent_budget: number of recent tokens kept at level 0. By default half the recent window, "a small amount of
-            local context", and never more than half of what the anchors leave.
+        recent: length of the recent window (R), as in the paper: recent tokens come from the last R tokens, and a loop
+            that fills them leaves no clean one. None: the latest clean tokens are the recent ones, wherever they are,
+            and the history is what is clean before them.
+        recent_budget: number of recent tokens kept at level 0. By default seven eighths of what the anchors leave:
+            models copy badly from tokens whose neighbours are missing. With a recent window, half the window, "a small
+            amount of local context", and never more than half of what the anchors leave.
         recent_pick: "latest" takes the clean tokens nearest to the end, for a smooth continuation; "uniform" spreads
-            the choice over the recent window.
+            the choice over the recent window, and needs one.
         clean: which tokens are bad. "tail" is the paper's rule: blocks that repeat at the end are removed from the
-            recent window, and earlier parts of the loop stay in the history. "repeats" is ours: besides these blocks,
-            it removes from recent window and history every token of prompt and output that ends an n-gram which the
-            row had before. It also finds copies further back, copies in the prompt, and copies that differ a little.
+            recent window, and with a window earlier parts of the loop stay in the history. "repeats" is ours: besides
+            these blocks, it removes from recent window and history every token of prompt and output that ends an
+            n-gram which the row had before. It also finds copies further back, copies in the prompt, and copies that
+            differ a little.
         max_level: cap of the aggressiveness level. Every level halves the recent budget, so the default ends at an
             eighth.
     """
 
     budget: Natural = 1024
     anchors: Whole = 32
-    recent: Natural = 256
+    recent: Natural | None = None
     recent_budget: Natural | None = None
     recent_pick: Pick = "latest"
     clean: Clean = "tail"
@@ -58,6 +61,8 @@ class Retention:
                 f"{self.anchors + 1}; raise the budget or keep fewer anchors",
                 page="kv-budget",
             )
+        if self.recent is None and self.recent_pick == "uniform":
+            raise SinkscopeError('recent_pick="uniform" spreads tokens over a recent window: give recent=... as well')
         room, given = self.budget - self.anchors, self.recent_budget
         if given is not None and given > room:
             raise SinkscopeError(
@@ -69,9 +74,8 @@ class Retention:
     def recent_tokens(self, level: int) -> int:
         """Number of recent tokens kept, B_recent(level), at least 1."""
         room = self.budget - self.anchors
-        at_first = (
-            min(max(1, self.recent // 2), max(1, room // 2)) if self.recent_budget is None else self.recent_budget
-        )
+        usual = room - room // 8 if self.recent is None else min(max(1, self.recent // 2), max(1, room // 2))
+        at_first = usual if self.recent_budget is None else self.recent_budget
         return max(1, at_first >> min(level, self.max_level))
 
     @property
@@ -116,21 +120,26 @@ def plan(
     Args:
         held: positions in the cache, ascending.
         length: tokens of the row so far; the recent window ends there.
-        bad: ranges [start, stop) of positions to remove; with `clean="tail"` only from the recent window.
+        bad: ranges [start, stop) of positions to remove; with `clean="tail"` and a recent window only from
+            this one.
         retention: budgets.
         level: aggressiveness, from 0; a level above `max_level` counts as `max_level`.
 
     Returns:
         At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.
     """
-    begin = length - retention.recent
     gone = {p for start, stop in bad for p in range(start, stop)}
     anchors = [p for p in held if p < retention.anchors]
-    in_history: set[int] = set() if retention.clean == "tail" else gone
-    history = [p for p in held if retention.anchors <= p < begin and p not in in_history]
-    clean = [p for p in held if p >= max(begin, retention.anchors) and p not in gone]
-    sparse = uniform(history, retention.sparse_tokens)
+    clean = [p for p in held if p >= retention.anchors and p not in gone]
     count = retention.recent_tokens(level)
+    if retention.recent is None:
+        history, clean = clean[:-count], clean[-count:]
+    else:
+        begin = length - retention.recent
+        in_history: set[int] = set() if retention.clean == "tail" else gone
+        history = [p for p in held if retention.anchors <= p < begin and p not in in_history]
+        clean = [p for p in clean if p >= begin]
+    sparse = uniform(history, retention.sparse_tokens)
     recent = uniform(clean, count) if retention.recent_pick == "uniform" else clean[-count:]
     return Plan((*anchors, *sparse, *recent), len(anchors), len(sparse), len(recent))
 

@@ -21,6 +21,7 @@ from sinkscope.interventions import positions
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.decode import Told
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import saved
 from sinkscope.kv.loopserve.saved import Answers, Held, Turn, check_ids
 from sinkscope.kv.loopserve.serve import follow_lines
@@ -114,8 +115,8 @@ class Conversation:
     of the previous answer, which has not been through the model yet, and the new prompt. Without an edit, and with
     every edit that hides and evicts nothing, both equal reading the whole text at once, up to rounding. Tokens that a
     policy or a guard evicts stay evicted. Under "recompute" the answer's tokens are restored, because the answer is
-    read again; this includes a repetition that a guard had cut, and H2O counts the attention of the answer's queries
-    twice.
+    read again; this includes a repetition that a guard had cut, unless `LoopGuard(rewind=True)` took it back from the
+    answer, and H2O counts the attention of the answer's queries twice.
 
     A turn that fails or is interrupted leaves the conversation as it was. Every turn enters the edit anew: the model is
     free between turns, a budget given as a fraction is a fraction of the conversation so far, and a guard's monitor
@@ -242,11 +243,14 @@ class Conversation:
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
         settings = {"do_sample": False, "pad_token_id": self._pad(), **generation, **ours}
         with (noting if self._edit is None else noting | self._edit).on(target) as run, torch.no_grad():
-            output = target.hf.generate(
-                input_ids=ids,
+            output = generate_in_pieces(
+                run,
+                target.hf,
+                ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
                 max_new_tokens=max_new_tokens,
+                fixed=gold is not None,
                 **settings,
             )
         sequences: Tensor = getattr(output, "sequences", output)

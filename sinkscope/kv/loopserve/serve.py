@@ -233,6 +233,8 @@ class Progressive(Policy):
         gather: copy the selected keys and values once per selection, so that the steps between read and append to the
             copy only. `run.usage` counts the tokens of the whole cache, and the bytes of both. The cache is whole again
             at the next turn and when the run ends. Without `gather` a mask hides the other tokens, which takes longer.
+        per_head: every query head reads the tokens that it attends to most itself. By default the query heads that
+            share a kv head read the same ones, those to which they attend most in the mean. It gathers no copy.
 
     Raises:
         SinkscopeError: an interval below 1, a negative `after`, and as for every policy.
@@ -247,9 +249,12 @@ class Progressive(Policy):
     after: int = 16
     mode: Literal["evict", "select"] = "select"
     gather: bool = True
+    per_head: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.per_head and self.mode == "evict":
+            raise SinkscopeError(f'{type(self).__name__}: per_head=True hides tokens: give mode="select"')
         if self.every == "prefill" or self.every < 1 or self.after < 0:
             raise SinkscopeError(
                 f"{type(self).__name__}: every={self.every!r}, after={self.after}: expected an interval from 1 and a "
@@ -275,10 +280,12 @@ class Progressive(Policy):
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
         """Attention of the latest queries; padding does not vote."""
+        return self.group(self._votes(at), at.kv.pos.shape[1])
+
+    def _votes(self, at: At) -> Float[Tensor, "batch head slot"]:
         rows = at.session.window_rows(at.moment, at.layer, self.interval)
         real = at.moment.state.queries[at.layer][1][:, -self.interval :] >= 0
-        votes = (real.to(rows)[:, None, None] @ rows)[:, :, 0]
-        return self.group(votes, at.kv.pos.shape[1])
+        return (real.to(rows)[:, None, None] @ rows)[:, :, 0]
 
     def _act(self, moment: Moment, session: Session, key: int, rotary: Rotary | None) -> None:
         state, layers = moment.state, moment.layers
@@ -315,6 +322,11 @@ class Progressive(Policy):
             if kv.slots <= least:
                 continue
             at = At(number, kv, moment, session, memory)
+            if self.per_head:
+                votes = self._votes(at).unflatten(1, (kv.pos.shape[1], -1)).unbind(2)
+                own = [self.select(each, at, budget) for each in votes]
+                kv.select(torch.stack(own, 2).flatten(1, 2))
+                continue
             keep = self.select(self.checked_scores(at), at, budget)
             if self.mode == "evict":
                 kv.evict(keep)
@@ -377,6 +389,7 @@ class LoopServe(Intervention):
             as in the paper, keys to which only the end of the prompt attends may lie on no line, for instance the facts
             that a question asks for.
         first: decoding steps that read everything; 0 selects as soon as the prompt has been read.
+        per_head: whether every query head reads tokens of its own while decoding (`Progressive`).
         prefill: make prompts sparse. With `decode=False` this is the paper's "-P".
         decode: select progressively. With `prefill=False` this is the paper's "-D".
         variant: variant of the choice of lines, "exact" or "faithful" (`select_lines`).
@@ -410,6 +423,7 @@ class LoopServe(Intervention):
     dense_above: float | None = None
     kernel: Kernel = "auto"
     seed: int = 0
+    per_head: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -441,7 +455,7 @@ class LoopServe(Intervention):
     @property
     def decoding(self) -> Progressive:
         """The policy of the decoding half."""
-        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first)
+        return LoopServeDecoding(budget=self.budget, every=self.interval, after=self.first, per_head=self.per_head)
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts, and own the cache."""

@@ -1,0 +1,307 @@
+"""How soon loops are found, what is taken for one by mistake, and what a token costs: our monitors and servers' rules.
+
+    python -m experiments.bench_detect [--draws 10] [--seed report] [--out figures/bench_detect.json]
+
+A stream is 600 tokens of the prose that ships, then the next P tokens of it again and again, in tokens of the bundled
+tokenizer: exactly, or nearly so, with a random token in place of one token of every copy, somewhere else each time.
+The delay is counted from the first token of the first copy, so three copies of 16 tokens are a delay of 48.
+
+False alarms are counted on 60 honest texts (code, tables, logs, poems, JSON, lists, proofs), in the bundled tokenizer's
+tokens and in words. The settings of the default monitor were chosen on the seeds "0" to "4", not on "report".
+
+The probabilities that the paper's monitor gets are made up in its favour: in a loop the model is sure (0.97), in prose
+it is for every other token, and on honest texts it always is.
+
+Servers' rules are written from their documentation, with its numbers or, where it has none, with those of an example:
+
+- vllm: `repetition_detection` (vllm-project/vllm pull request 35451) has no default sizes; 1 to 20, 3 copies are those
+  of pull request 40097 (structured output), 4 to 128, 4 copies those of pull request 52677 (end of reasoning).
+- llama.cpp: ggml-org/llama.cpp pull request 26039.
+- vllm-mlx: waybarrios/vllm-mlx pull request 723; it looks every 16th token, from the 64th on.
+
+Their cost is that of these few lines of Python, and servers may do better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.loopbench.make_honest import honest_texts
+from experiments.loopguard.sensitivity import SURE, encoders
+from experiments.record import record
+from sinkscope.loops import Monitor, MonitorSettings
+from sinkscope.output import write_atomic
+from sinkscope.text import typical_text
+from sinkscope.text.harmless import honest_repetition, source_code
+
+PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+FORMS = ("exact", "near")
+HEALTHY, COPIES, LEAST = 600, 8, 480  # tokens before the loop; copies of it, or as many as make so many tokens
+HISTORIES, BLOCK = (1_000, 10_000, 100_000), 512
+ENOUGH = 48  # tokens of 3 copies that any rule may wait for
+
+
+class Rule(Protocol):
+    """What takes one token at a time and says whether it is in a loop."""
+
+    def add(self, token: int, p_max: float) -> bool:
+        """Take the next token."""
+        ...
+
+
+@dataclass
+class Watching:
+    """One of our monitors."""
+
+    monitor: Monitor
+
+    def add(self, token: int, p_max: float) -> bool:
+        """Take the next token."""
+        return self.monitor.update(token, p_max).trigger
+
+
+class Server:
+    """The last tokens are `copies` exact copies of something of `smallest` to `largest` tokens, `tokens` in all."""
+
+    def __init__(
+        self, smallest: int, largest: int, copies: int, *, tokens: int = 0, every: int = 1, after: int = 0
+    ) -> None:
+        self.sizes, self.copies, self.tokens = range(smallest, largest + 1), copies, tokens
+        self.every, self.after, self.ids, self.seen = every, after, list[int](), 0
+        self.most = max(copies * largest, tokens)
+
+    def add(self, token: int, p_max: float) -> bool:
+        """Take the next token."""
+        ids = self.ids
+        ids.append(token)
+        self.seen += 1
+        if len(ids) > 2 * self.most:
+            del ids[: -self.most]
+        if self.seen < self.after or self.seen % self.every:
+            return False
+        before = ids[-1 - self.sizes[0] : -2 - self.sizes[-1] : -1]
+        at = -1
+        for _ in range(before.count(token)):
+            at = before.index(token, at + 1)
+            if self._repeats(self.sizes[at]):
+                return True
+        return False
+
+    def _repeats(self, size: int) -> bool:
+        long = max(self.copies * size, self.tokens)
+        return long <= len(self.ids) and self.ids[size - long :] == self.ids[-long:-size]
+
+
+RULES: dict[str, Callable[[], Rule]] = {
+    "default": lambda: Watching(Monitor()),
+    "paper": lambda: Watching(Monitor(MonitorSettings.paper())),
+    "vllm (1 to 20, 3 copies)": lambda: Server(1, 20, 3),
+    "vllm (4 to 128, 4 copies)": lambda: Server(4, 128, 4),
+    "llama.cpp (16 to 1024, 4 copies)": lambda: Server(16, 1024, 4),
+    "vllm-mlx (1 to 128, 3 copies, 48 tokens)": lambda: Server(1, 128, 3, tokens=48, every=16, after=64),
+}
+
+
+def stream(text: Sequence[int], period: int, form: str, rng: random.Random) -> list[int]:
+    """Prose, then a loop."""
+    at = rng.randrange(len(text) - HEALTHY - period)
+    made, piece = list(text[at : at + HEALTHY]), text[at + HEALTHY : at + HEALTHY + period]
+    for _ in range(max(COPIES, -(-LEAST // period))):
+        copy = list(piece)
+        if form == "near":
+            copy[rng.randrange(period)] = rng.choice(text)
+        made += copy
+    return made
+
+
+def first_alarm(rule: Rule, ids: Sequence[int], sure: Callable[[int], float]) -> int | None:
+    """Number of tokens after which the rule speaks up first."""
+    return next((i + 1 for i, token in enumerate(ids) if rule.add(token, sure(i))), None)
+
+
+def certain(period: int, seed: str) -> Callable[[int], float]:
+    """The probability that is made up for each position: from the second copy on the model is sure."""
+    draw = random.Random(seed)
+    return lambda i: SURE if i >= HEALTHY + period else draw.choice((0.5, SURE))
+
+
+def delays(draws: int, seed: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """By rule and form, for each period: share of loops found, and median delay in tokens and copies."""
+    text = encoders()["bundled"](typical_text())
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {name: {form: [] for form in FORMS} for name in RULES}
+    for form in FORMS:
+        for period in PERIODS:
+            several = draws if period <= 256 else max(2, draws // 3)
+            loops = [stream(text, period, form, random.Random(f"{seed} {form} {period} {i}")) for i in range(several)]
+            for name, make in RULES.items():
+                alarms = [first_alarm(make(), ids, certain(period, f"{seed} certainty")) for ids in loops]
+                after = [alarm - HEALTHY for alarm in alarms if alarm is not None and alarm > HEALTHY]
+                median = statistics.median(after) if after else None
+                found[name][form].append(
+                    {
+                        "period": period,
+                        "found": round(len(after) / len(loops), 3),
+                        "before": sum(alarm is not None and alarm <= HEALTHY for alarm in alarms),
+                        "tokens": median,
+                        "copies": None if median is None else round(median / period, 2),
+                    }
+                )
+    return found
+
+
+_NAMES = "Ada Bruno Clara Dov Edda Felix Greta Hugo Ilse Jonas Kaja Leon".split()
+_THINGS = "house malt rat cat dog cow maid man priest cock farmer horse".split()
+
+
+def _truth(rng: random.Random) -> str:
+    """A truth table of three or four propositions."""
+    letters = rng.sample("pqrstuv", rng.choice((3, 4)))
+    rows = ["".join(f"| {'TF'[i >> k & 1]} " for k in reversed(range(len(letters)))) for i in range(1 << len(letters))]
+    return "\n".join(
+        ["| " + " | ".join(letters) + " | all |", *(f"{row}| {'F' if 'F' in row else 'T'} |" for row in rows)] * 2
+    )
+
+
+def _induction(rng: random.Random) -> str:
+    """A proof with a case for each number."""
+    a, b = rng.randint(2, 9), rng.randint(1, 9)
+    return "\n".join(
+        f"Case n = {n}. Then {a}n + {b} = {a * n + b}, and {a * n + b} leaves the remainder {(a * n + b) % 7} when it "
+        f"is divided by 7, so the claim holds for n = {n}."
+        for n in range(1, 31)
+    )
+
+
+def _algebra(rng: random.Random) -> str:
+    """An equation that is solved a step at a time, several times."""
+    lines: list[str] = []
+    for i in range(20):
+        a, x, b = rng.randint(2, 12), rng.randint(1, 20), rng.randint(1, 30)
+        lines += [f"({i + 1}) {a}x + {b} = {a * x + b}", f"<=> {a}x = {a * x + b} - {b}", f"<=> {a}x = {a * x}"]
+        lines += [f"<=> x = {a * x} / {a}", f"<=> x = {x}"]
+    return "\n".join(lines)
+
+
+def _villanelle(rng: random.Random) -> str:
+    """Two lines that come back in turn, in six verses, and the chorus of each."""
+    first, third = (f"The {rng.choice(_THINGS)} goes {way} and I go too," for way in ("home", "out"))
+    verses = [f"and {rng.choice(_NAMES)} says the {rng.choice(_THINGS)} was true," for _ in range(12)]
+    return "\n\n".join(f"{verses[2 * i]}\n{verses[2 * i + 1]}\n{(first, third)[i % 2]}" for i in range(6)) * 2
+
+
+def _cumulative(rng: random.Random) -> str:
+    """The house that Jack built: every verse holds the one before."""
+    things = ["house", *rng.sample(_THINGS[1:], 9)]
+    parts = [f"that {rng.choice('fed met saw bit led'.split())} the {thing}" for thing in things[:-1]]
+    who = rng.choice(_NAMES)
+    return "\n\n".join(
+        f"This is the {things[i]}\n" + "\n".join(parts[i - 1 :: -1] if i else []) + f"\nthat {who} built."
+        for i in range(len(things))
+    )
+
+
+def honest(seed: str) -> dict[str, str]:
+    """60 texts that are no loops."""
+    code = source_code()
+    rng = random.Random(f"{seed} code")
+    starts = [rng.randrange(len(code) - 12_000) for _ in range(12)]
+    makers = (_truth, _induction, _algebra, _villanelle, _cumulative)
+    return {
+        **{text.id: text.prompt for text in honest_texts(seed)},
+        **{f"code-{i}": code[start : start + 12_000] for i, start in enumerate(starts)},
+        **{f"mixed-{i}": honest_repetition(24, random.Random(f"{seed} {i}").randrange(1 << 30)) for i in range(7)},
+        **{
+            f"{make.__name__.strip('_')}-{i}": make(random.Random(f"{seed} {make.__name__} {i}"))
+            for make in makers
+            for i in range(2)
+        },
+    }
+
+
+def alarms(seed: str) -> dict[str, dict[str, Any]]:
+    """By rule: which honest texts it takes for a loop, in which tokens."""
+    texts = honest(seed)
+    read = {(name, kind): code(text) for name, text in texts.items() for kind, code in encoders().items()}
+    out: dict[str, dict[str, Any]] = {}
+    for rule, make in RULES.items():
+        wrong = [key for key, ids in read.items() if first_alarm(make(), ids, lambda _: SURE) is not None]
+        out[rule] = {
+            "texts": len(texts),
+            "alarmed": len({name for name, _ in wrong}),
+            "by_tokens": {
+                kind: sorted(name for name, found in wrong if found == kind) for kind in ("bundled", "words")
+            },
+        }
+    return out
+
+
+def costs(rounds: int) -> dict[str, dict[str, dict[int, float]]]:
+    """By rule and kind of stream: microseconds a token takes at each length of history, the median of rounds."""
+    text = encoders()["bundled"](typical_text())
+    piece = text[:24]
+    kinds = {"text": lambda i: text[i % len(text)], "loop": lambda i: piece[i % 24]}
+    out: dict[str, dict[str, dict[int, float]]] = {}
+    for rule, make in RULES.items():
+        for kind, token in kinds.items():
+            ids = [token(i) for i in range(HISTORIES[-1] + BLOCK)]
+            taken: dict[int, list[float]] = {history: [] for history in HISTORIES}
+            for _ in range(rounds):
+                watching, at = make(), 0
+                for history in HISTORIES:
+                    for i in range(at, history):
+                        watching.add(ids[i], SURE)
+                    at = history + BLOCK
+                    start = time.thread_time()
+                    for i in range(history, at):
+                        watching.add(ids[i], SURE)
+                    taken[history].append((time.thread_time() - start) / BLOCK * 1e6)
+            out.setdefault(rule, {})[kind] = {h: round(statistics.median(t), 2) for h, t in taken.items()}
+    return out
+
+
+def table(result: dict[str, Any]) -> str:
+    """A row per rule, as the page has it."""
+    lines = ["| rule | exact | near | delay / allowed | false alarms | us per token |", "|---|---|---|---|---|---|"]
+    for rule in RULES:
+        rows = result["delays"][rule]
+        shares = [statistics.mean(row["found"] for row in rows[form]) for form in FORMS]
+        late = [r["tokens"] / max(3 * r["period"], ENOUGH) for r in rows["exact"] if r["tokens"] is not None]
+        found, cost = result["alarms"][rule], result["microseconds"][rule]
+        most = max(value for kind in cost.values() for value in kind.values())
+        lines.append(
+            f"| {rule} | {shares[0]:.0%} | {shares[1]:.0%} | {statistics.median(late):.2f} | "
+            f"{found['alarmed']} of {found['texts']} | {most:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draws", type=int, default=10, help="loops of each period and form; a third above 256 tokens")
+    parser.add_argument("--rounds", type=int, default=3, help="times that the cost is measured")
+    parser.add_argument("--seed", default="report", help="another one gives other loops and other honest texts")
+    parser.add_argument("--out", type=Path, default=Path("figures/bench_detect.json"))
+    args = parser.parse_args()
+    started = time.perf_counter()
+    result = {
+        "delays": delays(args.draws, args.seed),
+        "alarms": alarms(args.seed),
+        "microseconds": costs(args.rounds),
+    }
+    settings = {"draws": args.draws, "rounds": args.rounds, "seed": args.seed, "default": vars(MonitorSettings())}
+    write_atomic(args.out, record("bench-detect", result, settings, started=started, dtype="int"))
+    print(table(result))
+    print(json.dumps(result["alarms"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""What LoopServe's defaults should be: alpha by dense rows by length, and what the printed choice loses.
+
+    python -m experiments.loopserve.default [--out figures]
+
+The recall model answers the third turn of dialogues (prompts of 1,800 tokens), single turns of 900 and of 3,600 tokens;
+all answers are one fact, for which the prompt's last token searches. On the text model, the next tokens of ordinary
+text are compared with those of full attention (KL in nats). Only prompts are sparse; cells are the share of the causal
+cells that attention covers, and `held` is what the lines hold for queries that were not sampled.
+
+Beside the grid: the choice as printed; exact weights on the printed sample; and, for single turns, a sample of all
+queries, which misses no row and shows what an alpha over the sum of all rows loses. Those that draw a sample are run
+with several seeds; `low` and `high` are the smallest and the largest share over draws. About 10 minutes of a free core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope.bench.dialogues.fidelity import text_dialogues
+from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.figures.style import BLUE, GREEN, ORANGE, RED
+from sinkscope.interventions.decode import greedy
+from sinkscope.kv.loopserve import LoopServe
+from sinkscope.models.load import load
+from sinkscope.models.target import Target
+
+ALPHAS, ROWS, SEEDS, FIRST = (0.8, 0.9, 0.955), (0, 1, 16, 64), (0, 1, 2), 300
+THIRD, SINGLE, LONGER = "third turn, 1,800 tokens", "one turn, 900 tokens", "one turn, 3,600 tokens"
+SIZES = {THIRD: (6, 3, 600), SINGLE: (8, 1, 900), LONGER: (2, 1, 3600)}
+"""Number of dialogues, their turns, and the tokens of each turn; a question at each of three positions."""
+LENGTHS, TEXTS, ANSWER = (512, 1536), 3, 64
+HALF: dict[str, Any] = {"decode": False, "shortest": 0}
+ALL = "exact weights, all rows"
+CHOICES: dict[str, tuple[LoopServe, ...]] = {
+    "default": tuple(LoopServe(**HALF, seed=seed) for seed in SEEDS),
+    "as printed": tuple(LoopServe.paper(**HALF, seed=seed) for seed in SEEDS),
+    "exact weights, rows drawn": tuple(LoopServe.paper(**HALF, variant="exact", seed=seed) for seed in SEEDS),
+    ALL: (LoopServe.paper(**HALF, variant="exact", sample=1 << 20),),
+}
+COLOURS = dict(zip(ROWS, (RED, ORANGE, BLUE, GREEN), strict=True))
+
+
+def grid(rows: Sequence[int] = ROWS) -> dict[tuple[float, int], LoopServe]:
+    """The prompt's half by alpha and dense rows, all on one draw."""
+    return {(alpha, many): LoopServe(**HALF, alpha=alpha, dense_rows=many) for alpha in ALPHAS for many in rows}
+
+
+def asked(where: str) -> list[tuple[str, str]]:
+    """Prompts, with right answers to earlier questions in them, and the right answer to the last question."""
+    count, turns, tokens = SIZES[where]
+    found: list[tuple[str, str]] = []
+    for seed in range(FIRST, FIRST + count):
+        spoken = recall_dialogue(seed, turns=turns, tokens=tokens, hops=1).turns
+        for place in POSITIONS:
+            history = "".join(f"{turn.prompts[place]} {turn.answers[0]} " for turn in spoken[:-1])
+            found.append((history + spoken[-1].prompts[place], spoken[-1].answers[0]))
+    return found
+
+
+def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """How many questions are answered right, on how many of the cells."""
+    right, data = 0, list[Any]()
+    for prompt, answer in questions:
+        ids = target.tokenizer(prompt, return_tensors="pt").input_ids
+        with serve.on(target) as run:
+            said = greedy(target, ids, len(answer.split()))[0]
+        right += target.tokenizer.decode(said).split()[:2] == answer.split()[:2]
+        data += [event.data for event in run.events]
+    return {"right": right, "questions": len(questions), "score": right / len(questions), **costs(data)}
+
+
+def costs(data: Sequence[Any]) -> dict[str, float]:
+    """Mean over prompts, layers and heads: cells, and what the lines hold outside of the sample."""
+    return {"cells": fmean(d["attended"] for d in data), "held": fmean(fmean(d["recovered"]) for d in data)}
+
+
+@torch.no_grad()
+def followed(model: Any, ids: torch.Tensor, serve: LoopServe | None) -> tuple[torch.Tensor, list[Any]]:
+    """Log-probabilities of the tokens after a prompt that is read along lines; what follows attends to everything."""
+    prompt, rest = ids[:, :-ANSWER], ids[:, -ANSWER:]
+    if serve is None:
+        out, data = model(prompt, use_cache=True), []
+    else:
+        with serve.on(model) as run:
+            out = model(prompt, use_cache=True)
+        data = [event.data for event in run.events]
+    later = model(rest[:, :-1], past_key_values=out.past_key_values).logits
+    return torch.cat([out.logits[:, -1:], later], 1).log_softmax(-1), data
+
+
+def measured() -> dict[str, list[dict[str, Any]]]:
+    """All numbers."""
+    target = Target.of(load("recall", backend="hf"))
+    points, choices, text = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for where in SIZES:
+        questions = asked(where)
+        for (alpha, rows), serve in grid(ROWS if where != LONGER else (1, 16)).items():
+            row = answered(target, serve, questions)
+            points.append({"where": where, "alpha": alpha, "dense_rows": rows, **row})
+            print(points[-1], flush=True)
+        for name, draws in CHOICES.items() if where != LONGER else ():
+            if where == THIRD and name == ALL:  # 1,800 rows take minutes a prompt
+                continue
+            rows = [answered(target, serve, questions) for serve in draws]
+            scores = [row["score"] for row in rows]
+            means = {key: fmean(row[key] for row in rows) for key in ("score", "cells", "held")}
+            made = {"where": where, "choice": name, "draws": rows, "low": min(scores), "high": max(scores), **means}
+            choices.append(made)
+            print(made, flush=True)
+    model = load(None, backend="hf")
+    tok: Any = model.tokenizer
+    for length in LENGTHS:
+        texts = text_dialogues(tok, TEXTS, prompt_tokens=length, answer_tokens=ANSWER)
+        rows = [tok(t.turns[0].prompts["end"]).input_ids for t in texts]
+        more = [tok(t.turns[0].answers[0], add_special_tokens=False).input_ids[:ANSWER] for t in texts]
+        ids = [torch.tensor([[*a, *b]]) for a, b in zip(rows, more, strict=True)]
+        full = [followed(model, each, None)[0] for each in ids]
+        for (alpha, many), serve in grid().items():
+            made = [followed(model, each, serve) for each in ids]
+            kl = [float((f.exp() * (f - own)).sum(-1).mean()) for f, (own, _) in zip(full, made, strict=True)]
+            own = {"kl": fmean(kl), "kl_by_text": kl, **costs([d for _, data in made for d in data])}
+            text.append({"where": f"text, {length:,} tokens", "alpha": alpha, "dense_rows": many, **own})
+            print(text[-1], flush=True)
+    return {"grid": points, "choices": choices, "text": text}
+
+
+def figure(found: dict[str, list[dict[str, Any]]]) -> Any:
+    """Right answers, and the divergence on text, over the cells: a curve per number of dense rows."""
+    from plotly.subplots import make_subplots
+
+    titles = [*SIZES, *(f"text, {length:,} tokens" for length in LENGTHS)]
+    fig: Any = make_subplots(rows=2, cols=3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
+    for number, title in enumerate(titles):
+        at = {"row": number // 3 + 1, "col": number % 3 + 1}
+        key = "score" if title in SIZES else "kl"
+        for rows, colour in COLOURS.items():
+            mine = [p for p in found["grid"] + found["text"] if (p["where"], p["dense_rows"]) == (title, rows)]
+            fig.add_scatter(
+                x=[point["cells"] for point in mine],
+                y=[point[key] for point in mine],
+                text=[f"{point['alpha']}" for point in mine],
+                mode="lines+markers+text" if rows == 16 else "lines+markers",
+                textposition="bottom center",
+                name=f"last {rows} row{'s' * (rows > 1)} dense" if rows else "no row dense",
+                legendgroup=str(rows),
+                showlegend=not number,
+                line_color=colour,
+                **at,
+            )
+        for name, symbol in zip(CHOICES, ("star", "x", "cross", "diamond"), strict=True):
+            mine = [point for point in found["choices"] if (point["where"], point["choice"]) == (title, name)]
+            fig.add_scatter(
+                x=[point["cells"] for point in mine],
+                y=[point["score"] for point in mine],
+                error_y={
+                    "array": [point["high"] - point["score"] for point in mine],
+                    "arrayminus": [point["score"] - point["low"] for point in mine],
+                },
+                mode="markers",
+                marker={"symbol": symbol, "size": 12, "color": "#000000"},
+                name=f"{name}; bar: draws",
+                legendgroup=name,
+                showlegend=not number,
+                **at,
+            )
+    fig.update_xaxes(tickformat=".0%", range=[0, 1.03], title="cells")
+    fig.update_yaxes(tickformat=".0%", range=[-0.06, 1.08], row=1)
+    fig.update_yaxes(type="log", exponentformat="power", dtick=1, row=2)
+    fig.update_yaxes(title="right answers", row=1, col=1)
+    fig.update_yaxes(title="KL to full attention, nats", row=2, col=1)
+    return fig.update_layout(
+        title={"text": "Recall and text model by alpha (numbers at the blue points) and dense rows", "x": 0.01},
+        template="plotly_white",
+        width=1500,
+        height=900,
+        font={"size": 13},
+        legend={"x": 0.72, "y": 0.36},
+        margin={"l": 60, "r": 20, "t": 90, "b": 60},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.default", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="outside of the sample")  # what is held is in the table
+    found = measured()
+    settings = {"model": "recall", "text_model": "bundled", "sizes": SIZES, "first_seed": FIRST, "seeds": SEEDS}
+    save("loopserve_default", record("loopserve-default", found, settings, started=started), figure(found), args.out)
+
+
+if __name__ == "__main__":
+    main()

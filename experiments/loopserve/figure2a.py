@@ -1,0 +1,131 @@
+"""Figure 2 (a) of the LoopServe paper: the heaviest lines of a text's two halves, over the attention map of one head.
+
+    python -m experiments.loopserve.figure2a [--tokens 192] [--head 3.2] [--out figures]
+
+The lines of the first half are the heaviest 5 % of the map of its queries; those of the second half, of the queries and
+keys of the second half alone, so that vertical lines stand where they are in the text. `sinkscope overlap` measures how
+many lines the halves share, over texts, heads and shares (Fig. 2 b).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope.figures.style import BLUE, ORANGE
+from sinkscope.lines.choice import attention_of, top_lines
+from sinkscope.lines.sums import Scores, line_sums, scores_of
+from sinkscope.models.load import load
+from sinkscope.models.target import Target
+from sinkscope.text import text_rows, typical_text
+
+ETA = 0.05
+
+
+def halves(scores: Scores) -> tuple[list[dict[str, list[int]]], torch.Tensor]:
+    """By head the lines of the first and the second half, vertical ones by position in the text; and the map."""
+    keys = scores.key.shape[1]
+    half = keys // 2
+    first = top_lines(*line_sums(scores.part(0, half)), [ETA])
+    vertical, slash = line_sums(scores.part(half, keys), since=half)
+    second = top_lines(vertical[:, half:], slash[:, : keys - half], [ETA])
+    found = [
+        {
+            "first_vertical": first.vertical[0, head].nonzero().flatten().tolist(),
+            "first_slash": first.slash[0, head].nonzero().flatten().tolist(),
+            "second_vertical": (second.vertical[0, head].nonzero().flatten() + half).tolist(),
+            "second_slash": second.slash[0, head].nonzero().flatten().tolist(),
+        }
+        for head in range(scores.query.shape[0])
+    ]
+    return found, attention_of(scores.query, scores.key, torch.arange(keys), scores.scaling)
+
+
+def apart(lines: dict[str, list[int]]) -> float:
+    """Share of the slash lines of the second half that are not among those of the first."""
+    second = set(lines["second_slash"])
+    return len(second - set(lines["first_slash"])) / max(1, len(second))
+
+
+def telling(lines: dict[str, list[int]]) -> float:
+    """How well a head shows what the figure is about: it has slash lines in both halves, and they differ."""
+    return min(len(lines["first_slash"]), len(lines["second_slash"]), 4) + apart(lines)
+
+
+def figure(lines: dict[str, list[int]], probs: torch.Tensor, title: str) -> Any:
+    """The map, darker where a query attends more, and the lines of both halves over their part of it."""
+    import plotly.graph_objects as go
+
+    keys = len(probs)
+    half, shown = keys // 2, probs.clone()
+    shown[torch.triu(torch.ones_like(shown), 1) > 0] = torch.nan
+    fig: Any = go.Figure(go.Heatmap(z=shown.sqrt().tolist(), colorscale="Greys", showscale=False, hoverinfo="skip"))
+    for name, colour, (begin, end) in (("first", BLUE, (0, half)), ("second", ORANGE, (half, keys))):
+        x, y = list[float | None](), list[float | None]()
+        for key in lines[f"{name}_vertical"]:
+            x += [key, key, None]
+            y += [max(key, begin), end - 1, None]
+        for offset in lines[f"{name}_slash"]:
+            x += [begin, end - 1 - offset, None]
+            y += [begin + offset, end - 1, None]
+        label = f"heaviest {ETA:.0%} of the lines of the {name} half"
+        fig.add_scatter(x=x, y=y, mode="lines", line={"color": colour, "width": 1.2}, name=label)
+    fig.add_shape(type="rect", x0=-0.5, x1=half - 0.5, y0=-0.5, y1=half - 0.5, line={"color": BLUE, "dash": "dot"})
+    corner = {"x0": half - 0.5, "x1": keys - 0.5, "y0": half - 0.5, "y1": keys - 0.5}
+    fig.add_shape(type="rect", **corner, line={"color": ORANGE, "dash": "dot"})
+    fig.update_yaxes(range=[keys - 0.5, -0.5], title="query", scaleanchor="x", constrain="domain", showgrid=False)
+    fig.update_xaxes(title="key", range=[-0.5, keys - 0.5], constrain="domain", showgrid=False)
+    return fig.update_layout(
+        title={"text": title, "x": 0.02},
+        template="plotly_white",
+        width=900,
+        height=940,
+        font={"size": 13},
+        legend={"orientation": "h", "y": -0.08},
+        margin={"l": 60, "r": 20, "t": 70, "b": 60},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.figure2a", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--head", default="", help="LAYER.HEAD; by default one with slash lines in both halves")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    torch.set_num_threads(1)
+    target = Target.of(load(None, backend="hf"))
+    ids = text_rows(target.tokenizer, typical_text(None), 1, args.tokens, None)[0]
+    found: dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]] = {}
+
+    def see(layer: int, scores: Scores) -> None:
+        lines, probs = halves(scores)
+        found.update({(layer, head): (own, probs[head]) for head, own in enumerate(lines)})
+
+    with scores_of(target, see, list(range(target.n_layers))):
+        target.forward(ids[None])
+    layer, head = (
+        (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(found[k][0]))
+    )
+    lines, probs = found[layer, head]
+    title = f"{target.name}, layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
+    every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}
+    result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every}
+    settings = {"model": "bundled", "tokens": args.tokens, "eta": ETA}
+    save(
+        "loopserve_fig2a",
+        record("loopserve-fig2a", result, settings, started=started),
+        figure(lines, probs, title),
+        args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

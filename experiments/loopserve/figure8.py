@@ -1,0 +1,109 @@
+"""Figure 8 of the LoopServe paper: where questions stand in a turn, drawn from a dialogue of the benchmark.
+
+    python -m experiments.loopserve.figure8 [--turns 3] [--tokens 160] [--out figures]
+
+One dialogue of the recall model, three times: with the questions at the beginning, in the middle and at the end of each
+turn. Every token is a cell. Beside the question, the facts are marked that its answer needs; some are in earlier turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.bench.dialogues.recall import ASK, FACT, TAIL, recall_dialogue
+from sinkscope.figures.style import BLUE, GREEN, ORANGE, RED
+
+CONTEXT, NEEDED, QUESTION, ANSWER = "context", "fact that an answer needs", "question", "answer"
+COLOURS = {CONTEXT: "#d9d9d9", NEEDED: GREEN, QUESTION: ORANGE, ANSWER: BLUE}
+
+
+def pieces(turn: Any, place: Any, needed: Sequence[str]) -> list[tuple[str, int]]:
+    """Kind and length of the parts of a turn and its answer, in order; `needed` are facts as they are written."""
+    words: list[str] = turn.prompts[place].split()
+    kinds = [CONTEXT] * len(words)
+    ask = words.index(ASK)
+    kinds[ask : ask + 2 + len(TAIL)] = [QUESTION] * (2 + len(TAIL))
+    for fact in needed:
+        parts = fact.split()
+        for at in range(len(words) - len(parts) + 1):
+            if words[at : at + len(parts)] == parts:
+                kinds[at : at + len(parts)] = [NEEDED] * len(parts)
+    found: list[tuple[str, int]] = []
+    for kind in [*kinds, *[ANSWER] * len(turn.answers[0].split())]:
+        found[-1:] = [(kind, found[-1][1] + 1)] if found and found[-1][0] == kind else [*found[-1:], (kind, 1)]
+    return found
+
+
+def chain(turns: Sequence[Any], number: int) -> list[str]:
+    """The facts that the answer of a turn runs through, as they are written."""
+    words = turns[number].prompts["end"].split()
+    key, answer = words[words.index(ASK) + 1], turns[number].answers[0].split()
+    found: list[str] = []
+    for at in range(0, len(answer), 3):
+        found.append(" ".join([FACT, key, *answer[at : at + 3]]))
+        key = answer[at + 2]
+    return found
+
+
+def figure(rows: Sequence[dict[str, Any]], turns: int) -> Any:
+    """A bar per position: tokens from left to right, lines between turns."""
+    import plotly.graph_objects as go
+
+    fig: Any = go.Figure()
+    for kind, colour in COLOURS.items():
+        mine = [row for row in rows if row["kind"] == kind]
+        fig.add_bar(
+            y=[f"question at {row['position']}" for row in mine],
+            x=[row["tokens"] for row in mine],
+            base=[row["start"] for row in mine],
+            orientation="h",
+            name=kind,
+            marker={"color": colour, "line": {"width": 0}},
+        )
+    for turn in range(turns):
+        start = next(row["start"] for row in rows if row["turn"] == turn)
+        fig.add_vline(x=start, line={"color": RED, "width": 1.5, "dash": "dot"})
+        fig.add_annotation(x=start, y=1.1, yref="paper", text=f"turn {turn + 1}", showarrow=False, xanchor="left")
+    fig.update_xaxes(title="token of the dialogue")
+    fig.update_yaxes(autorange="reversed")
+    return fig.update_layout(
+        title={"text": "Three positions of the questions of one dialogue", "x": 0.02},
+        template="plotly_white",
+        width=1300,
+        height=380,
+        font={"size": 13},
+        barmode="overlay",
+        legend={"orientation": "h", "y": -0.28},
+        margin={"l": 150, "r": 20, "t": 90, "b": 60},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.figure8", description=__doc__)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=160, help="tokens of each turn's prompt")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    args = parser.parse_args(argv)
+    started = time.perf_counter()
+    turns = recall_dialogue(4, turns=args.turns, tokens=args.tokens, hops=2, distractors=3).turns
+    needed = [fact for number in range(args.turns) for fact in chain(turns, number)]
+    rows = list[dict[str, Any]]()
+    for place in POSITIONS:
+        start = 0
+        for number, turn in enumerate(turns):
+            for kind, tokens in pieces(turn, place, needed):
+                rows.append({"position": place, "turn": number, "kind": kind, "start": start, "tokens": tokens})
+                start += tokens
+    text = record("loopserve-fig8", {"pieces": rows}, {"turns": args.turns, "tokens": args.tokens}, started=started)
+    save("loopserve_fig8", text, figure(rows, args.turns), args.out)
+
+
+if __name__ == "__main__":
+    main()

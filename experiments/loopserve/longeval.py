@@ -1,0 +1,188 @@
+"""Observations 1 to 4 and Figs. 1, 2 and 4 of the LoopServe paper on LongEval's files, beside ordinary text.
+
+    python -m experiments.loopserve.longeval --topics 5_topics.jsonl --lines 200_lines.jsonl [--out figures]
+
+The model in the package (or `--model`) reads the first prompts of LongEval's topic and line retrieval
+(github.com/DachengLi1/LongChat, folder longeval/evaluation, Apache-2.0) and pieces of the text that ships, all cut to
+one length, by `sinkscope lines` and `overlap`. Numbers alone are kept, and no text of the files. With `--page`, the
+table between the two comments named longeval in that page is replaced by the one just measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import html
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.loopguard.drawn import save
+from experiments.record import record
+from sinkscope.attention.lines import line_weights
+from sinkscope.attention.overlap import line_overlap
+from sinkscope.figures.style import BLUE, GREEN, ORANGE
+from sinkscope.models.load import load
+from sinkscope.published import read_prompts
+
+COLOURS = (BLUE, ORANGE, GREEN)
+MARKS = ("<!-- longeval: made by experiments.loopserve.longeval -->", "<!-- longeval: end -->")
+ROWS = (  # what the table says: part of the paper, name, place in the result
+    ("Obs. 1, Fig. 1", "attention on the heaviest tenth of the lines", "mass"),
+    ("", "on random lines of the same length", "random_mass"),
+    ("", "cells that they cover", "cells"),
+    ("Obs. 2, Fig. 1 d", "lines shared by two inputs", "inputs"),
+    ("", "random lines", "inputs_random"),
+    ("Obs. 3, Fig. 2 b", "lines of the second half that are the first half's", "segments"),
+    ("", "within each half", "segments_relative"),
+    ("Obs. 4, Fig. 2 c", "important tokens found, question at the beginning", "begin"),
+    ("", "in the middle", "middle"),
+    ("", "at the end", "end"),
+    ("Fig. 4 a", "found by the last block of the prompt", "last"),
+    ("", "by the first block of the answer, without its own queries", "first"),
+    ("Fig. 4 b", "shared by blocks of the answer, one apart", "near"),
+    ("", "farthest apart", "far"),
+)
+
+
+AGREE = ("etas", "inputs", "inputs_random", "segments", "segments_random")
+
+
+def measure(model: Any, name: str, data: Path | None, **options: Any) -> dict[str, Any]:
+    """All numbers of one source: as measured, and those of the table."""
+    weights = line_weights(model, data=data, count=options["count"], length=options["length"])
+    agree = line_overlap(
+        model, data=data, count=options["count"], length=options["length"], max_new_tokens=options["new"], window=8
+    )
+    tokens, i, j = agree.tokens, weights.etas.index(0.1), agree.etas.index(0.1)
+    assert tokens is not None
+    k = tokens.budgets.index(0.1)
+    blocks = {each.block: each for each in tokens.blocks}
+    first = blocks[0].apart
+    shown: dict[str, float | None] = {each: getattr(weights, each)[i] for each in ("mass", "random_mass", "cells")}
+    shown |= {each: getattr(agree, each)[j] for _, _, each in ROWS[3:7]}
+    shown |= {each.position: each.overlap[k] for each in tokens.positions}
+    shown |= {"last": blocks[-1].overlap[k], "first": None if first is None else first[k]}
+    shown |= {"near": tokens.distances[0].overlap[k] if tokens.distances else None}
+    shown |= {"far": tokens.distances[-1].overlap[k] if tokens.distances else None}
+    return {
+        "name": name,
+        "shown": shown,
+        "weights": {each: getattr(weights, each) for each in ("etas", "mass", "random_mass", "cells")},
+        "overlap": {
+            each: getattr(agree, each) for each in ("etas", "inputs", "inputs_random", "segments", "segments_random")
+        },
+        "tokens": asdict(tokens),
+    }
+
+
+def table(sources: Sequence[dict[str, Any]]) -> str:
+    """Markdown: a row per number, a column per source."""
+    lines = ["| part | quantity | " + " | ".join(each["name"] for each in sources) + " |"]
+    lines.append("|---" * (2 + len(sources)) + "|")
+    for part, said, name in ROWS:
+        numbers = [each["shown"][name] for each in sources]
+        lines.append(f"| {part} | {said} | " + " | ".join("-" if n is None else f"{n:.0%}" for n in numbers) + " |")
+    return "\n".join(lines)
+
+
+def figure(sources: Sequence[dict[str, Any]], title: str) -> Any:
+    """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
+    from plotly.subplots import make_subplots
+
+    titles = [
+        "Fig. 1: attention on the heaviest lines",
+        "Fig. 1 d: lines shared by two inputs",
+        "Fig. 2 b: lines of the second half that are the first's",
+        "Fig. 2 c: important tokens that the last window finds",
+        "Fig. 4 a: found by blocks (0: first of the answer)",
+        "Fig. 4 b: shared by blocks of the answer",
+    ]
+    fig: Any = make_subplots(rows=2, cols=3, subplot_titles=titles, horizontal_spacing=0.06, vertical_spacing=0.16)
+
+    def curve(at: int, x: Any, y: Any, source: dict[str, Any], colour: str, dash: str = "solid") -> None:
+        row, column = divmod(at, 3)
+        name, first = html.escape(source["name"]), at == 0 and dash == "solid"
+        line = {"color": colour, "dash": dash}
+        fig.add_scatter(x=x, y=y, name=name, legendgroup=name, showlegend=first, line=line, row=row + 1, col=column + 1)
+
+    for source, colour in zip(sources, COLOURS, strict=False):
+        lines, agree, tokens = source["weights"], source["overlap"], source["tokens"]
+        k = tokens["budgets"].index(0.1)
+        curve(0, lines["etas"], lines["mass"], source, colour)
+        curve(0, lines["etas"], lines["random_mass"], source, colour, "dot")
+        for at, name in ((1, "inputs"), (2, "segments")):
+            curve(at, agree["etas"], agree[name], source, colour)
+            curve(at, agree["etas"], agree[f"{name}_random"], source, colour, "dot")
+        places, name = tokens["positions"], html.escape(source["name"])
+        found = [p["overlap"][k] for p in places]
+        x = [p["position"] for p in places]
+        fig.add_bar(x=x, y=found, name=name, legendgroup=name, showlegend=False, marker_color=colour, row=2, col=1)
+        blocks = [each for each in tokens["blocks"] if each["overlap"]]
+        curve(4, [b["block"] for b in blocks], [b["overlap"][k] for b in blocks], source, colour)
+        apart = [b for b in blocks if b["apart"]]
+        curve(4, [b["block"] for b in apart], [b["apart"][k] for b in apart], source, colour, "dash")
+        curve(
+            5,
+            [d["blocks"] for d in tokens["distances"]],
+            [d["overlap"][k] for d in tokens["distances"]],
+            source,
+            colour,
+        )
+    for at, said in enumerate(("eta", "eta", "eta", "question at", "block", "blocks apart")):
+        fig.update_xaxes(title_text=said, row=at // 3 + 1, col=at % 3 + 1)
+    fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
+    return fig.update_layout(
+        title={"text": html.escape(title), "x": 0.01, "xanchor": "left"},
+        template="plotly_white",
+        width=1500,
+        height=860,
+        font={"size": 13},
+        margin={"l": 60, "r": 20, "t": 110, "b": 60},
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12},
+    )
+
+
+def rewritten(page: str, made: str) -> str:
+    """The page with a new table between its two comments."""
+    before, _, rest = page.partition(MARKS[0])
+    return f"{before}{MARKS[0]}\n\n{made}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.loopserve.longeval", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--topics", type=Path, required=True, help="LongEval's 5_topics.jsonl")
+    parser.add_argument("--lines", type=Path, required=True, help="LongEval's 200_lines.jsonl")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--count", type=int, default=4, help="prompts of each file, pieces of ordinary text")
+    parser.add_argument("--length", type=int, default=512, help="most tokens of each; longer ones lose their middle")
+    parser.add_argument("--new", type=int, default=32, help="most tokens of an answer")
+    parser.add_argument("--out", type=Path, default=Path("figures"))
+    parser.add_argument("--page", type=Path, help="replace the table in this page")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    started, model = time.perf_counter(), load(args.model, backend="hf")
+    files = {"ordinary text": None, "LongEval topics": args.topics, "LongEval lines": args.lines}
+    for file in filter(None, files.values()):
+        assert all(prompt.question for prompt in read_prompts(file)), file.name
+    options = {"count": args.count, "length": args.length, "new": args.new}
+    sources = [measure(model, name, file, **options) for name, file in files.items()]
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files.values() if file is not None}
+    origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
+    settings = {"model": args.model, **options, "window": 8, "files": digests, "origin": origin}
+    text = record("loopserve-longeval", {"sources": sources}, settings, started=started)
+    title = f"LoopServe's observations on LongEval's files, at most {args.length} tokens ({args.model})"
+    save("loopserve_longeval", text, figure(sources, title), args.out)
+    print(made := table(sources))
+    if args.page is not None:
+        args.page.write_text(rewritten(args.page.read_text(encoding="utf-8"), made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What LoopGuard does beside cutting the cache: it bans n-grams, and takes a loop back from the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Run
+
+
+@dataclass(eq=False)
+class Ban:
+    """N-grams that a row may not write for some time.
+
+    Attributes:
+        until: number of the generated token up to which the ban holds.
+        following: the tokens that complete an n-gram, by the tokens before them.
+    """
+
+    until: int = 0
+    following: dict[tuple[int, ...], set[int]] = field(default_factory=dict)
+
+    def add(self, tokens: Sequence[int], length: int, until: int) -> None:
+        """Also ban every n-gram of `tokens` of this length, and prolong the ban."""
+        self.until = until
+        for end in range(length - 1, len(tokens)):
+            self.following.setdefault(tuple(tokens[end - length + 1 : end]), set()).add(tokens[end])
+
+    def banned(self, latest: Sequence[int]) -> list[int]:
+        """The tokens that would complete an n-gram after `latest`."""
+        known = [self.following.get(tuple(latest[at:]), ()) for at in range(len(latest))]
+        return sorted({token for tokens in known for token in tokens})
+
+
+@dataclass(eq=False)
+class Rewinder(StoppingCriteria):
+    """Passes what a guard takes back to whoever generates: `generate` runs in pieces, and ends where a loop was found.
+
+    Attributes:
+        allowance: number of tokens that may still be taken back; None: nobody generates in pieces.
+        keep: number of tokens, prompt included, that stay; None: nothing has to be taken back.
+    """
+
+    allowance: int | None = None
+    keep: int | None = None
+
+    def __call__(self, input_ids: Int[Tensor, "row pos"], scores: Any, **kwargs: Any) -> Any:
+        """Say whether this piece ends: bool `[row]`."""
+        return torch.full((len(input_ids),), self.keep is not None, device=input_ids.device)
+
+
+def generate_in_pieces(
+    run: Run | None,
+    model: Any,
+    ids: Int[Tensor, "row pos"],
+    *,
+    max_new_tokens: int,
+    fixed: bool = False,
+    **options: Any,
+) -> Any:
+    """Call `model.generate`; under `LoopGuard(rewind=True)` as often as loops are taken back.
+
+    At a loop the piece ends, ids and cache are cut back to where the second copy began, and the next piece goes on from
+    there, up to the same total of new tokens. At most `max_new_tokens` tokens are taken back in all, so the cost is at
+    most twice that of the answer; later loops are only cut from the cache.
+
+    Args:
+        run: what acts on the model, if anything does.
+        model: the Hugging Face model.
+        ids: the prompt, one row under such a guard.
+        max_new_tokens: largest number of new tokens.
+        fixed: the answer is given, so nothing is taken back.
+        options: passed on to `model.generate`.
+
+    Returns:
+        What the last call of `model.generate` returned; its ids are those of the whole answer.
+
+    Raises:
+        SinkscopeError: there are several rows, or a streamer, which has shown tokens that are taken back.
+    """
+    session: Any = getattr(run, "session", None)
+    rewinder: Rewinder | None = getattr(session, "rewinder", None)
+    if rewinder is None:
+        return model.generate(input_ids=ids, max_new_tokens=max_new_tokens, **options)
+    if len(ids) > 1:
+        raise SinkscopeError(
+            f"rewind=True takes tokens back from one row at a time, and here are {len(ids)}: use batch_size=1"
+        )
+    if options.get("streamer") is not None:
+        raise SinkscopeError("rewind=True takes back tokens that a streamer has already shown: leave out the streamer")
+    cache: Any = options.pop("past_key_values", None)
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    options["stopping_criteria"] = StoppingCriteriaList([*options.pop("stopping_criteria", ()), rewinder])
+    most, rewinder.allowance = ids.shape[1] + max_new_tokens, 0 if fixed else max_new_tokens
+    try:
+        while True:
+            options["attention_mask"] = torch.ones_like(ids)
+            output = model.generate(input_ids=ids, max_new_tokens=most - ids.shape[1], past_key_values=cache, **options)
+            if rewinder.keep is None:
+                return output
+            ids, rewinder.keep = getattr(output, "sequences", output)[:, : rewinder.keep], None
+            session.resuming = True  # what comes next reads a generated token and no prompt
+            for layer in cache.layers:
+                layer.crop(ids.shape[1] - 1 - layer.seen)
+    finally:
+        rewinder.allowance, session.resuming = None, False

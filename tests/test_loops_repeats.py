@@ -1,0 +1,155 @@
+"""Repetition of any period: against a look at every period at every token, planted cycles, and lists."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops import Monitor, MonitorSettings, check
+from sinkscope.loops.signals import Repeats
+
+# Cycles of few different tokens, which hold repetitions of their own: any stretch of a few tokens comes several times.
+PIECE = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.integers(1, 5)), min_size=1, max_size=4
+).map(lambda parts: [token for some, copies in parts for token in some * copies])
+RUNS = st.lists(st.tuples(PIECE, st.integers(1, 5)), min_size=1, max_size=3).map(
+    lambda parts: [token for piece, copies in parts for token in piece * copies][:300]
+)
+
+
+def every_period(ids: list[int], longest: int, shortest: int) -> tuple[int, int] | None:
+    """The definition: of all periods with 3 copies at the end, the one that covers most, the smallest of several."""
+    found: list[tuple[int, int]] = []
+    for period in range(1, min(longest, len(ids) - 1) + 1):
+        equal = 0
+        while equal < len(ids) - period and ids[-1 - equal] == ids[-1 - equal - period]:
+            equal += 1
+        if equal + period >= max(3 * period, shortest):
+            found.append((-(equal + period), period))
+    return (min(found)[1], len(ids) + min(found)[0]) if found else None
+
+
+@settings(max_examples=60)
+@given(RUNS, st.sampled_from([5, 20, 64]), st.sampled_from([12, 20, 30]))
+def test_three_exact_copies_are_found_at_their_last_token(ids: list[int], longest: int, shortest: int) -> None:
+    repeats = Repeats(longest, 3, shortest, 0.0)
+    for i, token in enumerate(ids):
+        assert repeats.add(token, i) == every_period(ids[: i + 1], longest, shortest)
+
+
+@settings(max_examples=60)
+@given(RUNS)
+def test_tolerance_hides_no_exact_repetition(ids: list[int]) -> None:
+    """With noise there may be more, from an earlier start, and nothing less."""
+    exact, tolerant = Repeats(64, 3, 12, 0.0), Repeats(64, 3, 12, 0.1)
+    for i, token in enumerate(ids):
+        one, other = exact.add(token, i), tolerant.add(token, i)
+        assert one is None or (other is not None and other[1] <= one[1])
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 5, 16, 17, 48, 64, 100, 255, 1000, 2047, 2048])
+def test_a_planted_cycle_of_any_period(period: int) -> None:
+    """The alarm comes with the last token of the third copy, or with the 48th of a shorter loop."""
+    rng = random.Random(period)
+    before = [rng.randrange(50_000) for _ in range(rng.randrange(100, 3000))]
+    piece = [50_000 + rng.randrange(50_000) for _ in range(period)]
+    monitor = Monitor()
+    ids = before + piece * max(3, -(-48 // period))
+    steps = [monitor.update(token) for token in ids]
+    first = next(step for step in steps if step.trigger)
+    assert first.step == len(before) + max(3 * period, 48)
+    assert first.tail is not None and first.tail[:2] == (period, len(before))
+    assert first.tail.repeats == (first.step - len(before)) / period
+
+
+def test_the_longest_period_is_a_limit() -> None:
+    ids = [*range(101)] * 5
+    assert check(ids, settings=MonitorSettings(tail_longest=100)).loops == 0
+    assert check(ids, settings=MonitorSettings(tail_longest=101)).records[0].detected == 303
+
+
+def near(period: int, rng: random.Random, copies: int) -> list[int]:
+    """A cycle with one token of every copy replaced, at any place."""
+    piece = [rng.randrange(1000) for _ in range(period)]
+    made: list[int] = []
+    for _ in range(copies):
+        copy = list(piece)
+        copy[rng.randrange(period)] = rng.randrange(1000, 2000)
+        made += copy
+    return made
+
+
+@pytest.mark.parametrize("period", [24, 32, 100, 500])
+def test_a_loop_in_which_a_token_of_every_copy_is_another(period: int) -> None:
+    """Found within a copy of the third, where it begins but for a copy; the exact rule never finds it."""
+    late: list[float] = []
+    for seed in range(5):
+        rng = random.Random(f"{period} {seed}")
+        before = [rng.randrange(5000, 50_000) for _ in range(200)]
+        ids = before + near(period, rng, 6)
+        monitor = Monitor()
+        step = next((s for s in map(monitor.update, ids) if s.trigger), None)
+        late.append(float("inf") if step is None else (step.step - 200) / period)
+        if step is not None:
+            assert step.tail is not None and step.tail.period == period and 200 <= step.tail.start <= 200 + 3 * period
+        exact = Monitor(MonitorSettings(tail_noise=0.0))
+        assert not any(exact.update(token).trigger for token in ids)
+    assert sorted(late)[2] <= 4 and min(late) >= 3
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("period", [12, 30, 60])
+def test_a_list_that_counts_up_is_no_loop(period: int, slots: int) -> None:
+    """One or two tokens change at the same places of every copy, however long it goes on."""
+    ids: list[int] = []
+    for count in range(40):
+        copy = [*range(period)]
+        for slot in range(slots):
+            copy[period // 2 * slot] = 1000 + count
+        ids += copy
+    monitor = Monitor()
+    assert not any(monitor.update(token).trigger for token in ids)
+
+
+def test_a_loop_that_ends_is_over_within_a_few_tokens() -> None:
+    """However much of it there was; a token that breaks it is no part of it."""
+    ids = [*range(40)] * 50 + [*range(1000, 1100)]
+    repeats = Repeats(2048, 3, 48, 1 / 16)
+    found = [repeats.add(token, i) for i, token in enumerate(ids)]
+    assert found[1999] == (40, 0) and not any(found[2000:])
+    assert not repeats._runs
+
+
+def test_after_a_trigger_the_next_one_waits_for_the_cooldown() -> None:
+    monitor = Monitor()
+    fired = [step for step in map(monitor.update, [*range(1000, 1100), *[1, 2, 3] * 60]) if step.trigger]
+    assert [(s.step, s.level) for s in fired] == [(148, 0), (181, 1), (214, 2), (247, 3), (280, 4)]
+
+
+def test_sixty_copies_of_a_cycle_of_64_loop() -> None:
+    """Such a cycle keeps a type-token ratio of 0.25 in a window, and the paper's monitor says nothing."""
+    ids = [*range(1000, 1300), *[*range(64)] * 60]
+    (record,) = check(ids).records
+    assert (record.loop, record.period, record.onset, record.detected) == (True, 64, 300, 300 + 192)
+    assert check(ids, settings=MonitorSettings.paper()).loops == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tail_repeats": 2.5}, 'tail_repeats is 2.5: rule "repeats" needs at least 3'),
+        ({"tail_shortest": 11}, 'tail_shortest is 11: rule "repeats" needs at least 12'),
+        ({"tail_noise": 1.5}, "tail_noise is 1.5: expected less than or equal to 1; the default is 0.0625"),
+        ({"tail_longest": 0}, "tail_longest is 0: expected greater than or equal to 1; the default is 2048"),
+        ({"rule": "loops"}, "rule is 'loops': expected 'repeats', 'signals', 'always' or 'never'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_a_line(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(SinkscopeError) as error:
+        MonitorSettings().with_(**changed)
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert MonitorSettings.paper(tail_repeats=2.5, tail_shortest=4).tail_shortest == 4
