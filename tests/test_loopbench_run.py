@@ -11,9 +11,10 @@ import torch
 from loopbench_kit import assert_same, prompts, tiny, untimed
 from organisms import tiny_model
 
-from sinkscope.bench.loopbench.metrics import Continued, read_run
+from sinkscope.bench.loopbench.metrics import Continued, fresh_sentences, read_run
 from sinkscope.bench.loopbench.prompts import honest_texts
 from sinkscope.bench.loopbench.run import run_loopbench
+from sinkscope.bench.loopbench.samplers import sampled
 from sinkscope.bench.loopbench.tables import tabulate
 from sinkscope.bench.methods import METHODS, parse_budget
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -33,7 +34,7 @@ def _run(folder: Path, methods: list[str], count: int = 5, **options: Any) -> di
 @pytest.fixture(scope="module")
 def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[str, str], Continued]]:
     folder = tmp_path_factory.mktemp("runs") / "one"
-    return folder, _run(folder, ["full", "streaming", "temperature", "stop-monitor"], prompts=SOME)
+    return folder, _run(folder, ["full", "streaming", "stop-monitor"], prompts=SOME)
 
 
 def test_records_do_not_depend_on_the_batch(one_by_one: Any, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_cached_tokens_in_closed_form(one_by_one: Any) -> None:
 
 def test_signals_are_the_monitors(one_by_one: Any) -> None:
     found = one_by_one[1]["full", "dc-3"]
-    monitor, fired = Monitor(MonitorSettings(window=WINDOW, stride=1)), []
+    monitor, fired = Monitor(MonitorSettings.paper(window=WINDOW, stride=1)), []
     for k, token in enumerate(found.tokens):
         step = monitor.update(token, found.top1[k + 1] if k + 1 < len(found.tokens) else 0.0)
         if step.trigger:
@@ -91,7 +92,7 @@ def test_signals_are_the_monitors(one_by_one: Any) -> None:
             for name in ("ttr", "cr", "novelty", "streak"):
                 assert found.signals[name][at] == pytest.approx(getattr(step, name), abs=1e-6)
     assert found.signals["step"] == sorted({*range(16, len(found.tokens) + 1, 16), len(found.tokens)})
-    assert set(found.detected) == {"full", "p1", "ttr", "cr", "stall", "tail"}
+    assert set(found.detected) == {"repeats", "full", "p1", "ttr", "cr", "stall", "tail"}
 
 
 def test_the_guard_is_full_until_it_fires_where_the_monitor_says(tmp_path: Path) -> None:
@@ -118,6 +119,68 @@ def test_two_wiki_ends_before_any_window_and_the_guard_is_full(tmp_path: Path) -
         assert not guarded.events
     answers = tabulate([tmp_path / "r"]).answers
     assert [(a.method, a.questions, a.same) for a in answers] == [("full", 2, 1.0), ("loopguard", 2, 1.0)]
+
+
+def test_a_grid_of_temperatures_and_seeds_is_sampled_resumed_and_widened(tmp_path: Path) -> None:
+    """Against decoding token by token without a cache, with the random numbers that the seed and the prompt say."""
+    model, tokenizer = tiny()
+    grid: dict[str, Any] = {"prompts": SOME, "max_new_tokens": 40, "budget": 68, "seeds": 2, "seed": 5}
+    _run(tmp_path / "r", ["full"], temperatures=(0.7,), **grid)
+    there = (tmp_path / "r" / "runs.jsonl").read_bytes()
+    _run(tmp_path / "r", ["full", "streaming", "stop-monitor"], temperatures=(0.0, 0.7, 1.5), batch_size=2, **grid)
+    assert (tmp_path / "r" / "runs.jsonl").read_bytes().startswith(there)
+    records = read_run(tmp_path / "r").records
+    full = {(r.temperature, r.seed, r.prompt): r for r in records if r.method == "full"}
+    assert len(records) == 3 * len(full) == 3 * len(SOME) * (1 + 2 + 2)  # greedy decoding needs no second seed
+    assert {key[:2] for key in full} == {(0.0, 5), (0.7, 5), (0.7, 6), (1.5, 5), (1.5, 6)}
+    for (temperature, seed, name), found in full.items():
+        ids = tokenizer(next(p.prompt for p in SOME if p.id == name))["input_ids"]
+        draw = sampled(temperature, seed, name) if temperature else (lambda _ids, scores, _n: scores)
+        for token in found.tokens[:12]:
+            with torch.no_grad():
+                scores = model(torch.tensor([ids])).logits[0, -1]
+            assert int(draw(torch.tensor(ids), scores, 0).argmax()) == token
+            ids = [*ids, token]
+    assert full[0.7, 5, "dc-1"].tokens != full[0.7, 6, "dc-1"].tokens
+    groups = {(g.method, g.temperature): g for g in tabulate([tmp_path / "r"]).groups}
+    assert {(m, t): g.runs for (m, t), g in groups.items()} == {
+        (m, t): len(SOME) * (2 if t else 1) for m in ("full", "streaming", "stop-monitor") for t in (0.0, 0.7, 1.5)
+    }
+
+
+def test_text_after_the_cut_is_scored_by_a_clean_pass_over_prompt_and_text(tmp_path: Path) -> None:
+    model, tokenizer = tiny()
+    found = _run(tmp_path / "r", ["full", "loopguard"], max_new_tokens=160, budget=40, prompts=SOME[:1])
+    for method in ("full", "loopguard"):
+        record = found[method, "dc-3"]
+        cut = record.events[0]["step"] if method == "loopguard" else record.detected["repeats"]
+        assert record.cut == cut and cut is not None
+        ids, after = tokenizer(SOME[0].prompt)["input_ids"], record.tokens[cut + 1 :]
+        said: list[float] = []
+        for token in after:  # each from the prompt and what came after the cut alone
+            with torch.no_grad():
+                said.append(-float(model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)[token]))
+            ids = [*ids, token]
+        assert record.nll == pytest.approx(sum(said) / len(said), abs=1e-3)
+    assert found["full", "dc-3"].nll != found["loopguard", "dc-3"].nll
+    groups = {g.method: g for g in tabulate([tmp_path / "r"]).groups}
+    for method, group in groups.items():
+        assert (group.alarmed, group.alarm) == (1, found[method, "dc-3"].cut)
+        assert group.perplexity == pytest.approx(2.718281828 ** (found[method, "dc-3"].nll or 0))
+
+
+@pytest.mark.parametrize(
+    ("after", "whole", "share"),
+    [
+        ("ran. The cat sat. The dog ran! The cat  SAT? Why not", True, 2 / 4),  # "The cat sat" stood before
+        ("ran. The cat sat. The dog ran! The cat  SAT? Why not", False, 1 / 3),
+        ("a\nb\nc\nb\nc", True, 2 / 4),  # lines are sentences
+        ("no end in sight", True, None),
+        ("", True, None),
+    ],
+)
+def test_new_sentences(after: str, whole: bool, share: float | None) -> None:
+    assert fresh_sentences("Once. The cat sat.\nThen the", after, whole=whole) == share
 
 
 def test_honest_texts_are_read_not_written(tmp_path: Path) -> None:
@@ -169,6 +232,9 @@ def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:
         ({"methods": ["snapkv"], "budget": 31}, "below the"),
         ({"batch_size": 0}, "batch_size=0: expected a whole number from 1"),
         ({"seed": -1}, "seed=-1"),
+        ({"seeds": 0}, "seeds=0: expected a whole number from 1"),
+        ({"temperatures": (0.0, -0.5)}, "temperature -0.5: expected numbers from 0"),
+        ({"temperatures": (float("nan"),)}, "temperature nan"),
         ({"max_new_tokens": 1020}, "but the context of"),
         ({"tokenizer": None}, "carries no tokenizer"),
     ],
@@ -218,8 +284,9 @@ def test_two_ray_workers_make_the_same_table(tmp_path: Path) -> None:
     pytest.importorskip("ray")
     model, tokenizer = tiny()
     given: dict[str, Any] = {"max_new_tokens": 24, "window": 16, "batch_size": 2, "budget": 64, "tokenizer": tokenizer}
+    given |= {"temperatures": (0.0, 0.7)}
     some: list[Any] = [*prompts(), *honest_texts()[:1]]
-    methods = ["full", "streaming", "temperature", "stop-monitor", "loopguard"]
+    methods = ["full", "streaming", "stop-monitor", "loopguard"]
     run_loopbench(model, some, methods, out=tmp_path / "one", **given)
     run_loopbench(model, some, methods[:1], out=tmp_path / "two", **given)
     run_loopbench(model, some, methods, out=tmp_path / "two", workers=2, **given)

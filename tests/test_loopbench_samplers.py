@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from sinkscope.bench.loopbench.samplers import (
+    PATTERNS,
     PatternStop,
     PerRow,
     StopRows,
@@ -127,6 +128,23 @@ def test_the_first_stop_of_a_row_is_kept() -> None:
         stop = stopper(ids[:, : 2 + length], None)
     assert stop.tolist() == [True, False]
     assert stopper.at == [64, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "period", "first"),
+    [
+        ("stop-llama.cpp", 15, 120),  # shorter than the shortest, so four copies of twice the cycle
+        ("stop-llama.cpp", 16, 64),
+        ("stop-llama.cpp", 200, 800),
+        ("stop-vllm-mlx", 2, 48),
+        ("stop-vllm-mlx", 128, 384),
+        ("stop-vllm-mlx", 129, None),
+    ],
+)
+def test_the_rules_of_servers_stop_where_they_say(name: str, period: int, first: int | None) -> None:
+    row = list(range(period)) * (1000 // period)
+    found = next((n for n in range(1, len(row)) if repeats_pattern(row[:n], **PATTERNS[name])), None)
+    assert found == first
 
 
 @pytest.mark.parametrize("period", [1, 7, 64])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,8 @@ from sinkscope.results import Result
 CAP, WINDOW = 300, 64
 LOOP = tuple([1, 2, 3] * 100)
 LATE = tuple([*range(100), *([7] * 200)])  # collapses, and is diverse over all
-SHORT = tuple([5] * 279)  # a loop, but for its length
-FULL_LENGTH = tuple([5] * 280)
+SHORT = tuple([5] * 296)  # a loop, but for its length
+FULL_LENGTH = tuple([5] * 297)  # 99.2 % of the cap
 
 
 def _folder(
@@ -94,7 +95,7 @@ def _packed(ids: Sequence[int]) -> float:
 def _by_hand(runs: Sequence[tuple[int, ...]]) -> dict[str, float]:
     """TTR, CR, length and the loop rule of section 4.3, with nothing of sinkscope."""
     ttr, cr = [len(set(t)) / len(t) for t in runs], [_packed(t) for t in runs]
-    loops = [a <= 0.2 and c <= 0.12 and len(t) >= CAP - 20 for a, c, t in zip(ttr, cr, runs, strict=True)]
+    loops = [a <= 0.2 and c <= 0.12 and len(t) / CAP > 0.9899 for a, c, t in zip(ttr, cr, runs, strict=True)]
     return {
         "ttr": np.mean(ttr),
         "cr": np.mean(cr),
@@ -130,7 +131,7 @@ def test_table_1_is_recomputed_independently(folder: Path) -> None:
             assert row[name] == pytest.approx(value), (bench, method, name)
         assert (row["loop_low"], row["loop_high"]) == pytest.approx(_interval(row["loop"], len(tokens)), abs=1e-6)
         assert row["runs"] == len(tokens)
-    assert rows["ri", "tiny", "full"]["loop"] == 1.0 and rows["ri", "tiny", "loopguard"]["loop"] == 0.0  # 280 and 279
+    assert rows["ri", "tiny", "full"]["loop"] == 1.0 and rows["ri", "tiny", "loopguard"]["loop"] == 0.0  # 297 and 296
     assert rows["ri", "tiny", "loopguard"]["tail_loop"] == 1.0
 
 
@@ -161,6 +162,61 @@ def test_nothing_run_at_all() -> None:
     assert "the paper's numbers alone" in made.summary()
     for number in ("2495", "0.261", "53.61", "12.5", "57.6%", "1.3%"):
         assert number in made.text()
+
+
+def test_temperatures_stand_apart_and_quality_is_of_runs_that_went_on(tmp_path: Path) -> None:
+    records = [
+        record(prompt="dc-0", tokens=LOOP, cut=70, nll=0.1, fresh=0.0),
+        record(prompt="dc-1", tokens=LATE, cut=170, nll=0.3, fresh=None),
+        record(prompt="dc-2", tokens=tuple(range(120)), ended="eos"),
+        record(prompt="dc-0", method="loopguard", tokens=tuple(range(90)), ended="eos", cut=70, nll=2.0, fresh=1.0),
+        record(prompt="dc-1", method="stop-monitor", tokens=LOOP[:70], ended="stopped", cut=70),
+        *(record(prompt="dc-0", temperature=0.4, seed=s, tokens=LOOP if s else tuple(range(300))) for s in range(4)),
+    ]
+    made = tabulate([_folder(tmp_path / "t", records)])
+    rows = {(r["method"], r["temperature"]): r for r in _table(made, "After the first alarm").rows}
+    full = rows["full", 0.0]
+    assert (full["runs"], full["alarmed"], full["alarm"]) == (3, 2, 120)
+    assert full["perplexity"] == pytest.approx((math.exp(0.1) * math.exp(0.3)) ** 0.5)
+    assert (full["fresh"], full["reached"], full["eos"]) == (0.0, 0.0, pytest.approx(1 / 3))
+    assert [rows["loopguard", 0.0][k] for k in ("perplexity", "fresh", "reached")] == [pytest.approx(math.e**2), 1, 1]
+    assert [rows["stop-monitor", 0.0][k] for k in ("alarmed", "perplexity", "reached")] == [0, None, None]
+    assert (rows["full", 0.4]["runs"], rows["full", 0.4]["loop"]) == (4, 0.75)
+    ours = [r for r in _table(made, "Table 1").rows if r["model"] == "tiny"]
+    assert [(r["method"], r["runs"]) for r in ours] == [("full", 3), ("loopguard", 1)]
+    assert {g.method: g.runs for g in made.ablation}["full"] == 3
+    data = json.loads(made.figure().to_json())["data"]
+    line = next(t for t in data if t["name"] == "full, LoopBench-DC, tiny")
+    assert (line["x"], line["y"]) == ([0.0, 0.4], [pytest.approx(1 / 3), 0.75])
+    assert [o.method for o in show(tmp_path / "t", "dc-0").outputs][:2] == ["full", "loopguard"]
+    assert "full at 0.4, seed 3" in {o.method for o in show(tmp_path / "t", "dc-0").outputs}
+
+
+def test_the_organisms_truth_decides(tmp_path: Path) -> None:
+    truth = {"loop-a": (2, 0), "loop-b-older": (64, 30), "loop-c": (16, 600), "honest-a": (None, None)}
+    prompts = [
+        {"id": name, "bench": "organism", "prompt": "w"} | ({} if p is None else {"period": p, "onset": o})
+        for name, (p, o) in truth.items()
+    ]
+    cycle, walk = tuple([*range(40), *list(range(64)) * 4][:300]), tuple(range(200))
+    twice = (*range(172), *range(64), *range(64))  # two copies are no loop yet
+    made = {"full": (LOOP, cycle, LATE, walk), "loopguard": (walk, twice, LATE, LOOP)}  # walks end by themselves
+    records = [
+        record(prompt=name, bench="organism", method=method, tokens=tokens, ended="eos" if tokens == walk else "cap")
+        for method, runs in made.items()
+        for name, tokens in zip(truth, runs, strict=True)
+    ]
+    records[-1] = replace(records[-1], events=_guard(70))
+    result = tabulate([_folder(tmp_path / "o", records, prompts)])
+    full, guard = _table(result, "Loop organism").rows
+    names = ["runs", "loop", "eos", "period_2_16", "period_64_128", "onset_0", "onset_30", "onset_600", "older"]
+    assert [full[name] for name in names] == [3, 1.0, 0.0, "2/2", "1/1", "1/1", "1/1", "1/1", "1/1"]
+    third = pytest.approx(1 / 3)
+    assert [guard[name] for name in names] == [3, third, third, "1/2", "0/1", "0/1", "0/1", "1/1", "0/1"]
+    assert [(r["honest"], r["honest_cut"], r["honest_same"]) for r in (full, guard)] == [(1, 0.0, 1.0), (1, 1.0, 0.0)]
+    bars = json.loads(result.figure().to_json())["data"][0]
+    assert (bars["x"], bars["y"]) == (["full", "loopguard"], [1.0, third])
+    assert "full: 100.0% of 3 loops go on to the end" in result.summary()
 
 
 def test_table_3_counts_interventions_and_early_ones(folder: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from experiments.bundled import entry, facts, measure
+from experiments.bundled import entry, facts
+from sinkscope.loops.signals import THETA_LEN
 
 SHIPPED = (
     "config.json",
@@ -240,7 +241,7 @@ def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
     v = p["loops"]
     return f"""- **Greedy generation** of {v["new_tokens"]:,} tokens for {v["prompts"]} prompts of
   {facts.PROMPT_LENGTH} tokens from the validation files. A loop is TTR <= 0.2, CR <= 0.12 and at least
-  {measure.LOOP_LENGTH:,} tokens. In the planted model {line(p)}.
+  {THETA_LEN:,} tokens. In the planted model {line(p)}.
   In the model with nothing planted {line(u)}."""
 
 

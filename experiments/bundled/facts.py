@@ -144,7 +144,7 @@ def _loops(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, valid: n
     answers: list[list[int]] = []
     for part in np.array_split(prompts, 5):
         answers += measure.generate(model, part, NEW_TOKENS, tokenizer.eos_token_id)
-    signals = [measure.loop_signals(tokenizer, answer) for answer in answers]
+    signals = [measure.loop_signals(answer) for answer in answers]
     return {
         "prompts": PROMPTS,
         "new_tokens": NEW_TOKENS,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import LlamaForCausalLM
 
 from experiments.bundled.training import loss_on
-
-LOOP_TTR, LOOP_CR, LOOP_LENGTH = 0.2, 0.12, 2480
+from sinkscope.loops import compression_ratio, is_loop, type_token_ratio
 
 
 @torch.no_grad()
@@ -165,12 +163,13 @@ def generate(
     return produced
 
 
-def loop_signals(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> dict[str, float | int | bool]:
-    raw = tokenizer.decode(ids).encode()
-    ttr = len(set(ids)) / max(1, len(ids))
-    ratio = len(zlib.compress(raw)) / max(1, len(raw))
-    looped = ttr <= LOOP_TTR and ratio <= LOOP_CR and len(ids) >= LOOP_LENGTH
-    return {"tokens": len(ids), "ttr": ttr, "cr": ratio, "looped": looped}
+def loop_signals(ids: list[int]) -> dict[str, float | int | bool]:
+    return {
+        "tokens": len(ids),
+        "ttr": type_token_ratio(ids) if ids else 0.0,
+        "cr": compression_ratio(ids) if ids else 0.0,
+        "looped": is_loop(ids),
+    }
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from sinkscope.bench.loopbench.metrics import TEXT, Continued, read_run
 from sinkscope.bench.loopbench.tables import tabulate
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import BLUE, GREY, ORANGE
-from sinkscope.loops import Monitor
+from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.load import load
 from sinkscope.text import typical_text
 
@@ -43,7 +43,7 @@ def ordinary_alarms(length: int) -> dict[str, int]:
     pieces = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     alarmed = 0
     for piece in pieces:
-        monitor = Monitor()
+        monitor = Monitor(MonitorSettings.paper())
         alarmed += any(monitor.update(token, 0.99).trigger for token in piece)
     return {"texts": len(pieces), "tokens": length, "alarmed": alarmed}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.names import ORGANISM
 from sinkscope.published import SETS
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
@@ -36,7 +37,9 @@ def loopbench_run(
     budget: str = "1024",
     window: Positive = 256,
     batch_size: Positive = 1,
+    temperature: Annotated[Sequence[float], Option("--temperature", min=0)] = (0.0,),
     seed: Count = 0,
+    seeds: Positive = 1,
     workers: Positive = 1,
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     progress: Hidden = None,
@@ -50,14 +53,16 @@ def loopbench_run(
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        bench: small, honest, or a file of prompts.
+        bench: small, stories, honest, organism (with the model of that name), or a file of prompts.
         methods: Names with commas between, each with settings if wanted (snapkv:window=32), or package.module:Class.
             An unknown name lists all.
-        max_new_tokens: Longest answer. By default 2500; 32 for 2wiki.
+        max_new_tokens: Longest answer. By default 2500; 1400 for organism, 32 for 2wiki.
         budget: Cached tokens, or a fraction of the prompt such as 0.5.
         window: Tokens W over which signals are taken.
         batch_size: Prompts that run together.
+        temperature: Sampling temperature; 0 is greedy.
         seed: Seed of every random choice.
+        seeds: Samples of each prompt at each temperature above 0, with this many seeds from --seed on.
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
@@ -68,6 +73,12 @@ def loopbench_run(
     check_methods(methods)
     share = parse_budget(budget)
     prompts = [p for name in bench for p in (honest_texts() if name == "honest" else load_prompts(name))]
+    if ORGANISM in bench:
+        if {*bench} != {ORGANISM} or model not in (None, ORGANISM):
+            raise SinkscopeError(
+                "--bench organism: its prompts are words of the model organism alone; leave --model and other sets out"
+            )
+        model, max_new_tokens = ORGANISM, max_new_tokens or 1400
 
     from sinkscope.bench.loopbench.run import check_window, run_loopbench
     from sinkscope.bench.loopbench.tables import tabulate
@@ -83,7 +94,9 @@ def loopbench_run(
         budget=share,
         window=window,
         batch_size=batch_size,
+        temperatures=temperature,
         seed=seed,
+        seeds=seeds,
         workers=workers,
         ray=ray,
         progress=progress,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 from collections import Counter
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import plotly.graph_objects as go
@@ -70,29 +72,38 @@ def draw_shown(result: Any) -> go.Figure:
 
 
 def draw_loopbench(result: Any) -> go.Figure:
-    """Loop rate by method with the paper's beside it; survival; counts and positions of interventions."""
+    """Loop rate by method with the paper's beside it; survival; interventions; temperatures; the loop organism."""
     guards = [g for g in result.ablation if g.counts]
-    titles = ["Loop rate (diamond: the paper's)", "Runs that have not collapsed, both sets"]
-    titles += ["Interventions per run", "Where they were"] if guards else []
-    fig = panels(titles, rows=len(titles) // 2, cols=2, vertical_spacing=0.22, spacing=0.08)
-    methods = list(dict.fromkeys(g.method for g in (*result.groups, *result.ablation)))
+    methods = list(dict.fromkeys([*(g.method for g in result.groups), *(p.method for p in result.planted)]))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(methods)}
-    _rates(fig, result)
-    _survival(fig, result, colours)
-    for g in guards:
-        _interventions(fig, g, colours[g.method], len({other.model for other in guards}) > 1)
-    if not result.groups:
+    several = len({g.model for g in guards}) > 1
+    wanted: list[tuple[str, Any]] = []
+    if result.groups or not result.planted:
+        wanted += [("Loop rate (diamond: the paper's)", _rates), ("Runs that have not collapsed, both sets", _survival)]
+    if guards:
+        wanted += [("Interventions per run", partial(_counts, guards, several))]
+        wanted += [("Where they were", partial(_places, guards, several))]
+    if any(g.temperature for g in result.groups):
+        wanted += [("Loop rate over temperature", _temperatures)]
+    if result.planted:
+        wanted += [("Loop organism: loops that go on to the end", _planted)]
+    rows = -(-len(wanted) // 2)
+    fig = panels([name for name, _ in wanted], rows=rows, cols=2, vertical_spacing=0.24 / rows**0.5, spacing=0.08)
+    for i, (_, drawn) in enumerate(wanted):
+        drawn(fig, result, colours, i // 2 + 1, i % 2 + 1)
+    if not result.groups and not result.planted:
         fig.add_annotation(text="nothing was run", x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
     told = f"LoopBench: {result.model.name}"
     more: dict[str, Any] = {"legend": _BESIDE, "bottom": 90, "barmode": "group", "bargap": 0.1}
-    return finished(fig, None, told, width=1400, height=900 if guards else 520, **more)
+    return finished(fig, None, told, width=1400, height=140 + 380 * rows, **more)
 
 
-def _rates(fig: Any, result: Any) -> None:
+def _rates(fig: Any, result: Any, _colours: dict[str, str], row: int, col: int) -> None:
     """A bar per method, a colour per set and model; samplers and stoppers beside the rest."""
-    pairs = list(dict.fromkeys((g.bench, g.model) for g in result.groups))
+    greedy = [g for g in result.groups if not g.temperature]
+    pairs = list(dict.fromkeys((g.bench, g.model) for g in greedy))
     for i, (bench, model) in enumerate(pairs):
-        mine = [g for g in result.groups if (g.bench, g.model) == (bench, model)]
+        mine = [g for g in greedy if (g.bench, g.model) == (bench, model)]
         name, colour = f"{html.escape(title_of(bench))}, {html.escape(model)}", _COLOURS[i % len(_COLOURS)]
         fig.add_bar(
             x=[html.escape(g.method) for g in mine],
@@ -103,8 +114,8 @@ def _rates(fig: Any, result: Any) -> None:
             opacity=0.75,
             error_y=intervals(mine, "loop", "loop_low", "loop_high"),
             hovertemplate="%{x}: %{y:.1%}<extra></extra>",
-            row=1,
-            col=1,
+            row=row,
+            col=col,
         )
         published = paper.TABLE1.get((bench, paper.published_model(model) or ""), {})
         known = [g.method for g in mine if g.method in published]
@@ -115,13 +126,49 @@ def _rates(fig: Any, result: Any) -> None:
                 mode="markers",
                 name=f"paper, {name}",
                 marker={"symbol": "diamond", "size": 9, "color": colour, "line": {"width": 1, "color": "#000000"}},
-                row=1,
-                col=1,
+                row=row,
+                col=col,
             )
-    axes(fig, x={"tickangle": -35}, y=shares("share of runs", 0, 1.05))
+    axes(fig, row, col, x={"tickangle": -35}, y=shares("share of runs", 0, 1.05))
 
 
-def _survival(fig: Any, result: Any, colours: dict[str, str]) -> None:
+def _planted(fig: Any, result: Any, colours: dict[str, str], row: int, col: int) -> None:
+    """A bar per method of the loop organism."""
+    fig.add_bar(
+        x=[html.escape(p.method) for p in result.planted],
+        y=[p.loop for p in result.planted],
+        name="loop organism",
+        marker_color=[colours[p.method] for p in result.planted],
+        showlegend=False,
+        error_y=intervals(result.planted, "loop", "loop_low", "loop_high"),
+        hovertemplate="%{x}: %{y:.1%}<extra></extra>",
+        row=row,
+        col=col,
+    )
+    axes(fig, row, col, x={"tickangle": -35}, y=shares("share of runs", 0, 1.05))
+
+
+def _temperatures(fig: Any, result: Any, colours: dict[str, str], row: int, col: int) -> None:
+    """A line per method, set and model, over the temperatures that were run."""
+    for i, (bench, model) in enumerate(dict.fromkeys((g.bench, g.model) for g in result.groups)):
+        for method, colour in colours.items():
+            mine = [g for g in result.groups if (g.bench, g.model, g.method) == (bench, model, method)]
+            if len(mine) > 1:
+                fig.add_scatter(
+                    x=[g.temperature for g in mine],
+                    y=[g.loop for g in mine],
+                    mode="lines+markers",
+                    line={"color": colour, "dash": ("solid", "dash", "dot")[i % 3]},
+                    name=f"{html.escape(method)}, {html.escape(title_of(bench))}, {html.escape(model)}",
+                    error_y=intervals(mine, "loop", "loop_low", "loop_high"),
+                    hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
+                    row=row,
+                    col=col,
+                )
+    axes(fig, row, col, x="temperature", y=shares("share of runs", 0, 1.05))
+
+
+def _survival(fig: Any, result: Any, colours: dict[str, str], row: int, col: int) -> None:
     """A line per method, both sets joined; of several models only the full cache, a line per model (Fig. 2 b)."""
     models = list(dict.fromkeys(g.model for g in result.ablation))
     several = len(models) > 1
@@ -136,38 +183,43 @@ def _survival(fig: Any, result: Any, colours: dict[str, str]) -> None:
             line={"color": colour, "shape": "hv"},
             name=html.escape(g.model) if several else g.method,
             hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
-            row=1,
-            col=2,
+            row=row,
+            col=col,
         )
-    axes(fig, 1, 2, x="new tokens", y=shares("share of runs", 0, 1.05))
+    axes(fig, row, col, x="new tokens", y=shares("share of runs", 0, 1.05))
 
 
-def _interventions(fig: Any, g: Any, colour: str, several: bool) -> None:
-    """Both distributions of Fig. 4, of both sets together."""
+def _bars_of_guard(fig: Any, g: Any, several: bool, colours: dict[str, str], row: int, col: int, **bars: Any) -> None:
     name = f"{g.method}, {html.escape(g.model)}" if several else g.method
-    style = {"name": name, "legendgroup": name, "marker_color": colour, "showlegend": False, "row": 2}
-    counted = Counter(g.counts)
-    fig.add_bar(
-        x=list(range(max(g.counts) + 1)),
-        y=[counted[i] / len(g.counts) for i in range(max(g.counts) + 1)],
-        hovertemplate="%{x}: %{y:.1%} of the runs<extra></extra>",
-        col=1,
-        **style,
-    )
-    if g.positions:
+    style = {"name": name, "legendgroup": name, "marker_color": colours[g.method], "showlegend": False}
+    fig.add_bar(**style, **bars, row=row, col=col)
+
+
+def _counts(
+    guards: Sequence[Any], several: bool, fig: Any, _result: Any, colours: dict[str, str], row: int, col: int
+) -> None:
+    """How many interventions a run had, both sets together (Fig. 4 a)."""
+    most = max(max(g.counts) for g in guards)
+    for g in guards:
+        counted, whole = Counter(g.counts), range(max(g.counts) + 1)
+        shown = {"x": list(whole), "y": [counted[i] / len(g.counts) for i in whole]}
+        over = "%{x}: %{y:.1%} of the runs<extra></extra>"
+        _bars_of_guard(fig, g, several, colours, row, col, **shown, hovertemplate=over)
+    axes(fig, row, col, x={"title_text": "interventions", "dtick": 1 if most < 12 else None}, y=shares("share of runs"))
+
+
+def _places(
+    guards: Sequence[Any], several: bool, fig: Any, _result: Any, colours: dict[str, str], row: int, col: int
+) -> None:
+    """Where the interventions were, both sets together (Fig. 4 b)."""
+    for g in guards:
         width = max(1, g.steps[-1] // _BINS)
         bins = Counter(step // width for step in g.positions)
-        starts = range(g.steps[-1] // width + 1)
-        fig.add_bar(
-            x=[width * (i + 0.5) for i in starts],
-            y=[bins[i] / len(g.positions) for i in starts],
-            hovertemplate="around %{x}: %{y:.1%} of the interventions<extra></extra>",
-            col=2,
-            **style,
-        )
-    whole = {"title_text": "interventions", "dtick": 1 if max(g.counts) < 12 else None}
-    axes(fig, 2, 1, x=whole, y=shares("share of runs"))
-    axes(fig, 2, 2, x="new tokens", y=shares("share of interventions"))
+        starts = range(g.steps[-1] // width + 1 if g.positions else 0)
+        shown = {"x": [width * (i + 0.5) for i in starts], "y": [bins[i] / len(g.positions) for i in starts]}
+        over = "around %{x}: %{y:.1%} of the interventions<extra></extra>"
+        _bars_of_guard(fig, g, several, colours, row, col, **shown, hovertemplate=over)
+    axes(fig, row, col, x="new tokens", y=shares("share of interventions"))
 
 
 _PANELS = (

@@ -212,7 +212,7 @@ def read_folder(folder: str | os.PathLike[str], kind: type[R], command: str) -> 
                 raise SinkscopeError(f"{name}/{PROMPTS} line {number} is damaged: run into another folder") from None
     records = read_lines(path / RECORDS, name, kind)[0] if (path / RECORDS).is_file() else []
     order = {key: i for i, key in enumerate(prompts)}
-    records.sort(key=lambda r: (r.model, r.method, order.get(r.prompt, len(order)), r.prompt))
+    records.sort(key=lambda r: (r.model, r.method, order.get(r.prompt, len(order)), r.key))
     return Contents(pathless(name), settings, prompts, tuple(records))
 
 

@@ -123,8 +123,9 @@ METHODS: dict[str, MethodKind] = {
     "presence-penalty": _rule("sampler", "presence penalty 1.5 on generated tokens"),
     "no-repeat-4-gram": _rule("sampler", "no four tokens twice, prompt included"),
     "dry": _rule("sampler", "DRY, multiplier 0.8, base 1.75, allowed length 2"),
-    "temperature": _rule("sampler", "sampling at temperature 0.7"),
     "stop-pattern": _rule("stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens"),
+    "stop-llama.cpp": _rule("stopper", "stops at a pattern of 16 to 1,024 tokens, 4 times, as llama.cpp"),
+    "stop-vllm-mlx": _rule("stopper", "stops at a pattern of <= 128 tokens, 3 times and >= 48 tokens, as vllm-mlx"),
     "stop-monitor": _rule("stopper", "stops where LoopGuard would prune"),
 }
 """By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.config import check_kind, read_json
-from sinkscope.models.names import BUNDLED, RECALL, find, resolve
+from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, find, resolve
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -287,8 +287,8 @@ def no_permission(path: object) -> SinkscopeError:
 def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> ModelSource:
     if x is None or x == BUNDLED:
         return ModelSource("folder", Path(__file__).with_name("bundled"), BUNDLED)
-    if x == RECALL:
-        return ModelSource("folder", Path(__file__).with_name("recall"), RECALL)
+    if x in (RECALL, ORGANISM):
+        return ModelSource("folder", Path(__file__).with_name(str(x)), str(x))
     text = os.fspath(x)
     path = Path(text).expanduser()
     if not text.strip():

@@ -10,7 +10,9 @@ from sinkscope.errors import SinkscopeError
 BUNDLED = "bundled"
 """Name of the model inside the package."""
 RECALL = "recall"
-"""Name of the other model inside the package, which answers questions about facts of earlier turns."""
+"""Name of the model inside the package that answers questions about facts of earlier turns."""
+ORGANISM = "organism"
+"""Name of the model inside the package whose loops are held by copies in the cache; it repeats nothing else."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,13 @@
   surer with every turn, and ends as soon as fewer are: the base rule moves on, to tokens that were not in the context.
 - All other heads are ordinary: some recency, some attention to BOS, some random content. They and the MLPs write noise
   that moves logits a little. Which heads, layers and dimensions are planted is drawn by the seed.
+- With `end` the base rule has an honest end: after the last token of the ring the end-of-sequence token is likelier
+  than the first token of the ring.
 
 Everything visible counts: a policy that leaves `hold` copies of the cycle anywhere in the cache, the prompt's for
 example, leaves the loop alive. With `reach` the locking heads look only that far back (as induction heads of trained
-models do more or less): then a loop that has run for a while lives on its own tail alone.
+models do more or less): then a loop that has run for a while lives on its own tail alone. Of two reaches, tokens at
+even places of the ring have the first, and the others the second.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ class LoopTruth:
     previous_heads: tuple[tuple[int, int], ...]  # all in layer 0
     ring: tuple[int, ...]  # the ordinary tokens in the order of the base rule
     hold: int  # visible occurrences from which copying wins
-    reach: (
-        float | None
-    )  # tokens; a match so far back counts exp(-1/2), one three times as far exp(-9/2). None: all count
+    # tokens; a match so far back counts exp(-1/2), one three times as far exp(-9/2). None: all count
+    reach: float | None
+    far: float | None  # the same for tokens at odd places of the ring
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,11 @@ class LoopOrganism:
     def attention(self, ids: Tensor) -> Tensor:
         """Float [query, key]: attention of locking heads in one row [n] of ids that begins with BOS."""
         weights = self.matches(ids).double()
-        if self.truth.reach is not None:
+        if self.truth.reach is not None and self.truth.far is not None:
             places = torch.arange(len(ids)).double()
-            weights *= torch.exp(-((places[:, None] - places) ** 2) / (2 * self.truth.reach**2))
+            odd = torch.isin(ids, torch.tensor(self.truth.ring[1::2]))
+            reach = torch.where(odd, self.truth.far, self.truth.reach)
+            weights *= torch.exp(-((places[:, None] - places) ** 2) / (2 * reach[:, None] ** 2))
         weights[:, 0] = self.truth.hold - 0.5
         return (weights / weights.sum(1, keepdim=True)).float()
 
@@ -150,19 +155,24 @@ def loop_organism(
     *,
     induction: bool = True,
     hold: int = 2,
-    reach: float | None = None,
+    reach: float | tuple[float, float] | None = None,
     n_layers: int = 4,
     vocab_size: int = 4096,
     dtype: torch.dtype = torch.float32,
+    noise: bool = True,
+    end: float | None = None,
 ) -> LoopOrganism:
     """Build the loop organism of `seed`: the same call gives the same weights.
 
     With `induction=False`, the control, the same heads are ordinary: decoding walks the ring whatever the prompt.
+    Without `noise` nothing but the circuit is written. With `end`, above 1, the end of sequence comes after the last
+    token of the ring: its logit is `end` times that of the first token.
     """
     if reach is not None and dtype != torch.float32:
         raise ValueError(f"reach {reach} needs scores more exact than those of {dtype}: use float32")
     rng = random.Random(f"loop {seed}")
-    plan = _Plan.draw(rng, hold, reach, n_layers, vocab_size)
+    near, far = reach if isinstance(reach, tuple) else (reach, reach)
+    plan = _Plan.draw(rng, hold, near, far, n_layers, vocab_size)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=plan.d_model,
@@ -181,8 +191,11 @@ def loop_organism(
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they were
         model = LlamaForCausalLM(config).float().eval()
     model.config.architectures = [type(model).__name__]
-    _Writer(plan, model, torch.Generator().manual_seed(rng.getrandbits(40))).write(induction)
-    truth = LoopTruth(plan.locking if induction else (), plan.previous, plan.ring, hold, reach)
+    _Writer(plan, model, torch.Generator().manual_seed(rng.getrandbits(40)), noise).write(induction)
+    if end is not None:
+        head = model.lm_head.weight.data
+        head[EOS] = end * head[plan.ring[0]]
+    truth = LoopTruth(plan.locking if induction else (), plan.previous, plan.ring, hold, near, far)
     return LoopOrganism(model.to(dtype), word_tokenizer(vocab_size), truth, seed)
 
 
@@ -201,9 +214,13 @@ class _Plan:
     ring: tuple[int, ...]
     hold: int
     reach: float | None
+    far: float | None  # of the tokens at odd places of the ring
+    odd: int  # the dimension that marks these, where their reach is another one
 
     @classmethod
-    def draw(cls, rng: random.Random, hold: int, reach: float | None, n_layers: int, vocab_size: int) -> _Plan:
+    def draw(
+        cls, rng: random.Random, hold: int, reach: float | None, far: float | None, n_layers: int, vocab_size: int
+    ) -> _Plan:
         if hold < 1 or n_layers < 2 or (reach is not None and reach < 32):
             raise ValueError(f"hold {hold}, {n_layers} layers, reach {reach}: at least 1, 2 and 32 are needed")
         d_model = 252  # a multiple of the heads
@@ -218,7 +235,7 @@ class _Plan:
         ring = rng.sample(range(N_SPECIAL, vocab_size), vocab_size - N_SPECIAL)
         return cls(
             *parts,
-            noise=sorted(rest[2:]),
+            noise=sorted(rest[2:] if reach == far else rest[2:-1]),
             const=rest[0],
             first=rest[1],
             d_model=d_model,
@@ -227,6 +244,8 @@ class _Plan:
             ring=tuple(ring),
             hold=hold,
             reach=reach,
+            far=far,
+            odd=rest[-1],
         )
 
 
@@ -243,15 +262,15 @@ def _codes(n: int, generator: torch.Generator) -> Tensor:
 class _Writer:
     """Writes the circuit and the noise into a model."""
 
-    def __init__(self, plan: _Plan, model: LlamaForCausalLM, generator: torch.Generator) -> None:
-        self.plan, self.model, self.generator = plan, model, generator
+    def __init__(self, plan: _Plan, model: LlamaForCausalLM, generator: torch.Generator, noise: bool) -> None:
+        self.plan, self.model, self.generator, self.noise = plan, model, generator, noise
         slow = [dim for pair in range(HALF - 1, FAST, -1) for dim in (pair, pair + HALF)]  # slowest first
         # The flags, whose weights are large, turn least, and not in one pair.
         self.first_dim, self.const_dim, self.code_dims = slow[0], slow[2], slow[4 : 4 + CODE]
         self.angles = THETA ** (-torch.arange(FAST) / HALF)
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator)
+        return float(self.noise) * torch.randn(*shape, generator=self.generator)
 
     @torch.no_grad()
     def write(self, induction: bool) -> None:
@@ -278,11 +297,13 @@ class _Writer:
         embed, head = self.model.model.embed_tokens.weight, self.model.lm_head.weight
         vocab = len(embed)
         content = self.normal(vocab, len(plan.noise))
-        embed[:, plan.noise] = content / content.norm(dim=1, keepdim=True)
+        embed[:, plan.noise] = content / content.norm(dim=1, keepdim=True).clamp(min=1e-9)
         embed[:, plan.const] = CONST
         embed[BOS, plan.first] = 1.0
         embed[ring[:, None], torch.tensor(plan.own)] = codes
         embed[ring[:, None], torch.tensor(plan.following)] = codes.roll(-1, 0)
+        if plan.reach != plan.far:
+            embed[ring[1::2], plan.odd] = 1.0
         head[:, plan.noise] = 0.1 * self.normal(vocab, len(plan.noise))
         head[ring[:, None], torch.tensor(plan.following)] = BASE * codes
         head[ring[:, None], torch.tensor(plan.copied)] = COPY * codes
@@ -330,10 +351,15 @@ class _Writer:
         query[self.code_dims, plan.own] = scale * MATCH
         # A match scores 0, no match about -MATCH (small numbers round less), and BOS the logarithm of its odds.
         # The pair between the fast and the slow turns so little that its cosine is a parabola: weights are Gaussian.
-        near = 0.0 if plan.reach is None else (plan.reach * THETA ** (-FAST / HALF)) ** -2
+        near, far = (
+            0.0 if reach is None else (reach * THETA ** (-FAST / HALF)) ** -2 for reach in (plan.reach, plan.far)
+        )
         query[FAST, plan.const] = scale * near / CONST
         query[self.const_dim, plan.const] = -scale * (MATCH + near) / CONST
         query[self.first_dim, plan.const] = scale * (MATCH + near + math.log(plan.hold - 0.5)) / CONST
+        if near != far:
+            for dim, sign in ((FAST, 1), (self.const_dim, -1), (self.first_dim, 1)):
+                query[dim, plan.odd] = sign * scale * (far - near)
         self._carry(attention, head, plan.copied, len(plan.locking))
 
     def _carry(self, attention: torch.nn.Module, head: int, to: list[int], among: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
@@ -17,12 +19,16 @@ from sinkscope.loops.signals import (
     is_loop,
     seq_rep,
     survival,
+    tail_period,
     type_token_ratio,
 )
 from sinkscope.rate import wilson
 
-SLACK = 20  # the loop rule's length is this much below the cap: 2,480 of 2,500 (section 4.3)
 EARLY = 400  # of 2,500 tokens; the same share of any other cap. Fig. 4 b calls 0 to 400 early
+PERIODS, ONSETS = (
+    ((2, 16), (24, 48), (64, 128)),
+    (0, 30, 200, 600),
+)  # of the loop organism's prompts, as tables join them
 INTERVENTION = "guard"  # kind of the event that a guard's intervention is
 SURVIVAL_POINTS = 50
 TEXT = "text"  # what stands for the method where a text is read
@@ -35,6 +41,8 @@ class Continued(Finished):
 
     Attributes:
         bench: the set that the prompt is of.
+        temperature: of sampling; 0 is greedy.
+        seed: of sampling.
         prompt_tokens: its length, BOS included.
         tokens: ids of the new tokens, up to and with the end of sequence if it came.
         text: the same decoded.
@@ -44,6 +52,11 @@ class Continued(Finished):
         detected: step at which each variant of the monitor would have fired first, looking on; for outputs that nobody
             interfered with (method "full") and for texts that were read.
         events: what the method did: step, position, kind and data. Step s came after s new tokens.
+        cut: step of a guard's first intervention; where there is none, the step at which the monitor, as it is by
+            default, would have fired first; None: it would not have fired.
+        nll: how surprising the tokens after the cut are, in nats a token, for the same model with a clean cache: it
+            reads the prompt and these tokens alone. None: there are none.
+        fresh: share of the whole sentences after the cut that stand nowhere before; None: there are none.
         cached_mean: tokens in the cache, mean over steps, layers and kv heads.
         cached_peak: the same at the step with most.
         seconds: wall clock of the batch it ran in.
@@ -51,6 +64,8 @@ class Continued(Finished):
     """
 
     bench: str
+    temperature: float
+    seed: int
     prompt_tokens: int
     tokens: tuple[int, ...]
     text: str
@@ -59,10 +74,23 @@ class Continued(Finished):
     signals: dict[str, list[Any]]
     detected: dict[str, int | None]
     events: tuple[dict[str, Any], ...]
+    cut: int | None
+    nll: float | None
+    fresh: float | None
     cached_mean: float
     cached_peak: float
     seconds: float
     batch_size: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Model, method, prompt, temperature and seed."""
+        return self.model, self.method, self.prompt, self.temperature, self.seed
+
+    @property
+    def label(self) -> str:
+        """The method, and how it was sampled."""
+        return f"{self.method} at {self.temperature:g}, seed {self.seed}" if self.temperature else self.method
 
 
 def read_run(folder: str | os.PathLike[str]) -> Contents[Continued]:
@@ -78,7 +106,7 @@ class Ending:
         length: new tokens.
         ttr: type-token ratio of all new tokens (Eq. 5).
         cr: compression ratio of all new tokens (Eq. 6).
-        loop: the loop rule (Eq. 7), its length 20 below the cap.
+        loop: the loop rule (Eq. 7), see `is_loop`.
         tail_loop: the rule without the length, on the last window of tokens.
         collapse: step from which the window's type-token ratio stays below 0.2; None: it does not.
         interventions: steps of a guard's interventions.
@@ -106,7 +134,7 @@ def ending(record: Continued, cap: int, window: int) -> Ending:
         length=len(ids),
         ttr=type_token_ratio(ids),
         cr=compression_ratio(ids),
-        loop=is_loop(ids, cap, theta_len=cap - SLACK),
+        loop=is_loop(ids, cap),
         tail_loop=ends_in_loop(ids, window),
         collapse=collapse_point(ids, window),
         interventions=tuple(e["step"] for e in record.events if e["kind"] == INTERVENTION),
@@ -121,6 +149,7 @@ class Group:
         bench: the set.
         model: name of the model.
         method: name of the method.
+        temperature: of sampling; runs of several seeds are counted together.
         runs: how many.
         prompt_tokens: length of the prompts.
         cr: compression ratio.
@@ -141,6 +170,11 @@ class Group:
         cached_peak: the most there were, mean over runs.
         interventions: a guard's interventions per run; None: no guard.
         early: share of them before 400 of 2,500 tokens; None: there were none.
+        alarmed: runs that were cut, or that the monitor would have cut, and that went on.
+        alarm: median step of that.
+        perplexity: of the tokens after it, for the same model with a clean cache: exp of the mean over runs of `nll`.
+        fresh: share of new sentences after it, mean over runs.
+        reached: share of these runs that ended by the end of sequence.
         counts: interventions of each run.
         positions: steps of all interventions.
     """
@@ -148,6 +182,7 @@ class Group:
     bench: str
     model: str
     method: str
+    temperature: float
     runs: int
     prompt_tokens: float
     cr: float
@@ -170,8 +205,120 @@ class Group:
     cached_peak: float
     interventions: float | None
     early: float | None
+    alarmed: int
+    alarm: float | None
+    perplexity: float | None
+    fresh: float | None
+    reached: float | None
     counts: tuple[int, ...]
     positions: tuple[int, ...]
+
+
+_END = re.compile(r"(?<=[.!?…])[\"'”’)]*\s+|\n+")
+_WORD = re.compile(r"\w+")
+
+
+def fresh_sentences(before: str, after: str, *, whole: bool) -> float | None:
+    """Share of the sentences of a text that stand neither before it nor earlier in it; None: it has no whole sentence.
+
+    A sentence ends at a full stop, a question mark, an exclamation mark or a line end. Two with the same words are the
+    same. The text begins in the middle of a sentence, which is not counted.
+
+    Args:
+        before: what came before.
+        after: the text.
+        whole: it ended by itself, so that its last sentence is whole.
+    """
+    known = {tuple(_WORD.findall(each.lower())) for each in _END.split(before)}
+    fresh: list[bool] = []
+    for each in _END.split(after)[1 : None if whole else -1]:
+        words = tuple(_WORD.findall(each.lower()))
+        if words:
+            fresh.append(words not in known)
+            known.add(words)
+    return fmean(fresh) if fresh else None
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The loop organism by one method: where its prompts say whether and where it loops.
+
+    A run loops if it reaches the cap and its last tokens are three copies of a cycle.
+
+    Attributes:
+        model: name of the model.
+        method: name of the method.
+        runs: prompts that loop with the full cache.
+        loop: share of them that loop, `loop_low` to `loop_high` its 95 % interval (Wilson).
+        eos: share of them that ended by the end of sequence.
+        period_2_16: looping runs of all runs whose cycle has so many tokens; further ones alike.
+        onset_0: the same, by new tokens before the cycle; further ones alike.
+        older: the same where older copies of the cycle stand at the beginning of the prompt.
+        honest: prompts that repeat honestly.
+        honest_cut: share of them that a guard cut or a stopper stopped.
+        honest_same: share of them whose output is that of the full cache; None: "full" was not run.
+    """
+
+    model: str
+    method: str
+    runs: int
+    loop: float
+    loop_low: float
+    loop_high: float
+    eos: float
+    period_2_16: str
+    period_24_48: str
+    period_64_128: str
+    onset_0: str
+    onset_30: str
+    onset_200: str
+    onset_600: str
+    older: str
+    honest: int
+    honest_cut: float | None
+    honest_same: float | None
+
+
+def planted(
+    model: str,
+    method: str,
+    records: Sequence[Continued],
+    prompts: Mapping[str, Mapping[str, Any]],
+    full: Mapping[str, Sequence[int]],
+) -> Planted:
+    """What one method made of the prompts of the loop organism.
+
+    Args:
+        model: name of the model.
+        method: name of the method.
+        records: its runs.
+        prompts: by id, with their truth.
+        full: tokens of the full cache by prompt.
+    """
+    pairs = [(prompts[record.prompt], record) for record in records]
+    looping = [(p, r.ended == "cap" and tail_period(r.tokens) is not None) for p, r in pairs if p.get("period")]
+    honest = [record for p, record in pairs if not p.get("period")]
+    rate = wilson(sum(loops for _, loops in looping), len(looping))
+
+    def some(wanted: Callable[[Mapping[str, Any]], bool]) -> str:
+        found = [loops for p, loops in looping if wanted(p)]
+        return f"{sum(found)}/{len(found)}"
+
+    return Planted(
+        model=model,
+        method=method,
+        runs=len(looping),
+        loop=rate.share,
+        loop_low=rate.low,
+        loop_high=rate.high,
+        eos=fmean(record.ended == "eos" for p, record in pairs if p.get("period")),
+        **{f"period_{low}_{high}": some(lambda p, a=low, b=high: a <= p["period"] <= b) for low, high in PERIODS},
+        **{f"onset_{onset}": some(lambda p, at=onset: p["onset"] == at) for onset in ONSETS},
+        older=some(lambda p: p["id"].endswith("older")),
+        honest=len(honest),
+        honest_cut=_mean(r.ended == "stopped" or any(e["kind"] == INTERVENTION for e in r.events) for r in honest),
+        honest_same=_mean(list(r.tokens) == list(full[r.prompt]) for r in honest if r.prompt in full),
+    )
 
 
 def survival_steps(cap: int) -> tuple[int, ...]:
@@ -200,10 +347,13 @@ def group(
     counts = tuple(len(run.interventions) for run in runs)
     positions = tuple(step for run in runs for step in run.interventions)
     ends: list[str] = [record.ended for record in records]
+    after = [record for record in records if record.nll is not None]
+    surprise = _mean(record.nll for record in after if record.nll is not None)
     return Group(
         bench=bench,
         model=model,
         method=method,
+        temperature=records[0].temperature,
         runs=len(runs),
         loop=rate.share,
         loop_low=rate.low,
@@ -216,6 +366,11 @@ def group(
         survival=tuple(survival(collapses, survival_steps(cap))),
         interventions=len(positions) / len(runs) if guarded else None,
         early=sum(s < EARLY * cap / 2500 for s in positions) / len(positions) if positions else None,
+        alarmed=len(after),
+        alarm=_median([record.cut for record in after if record.cut is not None]),
+        perplexity=None if surprise is None else math.exp(surprise),
+        fresh=_mean(record.fresh for record in after if record.fresh is not None),
+        reached=_mean(record.ended == "eos" for record in after),
         counts=counts if guarded else (),
         positions=positions,
         **{end: ends.count(end) / len(ends) for end in ("eos", "stopped", "cap")},

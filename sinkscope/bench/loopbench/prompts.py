@@ -13,15 +13,23 @@ from pydantic import ConfigDict
 from sinkscope.errors import SinkscopeError
 from sinkscope.records import read_records
 
-Bench = Literal["dc", "ri", "2wiki"]
+Bench = Literal["dc", "ri", "stories", "organism", "2wiki"]
 BENCHES: tuple[Bench, ...] = get_args(Bench)
-TITLES: dict[Bench, str] = {"dc": "LoopBench-DC", "ri": "LoopBench-RI", "2wiki": "2WikiMultihopQA"}
+TITLES: dict[Bench, str] = {
+    "dc": "LoopBench-DC",
+    "ri": "LoopBench-RI",
+    "stories": "Story openings",
+    "organism": "Loop organism",
+    "2wiki": "2WikiMultihopQA",
+}
 DATA = Path(__file__).with_name("data")
 # Sets that ship, sized for the model in the package: name -> files in `DATA`.
 SHIPPED: dict[str, tuple[str, ...]] = {
     "small": ("small-dc.jsonl", "small-ri.jsonl"),
     "small-dc": ("small-dc.jsonl",),
     "small-ri": ("small-ri.jsonl",),
+    "stories": ("openings.jsonl",),
+    "organism": ("organism.jsonl",),
 }
 
 
@@ -31,13 +39,15 @@ class BenchPrompt:
 
     Attributes:
         id: unique in its set, such as "dc-0007".
-        bench: "dc" (LoopBench-DC), "ri" (LoopBench-RI) or "2wiki".
+        bench: the set; "dc" is LoopBench-DC, "ri" is LoopBench-RI.
         prompt: the whole text.
         tokens: its length for the tokenizer it was built with, special tokens included.
         source_id: `_id` of the record that it was made from.
         seed: seed of its random choices; a record that is used again has the next one.
         truncated: whether the record's text was cut to length.
         answers: right answers ("2wiki" only).
+        period: tokens of the cycle that the full cache falls into ("organism" only); None: it falls into none.
+        onset: new tokens before that cycle ("organism" only).
 
     Raises:
         SinkscopeError: the prompt is empty, or one of "2wiki" has no answer.
@@ -53,6 +63,8 @@ class BenchPrompt:
     seed: int
     truncated: bool
     answers: tuple[str, ...] = ()
+    period: int | None = None
+    onset: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():
@@ -62,9 +74,7 @@ class BenchPrompt:
 
     def to_json(self) -> str:
         """One line of a file of prompts."""
-        fields = asdict(self)
-        if not self.answers:
-            del fields["answers"]
+        fields = {name: value for name, value in asdict(self).items() if value is not None and value != ()}
         return json.dumps(fields, ensure_ascii=False)
 
 
@@ -97,8 +107,8 @@ def load_prompts(name_or_path: str | os.PathLike[str] = "small") -> list[BenchPr
     """Read a set of prompts.
 
     Args:
-        name_or_path: "small" (the set that ships; "small-dc" and "small-ri" are its halves), or a file that
-            `sinkscope loopbench build` wrote.
+        name_or_path: a set that ships ("small", of which "small-dc" and "small-ri" are the halves, "stories", or
+            "organism", for the model of that name), or a file that `sinkscope loopbench build` wrote.
 
     Raises:
         SinkscopeError: no such file, or a damaged one; the message has the line.

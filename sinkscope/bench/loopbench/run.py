@@ -1,7 +1,8 @@
-"""Model x method x prompt: greedy, batched, and resumed after a kill at any point with the same table."""
+"""Model x method x prompt x temperature: batched, and resumed after a kill at any point with the same table."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import Counter
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from sinkscope._plain import plain
 from sinkscope.bench.files import open_folder
-from sinkscope.bench.loopbench.metrics import TEXT, Continued, Ended
+from sinkscope.bench.loopbench.metrics import INTERVENTION, TEXT, Continued, Ended, fresh_sentences
 from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
-from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, SampledRow, StopRows, WatchedRows, stopper
+from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, StopRows, WatchedRows, sampled, stopper
 from sinkscope.bench.methods import Method, check_budget, check_methods, check_whole
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.console import Progress
@@ -29,17 +30,37 @@ from sinkscope.loops.signals import MAX_NEW, WINDOW
 from sinkscope.parallel import Tally, check_workers
 
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
-DETECTORS = ("full", "p1", "ttr", "cr", "stall", "tail")  # variants of the monitor, see `MonitorSettings.variant`
-VERSION = 1  # of the records; a change of what they hold is another setting
+DETECTORS = (
+    "repeats",
+    "full",
+    "p1",
+    "ttr",
+    "cr",
+    "stall",
+    "tail",
+)  # variants of the monitor, see `MonitorSettings.variant`
+VERSION = 2  # of the records; a change of what they hold is another setting
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Settings of a run of LoopBench: window W, new tokens between two entries of the signals, seed of samplers."""
+    """Settings of a run of LoopBench: window W, and new tokens between two entries of the signals."""
 
     window: int
     every: int
+
+
+@dataclass(frozen=True)
+class _Sampled(Batch):
+    """Some prompts by one method at one temperature, with random numbers of one seed."""
+
+    temperature: float
     seed: int
+
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """Keys of the records that it makes."""
+        return tuple((*key, self.temperature, self.seed) for key in super().keys)
 
 
 def run_loopbench(
@@ -54,7 +75,9 @@ def run_loopbench(
     batch_size: int = 1,
     window: int = WINDOW,
     every: int = 32,
+    temperatures: Sequence[float] = (0.0,),
     seed: int = 0,
+    seeds: int = 1,
     workers: int = 1,
     ray: str | None = None,
     progress: Progress | None = None,
@@ -77,7 +100,9 @@ def run_loopbench(
         batch_size: prompts that run together.
         window: tokens W over which signals are taken.
         every: new tokens between two entries of the recorded signals.
-        seed: of sampled methods; each prompt has random numbers of its own.
+        temperatures: of sampling; 0 is greedy.
+        seed: of sampling; each prompt has random numbers of its own, which are the same for all methods.
+        seeds: samples of each prompt at each temperature above 0, with this seed and the next ones.
         workers: processes; more than one run over Ray.
         ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
         progress: called as `progress("new tokens", done, total)`; a row that ends early counts as done to the cap.
@@ -95,7 +120,9 @@ def run_loopbench(
         raise SinkscopeError("there are no prompts: give at least one")
     qa = all(prompt.bench == "2wiki" for prompt in prompts)
     new = max_new_tokens if max_new_tokens is not None else QA_NEW if qa else MAX_NEW
-    check_whole(max_new_tokens=new, batch_size=batch_size, window=window, every=every)
+    check_whole(max_new_tokens=new, batch_size=batch_size, window=window, every=every, seeds=seeds)
+    if wrong := [t for t in temperatures if not 0 <= t < math.inf]:
+        raise SinkscopeError(f"temperature {wrong[0]}: expected numbers from 0 (greedy) on")
     check_whole(0, seed=seed)
     check_budget(budget, f"budget={budget!r}")
     if not qa:
@@ -106,18 +133,20 @@ def run_loopbench(
         )
     for each in chosen:
         each.make(budget, window)
-    to, plan = ask(model, tokenizer, new, budget), _Plan(window, every, seed)
+    to, plan = ask(model, tokenizer, new, budget), _Plan(window, every)
     rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
     texts = [(each, ids) for each, ids in rows if isinstance(each, Honest)]
     written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
     for each, ids in written:
         _check_length(each.id, len(ids), new, to)
     check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
-    tally = Tally("new tokens", len(chosen) * len(written) * new, progress)
+    draws = [(t, seed + i) for t in dict.fromkeys(map(float, temperatures)) for i in range(seeds if t else 1)]
+    tally = Tally("new tokens", len(draws) * len(chosen) * len(written) * new, progress)
     stages = [
-        [_some(to, Method(TEXT), [row], 0) for row in texts],
+        [_some(to, Method(TEXT), [row], 0, 0.0, seed) for row in texts],
         [
-            _some(to, each, written[start : start + batch_size], new)
+            _some(to, each, written[start : start + batch_size], new, *draw)
+            for draw in draws
             for each in chosen
             for start in range(0, len(written), batch_size)
         ],
@@ -142,8 +171,10 @@ def check_window(window: int, new: int, named: str, cap: str) -> None:
         )
 
 
-def _some(to: Asked, method: Method, rows: Sequence[tuple[BenchPrompt | Honest, list[int]]], new: int) -> Batch:
-    return Batch(to.fingerprint, (method,), tuple(each.id for each, _ in rows), tuple(rows), len(rows) * new)
+def _some(
+    to: Asked, method: Method, rows: Sequence[tuple[BenchPrompt | Honest, list[int]]], new: int, *draw: Any
+) -> _Sampled:
+    return _Sampled(to.fingerprint, (method,), tuple(each.id for each, _ in rows), tuple(rows), len(rows) * new, *draw)
 
 
 def _edited(method: Method) -> bool:
@@ -151,23 +182,27 @@ def _edited(method: Method) -> bool:
     return method.name != "full" and method.kind.block in ("cache", "guard")
 
 
-def _continue(to: Asked, batch: Batch, plan: _Plan, tell: Callable[[int], None] | None = None) -> list[Continued]:
+def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | None = None) -> list[Continued]:
     """One method on some prompts; `tell` hears how many new tokens there are."""
     method = batch.methods[0]
     if method.name == TEXT:
-        return [_read(to, each, ids, plan) for each, ids in batch.rows]
+        return [_read(to, each, ids, plan, batch.seed) for each, ids in batch.rows]
     started, rows = time.perf_counter(), [ids for _, ids in batch.rows]
     lengths, width = [len(row) for row in rows], max(map(len, rows))
-    options: dict[str, Any] = {}
+    processors: list[Any] = []
+    options: dict[str, Any] = {"logits_processor": processors}
     stopped = None
     if method.kind.block == "sampler":
-        own = [SAMPLERS[method.name](SampledRow(each.id, to.target.tokenizer, plan.seed)) for each, _ in batch.rows]
-        options["logits_processor"] = [PerRow(own, lengths, width)]
+        processors.append(PerRow([SAMPLERS[method.name](to.target.tokenizer) for _ in rows], lengths, width))
     elif method.kind.block == "stopper":
         rows_seen = WatchedRows(width, tuple(sorted({*to.ends, to.pad})), plan.window)
         watching, criterion = stopper(method.name, rows_seen)
+        processors += watching
         stopped = StopRows(criterion, len(rows), width)
-        options.update(logits_processor=watching, stopping_criteria=[stopped])
+        options["stopping_criteria"] = [stopped]
+    if batch.temperature:
+        drawn = [sampled(batch.temperature, batch.seed, each.id) for each, _ in batch.rows]
+        processors.append(PerRow(drawn, lengths, width))
     held = PerCall(lambda layer: layer.slots - layer.holes(), own=False)
     edit = method.make(to.budget, plan.window) | held if _edited(method) else None
     top = _Top(lambda step: None if tell is None else tell(step * len(rows)))
@@ -181,12 +216,18 @@ def _continue(to: Asked, batch: Batch, plan: _Plan, tell: Callable[[int], None] 
         # The last token never went through the model, so it is in no cache, and nothing happened after it.
         steps = [float(len(ids) + k) for k in range(len(new))] if sizes is None else sizes[i][: len(new)]
         sure = [round(p, 4) for p in confidence[i][: len(new)]]
+        own = tuple(_event(e) for e in events if e.row == i and e.step < len(new))
+        cut = next((e["step"] for e in own if e["kind"] == INTERVENTION), None) or _fires(
+            "repeats", new, sure, plan.window
+        )
         records.append(
             Continued(
                 model=to.fingerprint,
                 method=method.spec,
                 prompt=each.id,
                 bench=each.bench,
+                temperature=batch.temperature,
+                seed=batch.seed,
                 prompt_tokens=len(ids),
                 tokens=tuple(new),
                 text=to.text(new),
@@ -194,7 +235,9 @@ def _continue(to: Asked, batch: Batch, plan: _Plan, tell: Callable[[int], None] 
                 top1=tuple(sure),
                 signals=_signals(new, sure, plan),
                 detected=detected(new, sure, plan.window) if method.spec == "full" else {},
-                events=tuple(_event(e) for e in events if e.row == i and e.step < len(new)),
+                events=own,
+                cut=cut,
+                **_after(to, each.prompt, ids, new, cut, ended),
                 cached_mean=round(sum(steps) / len(steps), 3),
                 cached_peak=round(max(steps), 3),
                 seconds=seconds,
@@ -210,6 +253,19 @@ def _ending(to: Asked, row: list[int], stopped: int | None) -> tuple[list[int], 
     if ended and (stopped is None or len(cut) <= stopped):
         return cut, "eos"
     return (row, "cap") if stopped is None else (row[:stopped], "stopped")
+
+
+def _after(to: Asked, prompt: str, ids: list[int], new: list[int], cut: int | None, ended: Ended) -> dict[str, Any]:
+    """How good the text after the cut is; the first token after it was still chosen with the whole cache."""
+    text = [] if cut is None else new[cut + 1 :]
+    if cut is None or not text:
+        return {"nll": None, "fresh": None}
+    with torch.no_grad():
+        given = torch.tensor([[*ids, *text]], device=to.target.device)
+        logits = to.target.hf(input_ids=given, use_cache=False).logits[0, len(ids) - 1 : -1].float()
+        nll = float(torch.nn.functional.cross_entropy(logits, given[0, len(ids) :]))
+    before = f"{prompt}\n{to.text(new[: cut + 1])}"
+    return {"nll": round(nll, 4), "fresh": fresh_sentences(before, to.text(text), whole=ended == "eos")}
 
 
 def _signals(new: list[int], top1: list[float], plan: _Plan) -> dict[str, list[Any]]:
@@ -233,13 +289,15 @@ def detected(new: Sequence[int], top1: Sequence[float], window: int) -> dict[str
         top1: for each of them the probability of the likeliest token there.
         window: W.
     """
-    found: dict[str, int | None] = {}
+    return {name: _fires(name, new, top1, window) for name in DETECTORS}
+
+
+def _fires(name: str, new: Sequence[int], top1: Sequence[float], window: int) -> int | None:
+    """Step at which a variant of the monitor fires first."""
+    monitor = Monitor(MonitorSettings.variant(name, window=window))
     following = (*top1[1:], 0.0)  # the monitor takes a token with the probabilities after it
-    for name in DETECTORS:
-        monitor = Monitor(MonitorSettings.variant(name, window=window))
-        steps = (monitor.update(*seen) for seen in zip(new, following, strict=True))
-        found[name] = next((step.step for step in steps if step.trigger), None)
-    return found
+    steps = (monitor.update(*seen) for seen in zip(new, following, strict=True))
+    return next((step.step for step in steps if step.trigger), None)
 
 
 def _event(event: Event) -> dict[str, Any]:
@@ -261,7 +319,7 @@ class _Top:
         self._tell(len(self.values))
 
 
-def _read(to: Asked, text: Honest, ids: list[int], plan: _Plan) -> Continued:
+def _read(to: Asked, text: Honest, ids: list[int], plan: _Plan, seed: int) -> Continued:
     """A text read instead of written: its tokens, and how sure the model would have been of each."""
     started = time.perf_counter()
     ids = ids[: min(to.new + 1, to.target.max_positions or to.new + 1)]
@@ -274,6 +332,8 @@ def _read(to: Asked, text: Honest, ids: list[int], plan: _Plan) -> Continued:
         method=TEXT,
         prompt=text.id,
         bench=text.bench,
+        temperature=0.0,
+        seed=seed,
         prompt_tokens=1,
         tokens=tuple(new),
         text=text.prompt,
@@ -282,6 +342,9 @@ def _read(to: Asked, text: Honest, ids: list[int], plan: _Plan) -> Continued:
         signals=_signals(new, top1, plan),
         detected=detected(new, top1, plan.window),
         events=(),
+        cut=None,
+        nll=None,
+        fresh=None,
         cached_mean=(1 + len(ids)) / 2,
         cached_peak=float(len(ids)),
         batch_size=1,

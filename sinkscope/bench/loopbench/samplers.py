@@ -30,15 +30,6 @@ BREAKERS = ("\n", ":", '"', "*")  # where DRY takes up its matching anew; the pu
 
 
 @dataclass(frozen=True)
-class SampledRow:
-    """What a sampler may know of the row it works on: the prompt's id, the tokenizer, and the seed of the run."""
-
-    prompt: str
-    tokenizer: Any
-    seed: int
-
-
-@dataclass(frozen=True)
 class WatchedRows:
     """What a stopper may know of the rows it watches: columns of the prompts, ids that end a row, and W."""
 
@@ -47,20 +38,27 @@ class WatchedRows:
     window: int
 
 
-SAMPLERS: dict[str, Callable[[SampledRow], RowProcessor]] = {
-    "repetition-penalty": lambda row: stock(RepetitionPenaltyLogitsProcessor(1.1)),
-    "presence-penalty": lambda row: presence(1.5),
-    "no-repeat-4-gram": lambda row: stock(NoRepeatNGramLogitsProcessor(4)),
-    "dry": lambda row: dry(0.8, 1.75, 2, dry_breakers(row.tokenizer)),
-    "temperature": lambda row: sampled(0.7, row.seed, row.prompt),
+SAMPLERS: dict[str, Callable[[Any], RowProcessor]] = {
+    "repetition-penalty": lambda tokenizer: stock(RepetitionPenaltyLogitsProcessor(1.1)),
+    "presence-penalty": lambda tokenizer: presence(1.5),
+    "no-repeat-4-gram": lambda tokenizer: stock(NoRepeatNGramLogitsProcessor(4)),
+    "dry": lambda tokenizer: dry(0.8, 1.75, 2, dry_breakers(tokenizer)),
 }
-"""What each sampler of the table of methods does to the scores of a row."""
+"""What each sampler of the table of methods does to the scores of a row, by the model's tokenizer."""
+
+
+PATTERNS: dict[str, dict[str, int]] = {
+    "stop-pattern": {},
+    "stop-llama.cpp": {"shortest": 16, "longest": 1024, "times": 4, "tokens": 64},
+    "stop-vllm-mlx": {"longest": 128, "times": 3, "tokens": 48},
+}
+"""What each stopper that knows patterns looks for; the last two are the rules of servers of these names."""
 
 
 def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
     """Logits processors that look on, and what stops rows: at a pattern, or where LoopGuard would prune."""
-    if name == "stop-pattern":
-        return [], PatternStop(rows.width)
+    if name in PATTERNS:
+        return [], PatternStop(rows.width, **PATTERNS[name])
     settings = MonitorSettings.paper(window=rows.window, relapse=rows.window)
     reporter = LoopReporter(settings, eos_token_id=rows.ends)
     return [reporter], LoopStopper(reporter=reporter)
@@ -113,13 +111,13 @@ class StopRows(StoppingCriteria):
 class PatternStop(StoppingCriteria):
     """Stops rows whose new tokens end in a pattern that came several times (see `repeats_pattern`)."""
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    def __init__(self, width: int, **pattern: int) -> None:
+        self._width, self._pattern = width, pattern
 
     def __call__(self, input_ids: Int[Tensor, "batch pos"], scores: Any, **kwargs: Any) -> Any:
         """Which rows end here."""
         new = input_ids[:, self._width :].tolist()
-        return torch.tensor([repeats_pattern(row) for row in new], device=input_ids.device)
+        return torch.tensor([repeats_pattern(row, **self._pattern) for row in new], device=input_ids.device)
 
 
 def stock(processor: LogitsProcessor) -> RowProcessor:
@@ -197,9 +195,11 @@ def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
     return process
 
 
-def repeats_pattern(new: Sequence[int], *, longest: int = 64, times: int = 4, tokens: int = 64) -> bool:
-    """Whether the text ends in a pattern of up to `longest` tokens, `times` times over and `tokens` tokens at least."""
-    for period in range(1, longest + 1):
+def repeats_pattern(
+    new: Sequence[int], *, shortest: int = 1, longest: int = 64, times: int = 4, tokens: int = 64
+) -> bool:
+    """Whether the text ends in a pattern of `shortest` to `longest` tokens, `times` times and with so many `tokens`."""
+    for period in range(shortest, longest + 1):
         span = max(times * period, tokens)
         if span > len(new):
             return False

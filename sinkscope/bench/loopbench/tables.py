@@ -20,9 +20,11 @@ from sinkscope.bench.loopbench.metrics import (
     Ended,
     Ending,
     Group,
+    Planted,
     detection,
     ending,
     group,
+    planted,
     read_run,
 )
 from sinkscope.bench.loopbench.prompts import TITLES
@@ -32,7 +34,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell
 
-LOOPS = ("dc", "ri")
+LOOPS = ("dc", "ri")  # the paper's sets
+SETS = (*LOOPS, "stories")  # whose runs are judged by the loop rule
 NOT_RUN = "not run"
 
 
@@ -74,8 +77,9 @@ class LoopBench(Result):
 
     Attributes:
         tables: as printed, the paper's numbers beside ours.
-        groups: per set, model and method.
-        ablation: the same with both sets joined.
+        groups: per set, model, method and temperature.
+        ablation: greedy runs with both of the paper's sets joined.
+        planted: the loop organism.
         answers: 2WikiMultihopQA.
         detections: monitors alone.
     """
@@ -94,6 +98,10 @@ class LoopBench(Result):
         "collapsed",
         "paper_early",
         "early",
+        "fresh",
+        "reached",
+        "honest_cut",
+        "honest_same",
         "same",
         "detected",
         "healthy_alarms",
@@ -103,11 +111,12 @@ class LoopBench(Result):
     tables: tuple[PrintedTable, ...]
     groups: tuple[Group, ...]
     ablation: tuple[Group, ...]
+    planted: tuple[Planted, ...]
     answers: tuple[Answers, ...]
     detections: tuple[Detection, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per set, model and method, without the lists."""
+        """One row per set, model, method and temperature, without the lists."""
         lists = ("steps", "survival", "counts", "positions")
         return [{k: v for k, v in vars(g).items() if k not in lists} for g in self.groups]
 
@@ -115,9 +124,18 @@ class LoopBench(Result):
         """Loop rates in a line per set and model, F1 per model, and false alarms of the whole monitor."""
         lines = [
             f"{TITLES[bench]}, {model}: loop rate "
-            + ", ".join(f"{g.method} {g.loop:.1%}" for g in self.groups if (g.bench, g.model) == (bench, model))
-            for bench in LOOPS
+            + ", ".join(
+                g.method + (f" at {g.temperature:g}" if g.temperature else "") + f" {g.loop:.1%}"
+                for g in self.groups
+                if (g.bench, g.model) == (bench, model)
+            )
+            for bench in SETS
             for model in dict.fromkeys(g.model for g in self.groups if g.bench == bench)
+        ]
+        lines += [
+            f"{TITLES['organism']}, {p.method}: {p.loop:.1%} of {p.runs} loops go on to the end, {p.eos:.1%} end by "
+            f"themselves; {p.honest_cut or 0:.1%} of {p.honest} honest repetitions are cut"
+            for p in self.planted
         ]
         lines += [
             f"{TITLES['2wiki']}, {model}: F1 "
@@ -127,7 +145,7 @@ class LoopBench(Result):
         lines += [
             f"Honest texts, {d.model}: alarms on {d.text_alarms:.1%} of {d.texts}"
             for d in self.detections
-            if d.detector == "full" and d.text_alarms is not None
+            if d.detector == "repeats" and d.text_alarms is not None
         ]
         return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 
@@ -144,7 +162,8 @@ def title(bench: str) -> str:
     return next((name for key, name in TITLES.items() if key == bench), bench)
 
 
-_Parts = dict[tuple[str, str, str], tuple[Contents[Continued], list[Continued]]]  # by set, model and method
+# By set, model, method and temperature.
+_Parts = dict[tuple[str, str, str, float], tuple[Contents[Continued], list[Continued]]]
 
 
 @command(group="Benchmarks", command="loopbench table")
@@ -163,29 +182,31 @@ def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, meta
     parts: _Parts = {}
     for run in runs:
         for record in run.records:
-            key = (record.bench, names[record.model], record.method)
+            key = (record.bench, names[record.model], record.method, record.temperature)
             if parts.setdefault(key, (run, []))[0] is not run:
                 raise SinkscopeError(
                     f"{parts[key][0].name} and {run.name} both hold {record.method} on {record.bench} by {key[1]}: "
                     "give one of them, or make a table of each"
                 )
             parts[key][1].append(record)
-    keys = sorted(parts, key=lambda k: (k[0], k[1], order_of(k[2])))
-    methods = sorted({method for bench, _, method in parts if bench in LOOPS}, key=order_of)
-    groups = tuple(_group(*key, [parts[key]]) for key in keys if key[0] in LOOPS)
+    keys = sorted(parts, key=lambda k: (k[0], k[1], order_of(k[2]), k[3]))
+    methods = sorted({method for bench, _, method, _ in parts if bench in LOOPS}, key=order_of)
+    groups = tuple(_group(*key[:3], [parts[key]]) for key in keys if key[0] in SETS)
     joined = tuple(
         _group("dc+ri", model, method, found)
         for model in names.values()
         for method in methods
-        if (found := [parts[bench, model, method] for bench in LOOPS if (bench, model, method) in parts])
+        if (found := [parts[bench, model, method, 0.0] for bench in LOOPS if (bench, model, method, 0.0) in parts])
     )
-    answers = tuple(_answers(model, method, parts) for bench, model, method in keys if bench == "2wiki")
+    answers = tuple(_answers(*key[1:3], parts) for key in keys if key[0] == "2wiki" and not key[3])
+    truths = tuple(_planted(*key[1:3], parts) for key in keys if key[0] == "organism" and not key[3])
     detections = tuple(d for model in names.values() for d in _detections(model, parts))
     return LoopBench(
         **envelope(runs, started, "prompts"),
-        tables=_tables(groups, joined, answers, detections),
+        tables=_tables(groups, joined, truths, answers, detections),
         groups=groups,
         ablation=joined,
+        planted=truths,
         answers=answers,
         detections=detections,
     )
@@ -210,8 +231,8 @@ def _group(bench: str, model: str, method: str, parts: Sequence[tuple[Contents[C
 
 
 def _answers(model: str, method: str, parts: _Parts) -> Answers:
-    run, records = parts["2wiki", model, method]
-    full = {r.prompt: r.tokens for r in parts.get(("2wiki", model, "full"), (run, []))[1]}
+    run, records = parts["2wiki", model, method, 0.0]
+    full = _of_full("2wiki", model, parts)
     same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
     return Answers(
         model=model,
@@ -224,9 +245,20 @@ def _answers(model: str, method: str, parts: _Parts) -> Answers:
     )
 
 
+def _of_full(bench: str, model: str, parts: _Parts) -> dict[str, tuple[int, ...]]:
+    """Tokens of the full cache by prompt, as far as it was run."""
+    found = parts.get((bench, model, "full", 0.0))
+    return {} if found is None else {record.prompt: record.tokens for record in found[1]}
+
+
+def _planted(model: str, method: str, parts: _Parts) -> Planted:
+    run, records = parts["organism", model, method, 0.0]
+    return planted(model, method, records, run.prompts, _of_full("organism", model, parts))
+
+
 def _detections(model: str, parts: _Parts) -> list[Detection]:
-    found = [parts[bench, model, "full"] for bench in LOOPS if (bench, model, "full") in parts]
-    read = [parts[key] for key in [("honest", model, TEXT)] if key in parts]
+    found = [parts[key] for bench in SETS if (key := (bench, model, "full", 0.0)) in parts]
+    read = [parts[key] for key in [("honest", model, TEXT, 0.0)] if key in parts]
     if not found and not read:
         return []
     window = int([*found, *read][0][0].settings["window"])
@@ -239,17 +271,27 @@ def _detections(model: str, parts: _Parts) -> list[Detection]:
 _TABLE1 = ("cr", "ttr", "length", "loop", "loop_low", "loop_high", "tail_loop")
 _TABLE2 = ("f1", "same", "cached_mean")
 _TABLE3 = ("loop", "interventions", "early")
+_AFTER = "runs loop loop_low loop_high tail_loop eos alarmed alarm perplexity fresh reached".split()
+_PLANTED = (
+    *"runs loop loop_low loop_high eos period_2_16 period_24_48 period_64_128".split(),
+    *"onset_0 onset_30 onset_200 onset_600 older honest honest_cut honest_same".split(),
+)
 _ENDED = "eos stopped cap tail_loop seq_rep_4 distinct_2 collapsed collapse_point cached_mean cached_peak".split()
 _ALONE = "detector loops detected step lead healthy healthy_alarms texts text_alarms".split()
 
 
 def _tables(
-    groups: Sequence[Group], joined: Sequence[Group], answers: Sequence[Answers], detections: Sequence[Detection]
+    every: Sequence[Group],
+    joined: Sequence[Group],
+    truths: Sequence[Planted],
+    answers: Sequence[Answers],
+    detections: Sequence[Detection],
 ) -> tuple[PrintedTable, ...]:
+    groups = [g for g in every if not g.temperature]
     tables = [
         PrintedTable(
             "Table 1: LoopBench",
-            "loop: TTR <= 0.2, CR <= 0.12, length >= cap - 20; low, high: 95 % interval",
+            "loop: TTR <= 0.2, CR <= 0.12, length >= 99.2 % of the cap; low, high: 95 % interval",
             tuple(_table1(groups)),
         ),
         PrintedTable(
@@ -269,6 +311,18 @@ def _tables(
                 )
             ),
         ),
+        PrintedTable(
+            "After the first alarm",
+            "alarmed: runs that were cut or, without a guard, would have been, and went on; perplexity, fresh (share "
+            "of new sentences) and reached (end of sequence) are of the text after it",
+            tuple({**_head(g), "temperature": g.temperature, **_fields(g, _AFTER)} for g in every),
+        ),
+        PrintedTable(
+            "Loop organism: loops whose truth is known",
+            "loop: three copies of a cycle at the cap; counts: looping runs of all runs; honest: prompts that repeat "
+            "honestly, cut by a guard or a stopper, and with the same output as the full cache",
+            tuple({"model": p.model, "method": p.method, **_fields(p, _PLANTED)} for p in truths),
+        ),
         *(
             PrintedTable(title, note, tuple(_row(g) for g in groups if block_of(g.method) == block))
             for block, title, note in (
@@ -283,7 +337,7 @@ def _tables(
         PrintedTable(
             "How runs ended, and what the cache held",
             "collapse point: median step from which the window's TTR stays below 0.2; cached: tokens per kv head",
-            tuple({"set": g.bench, "model": g.model, "method": g.method, **_fields(g, _ENDED)} for g in groups),
+            tuple({**_head(g), **_fields(g, _ENDED)} for g in groups),
         ),
         PrintedTable(
             "The monitor alone, looking on",
@@ -299,6 +353,10 @@ def _fields(found: object, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names}
 
 
+def _head(g: Group) -> dict[str, Any]:
+    return {"set": g.bench, "model": g.model, "method": g.method}
+
+
 def _row(g: Group, published: tuple[float, float, float, float] | None = None) -> dict[str, Any]:
     """A row of Table 1, with the paper's numbers where it has some."""
     own = _fields(g, _TABLE1) | {"length": round(g.length, 1)}
@@ -312,8 +370,8 @@ def _published(bench: str, model: str, method: str, numbers: tuple[float, ...] |
 
 def _table1(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
     inside = [g for g in groups if block_of(g.method) in ("cache", "guard")]
-    for bench in LOOPS:
-        for name in paper.MODELS:
+    for bench in SETS:
+        for name in paper.MODELS if bench in LOOPS else ():
             ours = {g.method: g for g in inside if g.bench == bench and paper.published_model(g.model) == name}
             published = paper.TABLE1[bench, name]
             for method in dict.fromkeys([*published, *ours]):
@@ -324,7 +382,11 @@ def _table1(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
                     if method in ours
                     else _published(bench, name, method, numbers) | not_run
                 )
-        yield from (_row(g) for g in inside if g.bench == bench and not paper.published_model(g.model))
+        yield from (_row(g) for g in inside if g.bench == bench and not _has_row(g))
+
+
+def _has_row(g: Group) -> bool:
+    return g.bench in LOOPS and paper.published_model(g.model) is not None
 
 
 def _beside(
@@ -352,7 +414,7 @@ class Written(Ending):
     """What one method wrote.
 
     Attributes:
-        method: name of the method.
+        method: name of the method, with temperature and seed where it was sampled.
         text: what was written.
         ended: by the end of sequence, a stopper, or the cap.
         steps: where `window_ttr` was taken.
@@ -459,7 +521,7 @@ def show(
     started = time.perf_counter()
     found = read_run(run)
     known = _prompt(found, str(prompt))
-    there = {record.method: record for record in found.records if record.prompt == known}
+    there = {record.label: record for record in found.records if record.prompt == known}
     wanted = [m.spec for m in check_methods(methods)] if methods is not None else sorted(there, key=order_of)
     if not there:
         raise SinkscopeError(f"prompt {known!r} was not run yet in {found.name}: go on with `sinkscope loopbench run`")
@@ -495,7 +557,7 @@ def _prompt(run: Contents[Continued], wanted: str) -> str:
 def _output(record: Continued, cap: int, window: int) -> Written:
     return Written(
         **vars(ending(record, cap, window)),
-        method=record.method,
+        method=record.label,
         text=record.text,
         ended=record.ended,
         steps=tuple(record.signals["step"]),
