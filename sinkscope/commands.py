@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sinkscope.console import emit, note, print_rows
+from sinkscope.console import emit, note, print_rows, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import read_text
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
 if TYPE_CHECKING:
-    from sinkscope.loops import LoopCheck
+    from sinkscope.loops import LoopCalibration, LoopCheck
 
 
 @command(group="Look", command="models")
@@ -138,3 +138,37 @@ def check_loops(
     name = "standard input" if file == "-" else Path(file).name
     records = parse(read_text(file), name, form)
     return check(records, settings=used, max_new=max_new, name=name, progress=progress)
+
+
+@command(group="Loops", command="loops", flag="calibrate")
+def calibrate_loops(
+    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
+    *,
+    form: Annotated[Literal["auto", "text", "jsonl", "sse"], Option("--format")] = "auto",
+    tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
+    rate: float = 10.0,
+    window: int | None = None,
+    progress: Hidden = None,
+) -> LoopCalibration:
+    """Fit the monitor to a vocabulary: settings with few false alarms on ordinary text, also for vLLM and llama.cpp.
+
+    Args:
+        file: Ordinary text, or outputs without loops.
+        form: Text, JSON lines or server-sent events. By default the first line decides.
+        tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
+        rate: With --calibrate: false alarms per million tokens that are accepted.
+        window: Tokens that the signals look at.
+        progress: Called as `progress(what, done, total)`.
+    """
+    from sinkscope.loops import MonitorSettings, calibrate
+    from sinkscope.loops.calibrate import read_outputs
+
+    encode = None
+    if tokenizer is not None:
+        from sinkscope.models.load import load_tokenizer
+
+        encode = load_tokenizer(tokenizer)
+    used = MonitorSettings() if window is None else MonitorSettings(window=window)
+    outputs, vocabulary = read_outputs(file or "-", form, encode)
+    name = "standard input" if file in (None, "-") else Path(file).name
+    return calibrate(outputs, vocabulary=vocabulary, rate=rate, settings=used, name=name, progress=progress or silent)

@@ -8,15 +8,13 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.checker import number, split
 from sinkscope.loops.follow import Form, open_bytes, pieces
 from sinkscope.loops.monitor import Monitor, MonitorSettings
-from sinkscope.registry import Hidden, Option, command
 from sinkscope.results import ModelInfo, Result, provenance
 
 START = 64  # the paper's monitor does not trigger before
@@ -207,7 +205,7 @@ def _alarms(ids: Sequence[int], settings: MonitorSettings) -> int:
     return sum(step.trigger and not step.level for step in (monitor.update(token, 1.0) for token in ids))
 
 
-def read_outputs(file: str, form: Form, tokenizer: str | None) -> tuple[list[list[int]], int]:
+def read_outputs(file: str, form: Form, tokenizer: Any = None) -> tuple[list[list[int]], int]:
     """Token ids of the outputs in a file, and the size of their vocabulary.
 
     Args:
@@ -216,7 +214,7 @@ def read_outputs(file: str, form: Form, tokenizer: str | None) -> tuple[list[lis
         tokenizer: of the model that the outputs are for; None: ids are taken as they are, text is split into words.
 
     Raises:
-        SinkscopeError: the file or the tokenizer cannot be read.
+        SinkscopeError: the file cannot be read.
     """
     texts: dict[str, str] = {}
     tokens: dict[str, list[object]] = {}
@@ -227,52 +225,4 @@ def read_outputs(file: str, form: Form, tokenizer: str | None) -> tuple[list[lis
     if tokenizer is None:
         outputs = [number(tokens.get(name) or split(text)) for name, text in texts.items()]
         return outputs, len({id for ids in outputs for id in ids})
-    encode = load_tokenizer(tokenizer)
-    return [encode(text, add_special_tokens=False)["input_ids"] for text in texts.values()], len(encode)
-
-
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model; no weights are read.
-
-    Args:
-        name: a short name, hub id, folder or .gguf file.
-
-    Raises:
-        SinkscopeError: there is no such model, or it has no tokenizer.
-    """
-    from transformers import AutoTokenizer
-
-    from sinkscope.models.checkpoint import locate
-    from sinkscope.models.load import explained, quiet
-
-    source = locate(name)
-    where = Path(source.where)
-    file = {"gguf_file": where.name} if source.kind == "gguf" else {}
-    with quiet(), explained(source):
-        return AutoTokenizer.from_pretrained(where.parent if file else source.where, **file)
-
-
-@command(group="Loops", command="loops", flag="calibrate")
-def calibrate_loops(
-    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
-    *,
-    form: Annotated[Form, Option("--format")] = "auto",
-    tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
-    rate: float = 10.0,
-    window: int | None = None,
-    progress: Hidden = None,
-) -> LoopCalibration:
-    """Fit the monitor to a vocabulary: settings with few false alarms on ordinary text, also for vLLM and llama.cpp.
-
-    Args:
-        file: Ordinary text, or outputs without loops.
-        form: Text, JSON lines or server-sent events. By default the first line decides.
-        tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
-        rate: With --calibrate: false alarms per million tokens that are accepted.
-        window: Tokens that the signals look at.
-        progress: Called as `progress(what, done, total)`.
-    """
-    used = MonitorSettings() if window is None else MonitorSettings(window=window)
-    outputs, vocabulary = read_outputs(file or "-", form, tokenizer)
-    name = "standard input" if file in (None, "-") else Path(file).name
-    return calibrate(outputs, vocabulary=vocabulary, rate=rate, settings=used, name=name, progress=progress or silent)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts.values()], len(tokenizer)
