@@ -2,9 +2,10 @@
 
     python -m experiments.loopguard.figure4 RUN ... [--out figures]
 
-Each RUN is a folder of `sinkscope loopbench run` with the methods `loopguard:paper` (the paper's algorithm), `loopguard`
-(the default) or both; those of several runs are added up. The paper's ranges are drawn behind. Controls: both monitors
-on texts that repeat honestly (method-free records of `--bench honest`) and on ordinary text, and pruning that asks no signal (`loopguard-always`), where it was run.
+Each RUN is a folder of `sinkscope loopbench run` with the methods `loopguard:paper` (as printed), `loopguard` (the
+default) or both; those of several runs are added up. The paper's ranges are drawn behind. Controls: both monitors on
+texts that repeat honestly (method-free records of `--bench honest`) and on ordinary text, and pruning that asks no
+signal (`loopguard-always`), where it was run.
 """
 
 from __future__ import annotations
