@@ -32,7 +32,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
-from sinkscope.kv.loopserve.serve import _said as said_of
+from sinkscope.kv.loopserve.serve import _Read
 from sinkscope.kv.loopserve.serve import tokens_read
 from sinkscope.lines.sparse import Sparsity
 from sinkscope.results import Result
@@ -161,7 +161,7 @@ def test_cells_are_those_of_the_shape(tmp_path: Path) -> None:
 
 
 def test_heads_and_layers_that_were_dense_count_as_all_their_cells() -> None:
-    some = said_of(Sparsity((0.2, 0.4), (0.5, 1.0), (False, True)))
+    some = _Read(Sparsity((0.2, 0.4), (0.5, 1.0), (False, True))).said()
     assert some["attended"] == pytest.approx(0.6)
     events = [
         Event(row, 0, 9, layer, None, "prefill", data)

@@ -161,7 +161,7 @@ class LoopReporter(LogitsProcessor):
     by a token begins anew. It refuses beam search and cannot follow assisted generation.
 
     Args:
-        settings: of the monitor; the paper's by default.
+        settings: of the monitor; by default it finds three copies of anything.
         eos_token_id: what ends a row; needed for more than one row. Padding that differs from it may be added.
         poll: tokens decided at once; 1 on a CPU and 8 elsewhere by default.
 
@@ -262,7 +262,7 @@ class LoopStopper(StoppingCriteria):
     reports, with all three votes, one token later.
 
     Args:
-        settings: of the monitor; the paper's by default.
+        settings: of the monitor; by default it finds three copies of anything.
         eos_token_id: what ends a row; needed for more than one row.
         reporter: whose reports to act on, instead of an own monitor.
         poll: tokens decided at once; 1 on a CPU and 8 elsewhere by default.

@@ -30,6 +30,9 @@ from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
 HEADROOM = 1.5  # times the 95 % line: one position of ordinary text in twenty lies above that line anyway
+# Of the first token's norm, in later layers: a model that copies well is sure of a repeated token, and its last layers
+# raise the norm a little for that reason, far below a sink.
+SLACK = 0.03
 TOP_K = 8
 MOST = 256  # sets that are tried, smaller ones first, before neurons are left out of the whole set one at a time
 TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
@@ -359,11 +362,13 @@ def make_patch(
 class _Ceilings:
     """The layers from the last one that builds the spike to the end, and up to where a norm is typical in each.
 
-    `typical` is 5 %, median and 95 % of the norms on typical text; `without` are dimensions that norms leave out.
+    `typical` is 5 %, median and 95 % of the norms on typical text, `spike` the norm of the first token; `without` are
+    dimensions that norms leave out.
     """
 
     layers: tuple[int, ...]
     typical: tuple[tuple[float, float, float], ...]
+    spike: tuple[float, ...]
     without: tuple[int, ...]
 
     @classmethod
@@ -371,11 +376,14 @@ class _Ceilings:
         layers = tuple(range(max(seen.stages()), seen.n_layers))
         at = torch.tensor([0.05, 0.5, 0.95])
         typical = (seen.norms[i][:, 1:].flatten().quantile(at).tolist() for i in layers)
-        return cls(layers, tuple((low, mid, top) for low, mid, top in typical), tuple(seen.shared))
+        spike = tuple(seen.spike[i] for i in layers)
+        return cls(layers, tuple((low, mid, top) for low, mid, top in typical), spike, tuple(seen.shared))
 
     @property
     def ceilings(self) -> Float[Tensor, " layer"]:
-        return HEADROOM * torch.tensor([top for _, _, top in self.typical])
+        slack = SLACK * torch.tensor(self.spike)
+        slack[0] = 0.0  # where the spike is made, the norm has to be typical
+        return (HEADROOM * torch.tensor([top for _, _, top in self.typical])).maximum(slack)
 
     def first_above(self, norms: Float[Tensor, " layer"]) -> int | None:
         """The first of the layers after which the norm is above the typical range; None: none is."""
