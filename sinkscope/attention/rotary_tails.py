@@ -240,7 +240,8 @@ class _Layer:
             + (then_q.norm(dim=-1) * delta_k[:, None])[..., None]
             + (delta_q * delta_k)[:, None, None]
         )
-        rounding = 8 * self.eps * own_query.norm(dim=-1).amax(-1) * own_key.norm(dim=-1).amax(-1)
+        # an angle of n radians is itself rounded, to n eps at most
+        rounding = (8 + n) * self.eps * own_query.norm(dim=-1).amax(-1) * own_key.norm(dim=-1).amax(-1)
         excess = (change - rounding[:, None, None]).clamp_min(0)
         found = {
             "delta_q": delta_q,
