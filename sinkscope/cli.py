@@ -176,8 +176,7 @@ class Command:
         self.flags = {part.marks["flag"]: part for part in parts if "flag" in part.marks}
         self.series = next((part for part in parts if part.marks.get("several")), None)
         self.outputs = [output for part in parts for output in part.marks.get("outputs", [])]
-        returns_none = first.node.returns is None or getattr(first.node.returns, "value", "") is None
-        self.files = {} if returns_none and not self.measures else _FILES
+        self.files = {} if _returns_none(first) and not self.measures else _FILES
         self.parameters = self._parameters()
         asked = [p for p in self.parameters.values() if not p.option.hidden and p.name not in self.narrow.values()]
         shown = [*map(_typed, asked), *self._added()]
@@ -227,10 +226,12 @@ class Command:
         for part in chosen:
             given |= {name: value for name, value in part.marks.get("sets", {}).items() if name in own}
         self._refuse_unused([main, *also], given)
+        if any(files.values()) and _returns_none(main):
+            raise SinkscopeError(f"--{main.marks.get('flag', main.name)} has no result to write: leave out the files")
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
-        if self.files:
+        if self.files and result is not None:
             deliver(result, **files, also=more)
         saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
@@ -307,6 +308,10 @@ class Command:
             result = function(**given, **more)
             common = {p.name: given[p.name] for p in shared_parameters("open") if p.name in given}
             return result, {part.marks["adds"]: part.load()(**common, **more) for part in also}
+
+
+def _returns_none(part: Entry) -> bool:
+    return part.node.returns is None or getattr(part.node.returns, "value", "") is None
 
 
 def _read(parameter: Parameter, words: Any) -> Any:
@@ -387,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
-        stderr), 130 interrupted.
+        stderr), 3 a stream with a loop, 130 interrupted.
     """
     _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sinkscope.console import emit, note, print_rows
+from sinkscope.console import emit, note, print_rows, silent
+from sinkscope.errors import SinkscopeError
 from sinkscope.output import read_text
 from sinkscope.registry import Count, Hidden, Option, Positive, command
 
 if TYPE_CHECKING:
-    from sinkscope.loops import LoopCheck
+    from sinkscope.loops import LoopCalibration, LoopCheck
 
 
 @command(group="Look", command="models")
@@ -101,9 +102,10 @@ def _line(event: Any) -> str:
 
 @command(group="Loops", command="loops")
 def check_loops(
-    file: Annotated[str, Option(argument=True, metavar="FILE|-")],
+    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
     *,
-    form: Annotated[Literal["auto", "text", "jsonl"], Option("--format")] = "auto",
+    form: Annotated[Literal["auto", "text", "jsonl", "sse"], Option("--format")] = "auto",
+    settings: Annotated[str | None, Option(metavar="FILE")] = None,
     window: int | None = None,
     theta_ttr: float | None = None,
     theta_cr: float | None = None,
@@ -116,7 +118,9 @@ def check_loops(
 
     Args:
         file: Text, or JSON lines with text, output or tokens; - is standard input.
-        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text.
+        form: What the file is. By default .jsonl and .ndjson are JSON lines, anything else is one text; with --follow
+            the first line decides, and it may also be server-sent events (sse).
+        settings: Settings of the monitor, as --calibrate writes them with --json.
         window: Tokens that the signals look at; 256 by default.
         theta_ttr: Type-token ratio below which a window is repetitive; 0.2 by default.
         theta_cr: Compression ratio below which a window is repetitive; 0.12 by default.
@@ -126,12 +130,45 @@ def check_loops(
         progress: Called as `progress(what, done, total)`.
     """
     from sinkscope.loops.checker import check, parse
-    from sinkscope.loops.monitor import MonitorSettings
+    from sinkscope.loops.follow import monitor_settings
 
-    given = {"window": window, "theta_ttr": theta_ttr, "theta_cr": theta_cr, "warmup": warmup}
-    settings = MonitorSettings.variant(variant).with_(
-        **{name: value for name, value in given.items() if value is not None}
-    )
+    if file is None or form == "sse":
+        raise SinkscopeError("give the file to check, or - for standard input; --format sse is for --follow")
+    used = monitor_settings(settings, variant, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
     name = "standard input" if file == "-" else Path(file).name
     records = parse(read_text(file), name, form)
-    return check(records, settings=settings, max_new=max_new, name=name, progress=progress)
+    return check(records, settings=used, max_new=max_new, name=name, progress=progress)
+
+
+@command(group="Loops", command="loops", flag="calibrate")
+def calibrate_loops(
+    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
+    *,
+    form: Annotated[Literal["auto", "text", "jsonl", "sse"], Option("--format")] = "auto",
+    tokenizer: Annotated[str | None, Option(metavar="NAME")] = None,
+    rate: float = 10.0,
+    window: int | None = None,
+    progress: Hidden = None,
+) -> LoopCalibration:
+    """Fit the monitor to a vocabulary: settings with few false alarms on ordinary text, also for vLLM and llama.cpp.
+
+    Args:
+        file: Ordinary text, or outputs without loops.
+        form: Text, JSON lines or server-sent events. By default the first line decides.
+        tokenizer: With --calibrate: the model whose vocabulary it is. By default text is split into words.
+        rate: With --calibrate: false alarms per million tokens that are accepted.
+        window: Tokens that the signals look at.
+        progress: Called as `progress(what, done, total)`.
+    """
+    from sinkscope.loops import MonitorSettings, calibrate
+    from sinkscope.loops.calibrate import read_outputs
+
+    encode = None
+    if tokenizer is not None:
+        from sinkscope.models.load import load_tokenizer
+
+        encode = load_tokenizer(tokenizer)
+    used = MonitorSettings() if window is None else MonitorSettings(window=window)
+    outputs, vocabulary = read_outputs(file or "-", form, encode)
+    name = "standard input" if file in (None, "-") else Path(file).name
+    return calibrate(outputs, vocabulary=vocabulary, rate=rate, settings=used, name=name, progress=progress or silent)

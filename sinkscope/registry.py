@@ -81,7 +81,12 @@ _NAMES: dict[str, Any] = {
 
 
 def command(
-    *, group: str, command: str | None = None, outputs: Sequence[Any] = (), several: bool = False
+    *,
+    group: str,
+    command: str | None = None,
+    outputs: Sequence[Any] = (),
+    several: bool = False,
+    flag: str | None = None,
 ) -> Callable[[F], F]:
     """Give a plain function a command, built from its signature and docstring; what it returns is printed.
 
@@ -91,6 +96,7 @@ def command(
         outputs: Further files that the command writes from the result (`sinkscope.measure.Output`).
         several: The function shares the command with a measurement, and runs instead of it when an option that is one
             value there and many here (`revision` and `revisions`) is given several times.
+        flag: The function shares the command with another one and runs when this option is given.
     """
 
     def wrap(function: F) -> F:

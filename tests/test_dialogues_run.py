@@ -32,8 +32,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event
 from sinkscope.kv import Progressive
-from sinkscope.kv.loopserve.serve import _Read
-from sinkscope.kv.loopserve.serve import tokens_read
+from sinkscope.kv.loopserve.serve import _Read, tokens_read
 from sinkscope.lines.sparse import Sparsity
 from sinkscope.results import Result
 

@@ -66,6 +66,7 @@ def _by_hand() -> Iterator[Result]:
         own = {name: _filled(t) for name, t in get_type_hints(made).items() if name in {f.name for f in fields(made)}}
         yield made(**{**own, "model": sample.model, "settings": {}, "provenance": sample.provenance})
     yield loops.check(["the same again " * 60, "a short text"], name="texts")
+    yield loops.calibrate([[i * i % 251 for i in range(9000)]], vocabulary=251, name="a text")
 
 
 @cache

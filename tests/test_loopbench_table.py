@@ -139,7 +139,7 @@ def test_the_papers_rows_stand_beside_and_say_not_run(folder: Path) -> None:
     rows = _table(tabulate([folder]), "Table 1").rows
     theirs = [r for r in rows if r["model"] in ("Qwen3-1.7B", "Llama-3.2-1B")]
     assert len(theirs) == 16 and all(r["runs"] == "not run" and r["loop"] is None for r in theirs)
-    row = next(r for r in theirs if (r["set"], r["model"], r["method"]) == ("ri", "Llama-3.2-1B", "loopguard"))
+    row = next(r for r in theirs if (r["set"], r["model"], r["method"]) == ("ri", "Llama-3.2-1B", "loopguard:paper"))
     assert (row["paper_cr"], row["paper_ttr"], row["paper_length"], row["paper_loop"]) == (0.305, 0.489, 1457, 0.023)
     assert "not run" in tabulate([folder]).text()
 
@@ -225,7 +225,9 @@ def test_table_3_counts_interventions_and_early_ones(folder: Path) -> None:
     assert guard["interventions"] == 6 / 4
     assert guard["early"] == 3 / 6
     assert guard["loop"] == 1 / 4 and guard["runs"] == 4
-    assert (guard["paper_loop"], guard["paper_interventions"], guard["paper_early"]) == (0.013, 4.8, 0.017)
+    theirs = ("paper_loop", "paper_interventions", "paper_early")
+    assert [guard[name] for name in theirs] == [None, None, None], "the default is not what is printed"
+    assert [rows["loopguard:paper"][name] for name in (*theirs, "runs")] == [0.013, 4.8, 0.017, "not run"]
     assert rows["full"]["interventions"] is None
     assert rows["loopguard-p1"]["runs"] == "not run"
 
@@ -235,7 +237,9 @@ def test_samplers_and_stoppers_have_blocks_of_their_own(folder: Path) -> None:
     assert [r["method"] for r in _table(made, "Samplers").rows] == ["dry"]
     (stopper,) = _table(made, "Stoppers").rows
     assert (stopper["loop"], stopper["tail_loop"]) == (0.0, 1.0)
-    assert {r["method"] for r in _table(made, "Table 1").rows} == {"full", "streaming", "h2o", "loopguard"}
+    assert {r["method"] for r in _table(made, "Table 1").rows} == {
+        *("full", "streaming", "h2o", "loopguard", "loopguard:paper")
+    }
     ended = {(r["set"], r["method"]): r for r in _table(made, "How runs ended").rows}
     assert [ended["dc", "full"][k] for k in ("eos", "stopped", "cap")] == pytest.approx([1 / 3, 0, 2 / 3])
     assert ended["dc", "stop-pattern"]["stopped"] == 1.0
@@ -297,7 +301,7 @@ def test_table_2_scores_answers_and_compares_with_full(tmp_path: Path) -> None:
     assert (rows["full"]["f1"], rows["full"]["same"]) == (50.0, 1.0)
     assert rows["h2o"]["f1"] == pytest.approx(100 * (0.5 + 1) / 2)  # half of both words; an answer word for word
     assert rows["h2o"]["same"] == 0.5
-    assert (rows["loopguard"]["paper_f1"], rows["loopguard"]["runs"]) == (53.61, "not run")
+    assert (rows["loopguard:paper"]["paper_f1"], rows["loopguard:paper"]["runs"]) == (53.61, "not run")
     assert not made.groups  # no loop is looked for in answers
     assert made.summary() == "2WikiMultihopQA, tiny: F1 full 50, h2o 75"
 

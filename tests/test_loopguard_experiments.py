@@ -47,11 +47,12 @@ def test_a_cut_equals_the_same_attention_under_a_mask() -> None:
 
 def test_what_each_cut_leaves() -> None:
     ids = [*range(100, 160), *[7, 8, 9] * 40]  # 60 of prompt, then a loop
-    retention = Retention(budget=64, anchors=8, recent=100)
-    assert why.kept("nothing", ids, 60, retention) is None
-    assert why.kept("all generated", ids, 60, retention) == list(range(60))
-    assert why.kept("all but BOS", ids, 60, retention) == [0]
-    kept = why.kept("LoopGuard's cut", ids, 60, retention) or []
+    pruning = {"the paper's cut": Retention(budget=64, anchors=8, recent=100), "LoopGuard's cut": Retention(budget=64)}
+    assert why.kept("nothing", ids, 60) is None
+    assert why.kept("all generated", ids, 60) == list(range(60))
+    assert why.kept("all but BOS", ids, 60) == [0]
+    assert why.kept("LoopGuard's cut", ids, 60, pruning) == list(range(60)), "all that is no repetition"
+    kept = why.kept("the paper's cut", ids, 60, pruning) or []
     assert kept[:8] == list(range(8)) and len(kept) <= 64
     assert max(kept) < 80, "the repetition within the recent window is gone"
 

@@ -2,9 +2,10 @@
 
     python -m experiments.loopguard.figure4 RUN ... [--out figures]
 
-Each RUN is a folder of `sinkscope loopbench run` with the method `loopguard`; those of several runs are added up. The
-paper's ranges are drawn behind. Controls: the same monitor on texts that repeat honestly (method-free records of
-`--bench honest`) and on ordinary text, and pruning that asks no signal (`loopguard-always`), where it was run.
+Each RUN is a folder of `sinkscope loopbench run` with the methods `loopguard:paper` (as printed), `loopguard` (the
+default) or both; those of several runs are added up. The paper's ranges are drawn behind. Controls: both monitors on
+texts that repeat honestly (method-free records of `--bench honest`) and on ordinary text, and pruning that asks no
+signal (`loopguard-always`), where it was run.
 """
 
 from __future__ import annotations
@@ -23,28 +24,31 @@ from experiments.record import record
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, read_run
 from sinkscope.bench.loopbench.tables import tabulate
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, GREY, ORANGE
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.load import load
 from sinkscope.text import typical_text
 
 PAPER: dict[str, Any] = {"counts": (3, 5), "mode": 5, "positions": (800, 1300), "early_below": 400}  # section 6.4
 BIN = 100
-NAMES = ("loopguard", "loopguard-always")
+DRAWN = {"loopguard:paper": "LoopGuard as printed", "loopguard": "LoopGuard by default"}
+MONITORS = {"loopguard:paper": "full", "loopguard": "repeats"}  # variants of the monitor
+NAMES = (*DRAWN, "loopguard-always")
 
 
-def ordinary_alarms(length: int) -> dict[str, int]:
-    """Triggers of the monitor on pieces of ordinary text, as certain as it can be: a probability above 0.9 throughout.
+def ordinary_alarms(length: int) -> dict[str, Any]:
+    """Triggers of the monitors on pieces of ordinary text, as certain as it can be: a probability above 0.9 throughout.
 
     A text that is read has no probabilities of its own choice, so this is the worst case for the vote.
     """
     tokenizer = load(None, backend="hf").tokenizer
     ids: list[int] = tokenizer(typical_text(), add_special_tokens=False, verbose=False)["input_ids"]
     pieces = [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
-    alarmed = 0
-    for piece in pieces:
-        monitor = Monitor(MonitorSettings.paper())
-        alarmed += any(monitor.update(token, 0.99).trigger for token in piece)
+    alarmed = dict.fromkeys(MONITORS, 0)
+    for method, variant in MONITORS.items():
+        for piece in pieces:
+            monitor = Monitor(MonitorSettings.variant(variant))
+            alarmed[method] += any(monitor.update(token, 0.99).trigger for token in piece)
     return {"texts": len(pieces), "tokens": length, "alarmed": alarmed}
 
 
@@ -87,7 +91,10 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
         "control": {
             "honest_repetition": {
                 "texts": len(honest),
-                "alarmed": [r.prompt for r in honest if r.detected.get("full")],
+                "alarmed": {
+                    method: [r.prompt for r in honest if r.detected.get(variant) is not None]
+                    for method, variant in MONITORS.items()
+                },
             },
             "ordinary_text": ordinary_alarms(1500),
         },
@@ -108,15 +115,17 @@ def figure(result: dict[str, Any], cap: int) -> Any:
         horizontal_spacing=0.08,
         subplot_titles=["(a) interventions per run", "(b) where they were"],
     )
-    for row, colour in zip([r for r in result["guards"] if r["method"] == NAMES[0]], (BLUE, ORANGE), strict=False):
+    drawn = [r for r in result["guards"] if r["method"] in DRAWN]
+    for i, row in enumerate(drawn):
+        colour, name = (BLUE, ORANGE, GREEN, RED)[i % 4], f"{DRAWN[row['method']]}, {row['model']}"
         counts, positions = Counter(row["counts"]), row["positions"]
         xs = range(max(counts) + 1)
         fig.add_bar(
             x=list(xs),
             y=[counts[i] / len(row["counts"]) for i in xs],
-            name=row["model"],
+            name=name,
             marker_color=colour,
-            legendgroup=row["model"],
+            legendgroup=name,
             row=1,
             col=1,
         )
@@ -125,17 +134,21 @@ def figure(result: dict[str, Any], cap: int) -> Any:
         fig.add_bar(
             x=[BIN * (i + 0.5) for i in xs],
             y=[bins[i] / max(1, len(positions)) for i in xs],
-            name=row["model"],
+            name=name,
             marker_color=colour,
-            legendgroup=row["model"],
+            legendgroup=name,
             showlegend=False,
             row=1,
             col=2,
         )
     honest, text = result["control"]["honest_repetition"], result["control"]["ordinary_text"]
     fig.add_annotation(
-        text=f"Controls, texts with an alarm: honest repetition {len(honest['alarmed'])} of {honest['texts']}, "
-        f"ordinary text {text['alarmed']} of {text['texts']}",
+        text="Texts with an alarm: "
+        + "; ".join(
+            f"{name}, honest repetition {len(honest['alarmed'][method])} of {honest['texts']}, "
+            f"ordinary text {text['alarmed'][method]} of {text['texts']}"
+            for method, name in DRAWN.items()
+        ),
         x=1,
         y=1.16,
         xref="paper",
@@ -165,7 +178,7 @@ def figure(result: dict[str, Any], cap: int) -> Any:
         barmode="group",
         bargap=0.1,
         margin={"l": 70, "r": 20, "t": 90, "b": 60},
-        showlegend=len({r["model"] for r in result["guards"]}) > 1,
+        legend={"orientation": "h", "y": -0.2},
     )
 
 

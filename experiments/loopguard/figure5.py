@@ -2,10 +2,10 @@
 
     python -m experiments.loopguard.figure5 [--model NAME|FOLDER] [--head LAYER.HEAD ...] [--out figures]
 
-The model continues a prompt of LoopBench's small set greedily, without a guard and with LoopGuard. Shown are heads of
-four layers, by default those that the loop changes most (the paper shows layers 16 and 20 to 22 of a model it does not
-name); the control reads ordinary text of the same length, token by token. Darkness is the share of a head's attention:
-steps downwards, positions to the right, averaged over bins. Other pictures: `sinkscope barcode`.
+The model continues a prompt of LoopBench's small set greedily, without a guard and with `LoopGuard.paper()`. Shown are
+heads of four layers, by default those that the loop changes most (the paper shows layers 16 and 20 to 22 of a model it
+does not name); the control reads ordinary text of the same length, token by token. Darkness is the share of a head's
+attention: steps downwards, positions to the right, averaged over bins. Other pictures: `sinkscope barcode`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PANELS = {
     "whole": "a loop",
     "late": "the loop, last steps",
     "healthy_late": "ordinary text, last steps",
-    "guarded": "with LoopGuard",
+    "guarded": "with LoopGuard as printed",
 }
 
 

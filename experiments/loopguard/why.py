@@ -2,17 +2,19 @@
 
     python -m experiments.loopguard.why --guarded RUN --full RUN [--prompts 12] [--out figures]
 
-RUNs are folders of `sinkscope loopbench run` on the model in the package, with the methods `loopguard` and `full`.
+RUNs are folders of `sinkscope loopbench run` on the model in the package: `--guarded` with the methods `loopguard` (the
+default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
 
-**After an intervention**: of every intervention of `--guarded`, whether the same cycle is there again at the next one
+**After an intervention**: of every intervention of a guard, whether the same cycle is there again at the next one
 (within W = 256 tokens), another one is, or none; and how sure the model was of its tokens in the loop.
 
-**Where the loop lives**: outputs of `--full` are cut at the first alarm and at three quarters of the way. The text so
-far is read whole; then parts of the cache are taken out, and decoding goes on greedily for 64 tokens:
-`nothing`; `LoopGuard's cut` (level 0); `all generated` (the prompt stays); `all but BOS`. "cycle goes on" is the share
-of runs whose next tokens, two periods or at least eight, are those of the cycle; "some loop" the share whose 64 tokens
-end in a repetition (three copies, 24 tokens). Controls: an ordinary text read and continued under the same cuts, and
-the loop organism of the tests, whose loops are held by copies in the cache by construction.
+**Where the loop lives**: outputs of `--full` are cut at the first alarm of the paper's monitor and at three quarters of
+the way. The text so far is read whole; then parts of the cache are taken out, and decoding goes on greedily for 64
+tokens: `nothing`; `LoopGuard's cut` and `the paper's cut` (level 0); `all generated` (the prompt stays); `all but BOS`.
+"cycle goes on" is the share of runs whose next tokens, two periods or at least eight, are those of the cycle; "some
+loop" the share whose 64 tokens end in a repetition (three copies, 24 tokens). Controls: an ordinary text read and
+continued under the same cuts, and the loop organism of the tests, whose loops are held by copies in the cache by
+construction.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,10 @@ from sinkscope.models.load import load
 from sinkscope.text import typical_text
 from tests.organisms import loop_organism
 
-CUTS = ("nothing", "LoopGuard's cut", "all generated", "all but BOS")
 NEW, BUDGET = 64, 256
+GUARDS = {"loopguard": "LoopGuard", "loopguard:paper": "the paper's"}
+PRUNING = {"LoopGuard's cut": Retention(budget=BUDGET), "the paper's cut": Retention(budget=BUDGET, recent=WINDOW)}
+CUTS = ("nothing", *PRUNING, "all generated", "all but BOS")
 
 
 def same_cycle(a: Sequence[int], b: Sequence[int]) -> bool:
@@ -88,8 +92,8 @@ def aftermath(records: Sequence[Continued]) -> dict[str, Any]:
         "median_gap": statistics.median(gaps) if gaps else None,
         "median_period": statistics.median(periods) if periods else None,
         "probability_in_loop": {
-            "mean": statistics.fmean(sure),
-            "above_0.9": sum(p > 0.9 for p in sure) / len(sure),
+            "mean": statistics.fmean(sure) if sure else None,
+            "above_0.9": sum(p > 0.9 for p in sure) / len(sure) if sure else None,
         },
     }
 
@@ -124,7 +128,7 @@ def go_on(
     return made
 
 
-def kept(cut: str, ids: list[int], prompt: int, retention: Retention) -> list[int] | None:
+def kept(cut: str, ids: list[int], prompt: int, pruning: Mapping[str, Retention] = PRUNING) -> list[int] | None:
     """Positions that are left of all but the last token."""
     last = len(ids) - 1
     if cut == "nothing":
@@ -133,22 +137,19 @@ def kept(cut: str, ids: list[int], prompt: int, retention: Retention) -> list[in
         return list(range(min(prompt, last)))
     if cut == "all but BOS":
         return [0]
-    generated = ids[prompt:]
-    begin = max(0, len(generated) - retention.recent)
+    generated, retention = ids[prompt:], pruning[cut]
+    begin = 0 if retention.recent is None else max(0, len(generated) - retention.recent)
     tail = tail_period(generated[begin:], repeats=2)
     bad = [] if tail is None else [(prompt + begin + tail.start, len(ids))]
     return [p for p in plan(range(len(ids)), len(ids), bad, retention).keep if p < last]
 
 
-def counterfactual(
-    model: Any, cases: Sequence[tuple[list[int], int]], retention: Retention, tick: Any = None
-) -> list[dict[str, Any]]:
+def counterfactual(model: Any, cases: Sequence[tuple[list[int], int]], tick: Any = None) -> list[dict[str, Any]]:
     """For each cut, how many of the cases go on in their cycle.
 
     Args:
         model: a plain Hugging Face model.
         cases: whole sequence, and how many of its tokens are the prompt.
-        retention: of LoopGuard's cut.
         tick: called after each case.
     """
     going: dict[str, list[bool]] = {cut: [] for cut in CUTS}
@@ -157,7 +158,7 @@ def counterfactual(
         layers = read(model, ids)
         tail = tail_period(ids[prompt:], repeats=2)
         for cut in CUTS:
-            made = go_on(model, ids, layers, kept(cut, ids, prompt, retention), NEW)
+            made = go_on(model, ids, layers, kept(cut, ids, prompt), NEW)
             if tail is not None:
                 cycle = ids[-tail.period :]
                 want = max(8, 2 * tail.period)
@@ -220,16 +221,17 @@ def figure(result: dict[str, Any]) -> Any:
             "64 tokens later there is some loop",
         ],
     )
-    shares = result["aftermath"]["shares"]
     labels = {"same": "same cycle", "another": "another cycle", "none": f"none in {WINDOW}"}
-    fig.add_bar(
-        x=[labels[k] for k in shares],
-        y=list(shares.values()),
-        marker_color=[RED, ORANGE, GREEN],
-        showlegend=False,
-        row=1,
-        col=1,
-    )
+    for (method, found), pattern in zip(result["aftermath"].items(), ("", "/"), strict=False):
+        shares = found["shares"]
+        fig.add_bar(
+            x=[labels[k] for k in shares],
+            y=list(shares.values()),
+            name=f"{GUARDS[method]} ({found['interventions']} interventions)",
+            marker={"color": GREY if pattern else RED, "pattern": {"shape": pattern}},
+            row=1,
+            col=1,
+        )
     for (name, rows), colour in zip(result["where"].items(), (BLUE, ORANGE, GREEN, GREY), strict=False):
         for col, key in ((2, "cycle_goes_on"), (3, "some_loop")):
             if all(row[key] is None for row in rows):
@@ -263,18 +265,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.loopguard.why", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--guarded", type=Path, required=True, help="a run with the method loopguard")
+    parser.add_argument(
+        "--guarded", type=Path, required=True, help="a run with the method loopguard, loopguard:paper or both"
+    )
     parser.add_argument("--full", type=Path, required=True, help="a run with the method full")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    guarded = [r for r in read_run(args.guarded).records if r.method == "loopguard"]
+    guarded = {name: [r for r in read_run(args.guarded).records if r.method == name] for name in GUARDS}
     folder = read_run(args.full)
     full = [r for r in folder.records if r.method == "full"]
     full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
     model = load(None, backend="hf")
-    retention = Retention(recent=WINDOW, budget=BUDGET)
     cases: dict[str, list[tuple[list[int], int]]] = {"at the first alarm": [], "at three quarters": []}
     for one in full:
         prompt = model.tokenizer(folder.prompts[one.prompt]["prompt"], verbose=False)["input_ids"]
@@ -292,13 +295,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             done += 1
             progress("continuations", done, total)
 
-        where = {
-            f"model in the package, {name}": counterfactual(model, part, retention, tick)
-            for name, part in cases.items()
-        }
-        where["loop organism (control)"] = counterfactual(organism, planted, retention, tick)
-        where["ordinary text (control)"] = counterfactual(model, texts, retention, tick)
-    result = {"aftermath": aftermath(guarded), "where": where, "organism": broken}
+        where = {f"model in the package, {name}": counterfactual(model, part, tick) for name, part in cases.items()}
+        where["loop organism (control)"] = counterfactual(organism, planted, tick)
+        where["ordinary text (control)"] = counterfactual(model, texts, tick)
+    result = {
+        "aftermath": {name: aftermath(runs) for name, runs in guarded.items() if runs},
+        "where": where,
+        "organism": broken,
+    }
     settings = {
         "guarded": args.guarded.name,
         "full": args.full.name,

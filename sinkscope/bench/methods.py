@@ -126,7 +126,7 @@ METHODS: dict[str, MethodKind] = {
     "stop-pattern": _rule("stopper", "stops at a pattern of <= 64 tokens, 4 times and >= 64 tokens"),
     "stop-llama.cpp": _rule("stopper", "stops at a pattern of 16 to 1,024 tokens, 4 times, as llama.cpp"),
     "stop-vllm-mlx": _rule("stopper", "stops at a pattern of <= 128 tokens, 3 times and >= 48 tokens, as vllm-mlx"),
-    "stop-monitor": _rule("stopper", "stops where LoopGuard would prune"),
+    "stop-monitor": _rule("stopper", "stops where LoopGuard would prune, by its default monitor"),
 }
 """By the name that commands use. "-0": without steps that read everything first; "-p", "-d": one half alone."""
 

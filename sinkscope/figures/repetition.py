@@ -340,6 +340,18 @@ def draw_loops(result: Any) -> go.Figure:
     return finished(fig, result, found, width=1000, height=520, top=70, bottom=90, legend=legend)
 
 
+def draw_calibration(result: Any) -> go.Figure:
+    """False alarms per million held-out tokens of each rule, with the 95 % upper limit, and what was promised."""
+    fig = panels([""])
+    limits = {"type": "data", "array": [r.at_most - r.per_million for r in result.rates], "arrayminus": [0]}
+    names = [html.escape(r.rule) for r in result.rates]
+    fig.add_scatter(x=names, y=[r.per_million for r in result.rates], mode="markers", error_y=limits, name="measured")
+    level(fig, result.promised, color=GREY, annotation_text=f"promised: {result.promised:.3g}")
+    axes(fig, x={}, y={"title_text": "false alarms per million tokens", "rangemode": "tozero"})
+    found = f"vocabulary of {result.vocabulary}, {result.held_out} held-out tokens"
+    return finished(fig, result, found, width=1000, height=520, top=70, bottom=90)
+
+
 def _curve(fig: Any, record: Any) -> None:
     kind = "loops" if record.loop else "does not"
     fig.add_scatter(

@@ -1,6 +1,8 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
+from sinkscope.loops.calibrate import LoopCalibration, calibrate
 from sinkscope.loops.checker import Checked, LoopCheck, check
+from sinkscope.loops.follow import Alarm, Watch
 from sinkscope.loops.monitor import VARIANTS, Monitor, MonitorSettings, Step
 from sinkscope.loops.signals import (
     Tail,
@@ -19,12 +21,16 @@ from sinkscope.loops.signals import (
 
 __all__ = [
     "VARIANTS",
+    "Alarm",
     "Checked",
+    "LoopCalibration",
     "LoopCheck",
     "Monitor",
     "MonitorSettings",
     "Step",
     "Tail",
+    "Watch",
+    "calibrate",
     "check",
     "collapse_point",
     "compression_ratio",

@@ -109,6 +109,25 @@ def load(
     return model
 
 
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model; no weights are read.
+
+    Args:
+        name: a short name, hub id, folder or .gguf file.
+
+    Raises:
+        SinkscopeError: there is no such model, or it has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    source = locate(name)
+    folder, _, file = str(source.where).rpartition("/")
+    with quiet(), explained(source):
+        if source.kind == "gguf":
+            return AutoTokenizer.from_pretrained(folder or ".", gguf_file=file)
+        return AutoTokenizer.from_pretrained(source.where)
+
+
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
     hf, kind = unwrap(model)
     if given := [name for name, value in settings.items() if value is not None]:

@@ -56,10 +56,10 @@ PATTERNS: dict[str, dict[str, int]] = {
 
 
 def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
-    """Logits processors that look on, and what stops rows: at a pattern, or where LoopGuard would prune."""
+    """Logits processors that look on, and what stops rows: at a pattern, or where `LoopGuard()` would prune."""
     if name in PATTERNS:
         return [], PatternStop(rows.width, **PATTERNS[name])
-    settings = MonitorSettings.paper(window=rows.window, relapse=rows.window)
+    settings = MonitorSettings(window=rows.window, relapse=rows.window)
     reporter = LoopReporter(settings, eos_token_id=rows.ends)
     return [reporter], LoopStopper(reporter=reporter)
 

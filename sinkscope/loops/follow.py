@@ -1,0 +1,397 @@
+"""`watch` says where outputs loop while they are still being written; `sinkscope loops --follow` is its command."""
+
+from __future__ import annotations
+
+import codecs
+import gc
+import io
+import json
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.loops.checker import FIELDS, split
+from sinkscope.loops.monitor import Monitor, MonitorSettings
+from sinkscope.loops.signals import Tail
+from sinkscope.registry import Option, command
+from sinkscope.results import read_json
+
+Form = Literal["auto", "text", "jsonl", "sse"]
+OPEN, KEPT, SHORT = 4096, 2048, 60  # streams that may be open, tokens whose text is kept, characters of a shown text
+_EVENTS = ("data:", "event:", "retry:", ":")  # how server-sent events may begin
+_PIECES = ("token", "content", "response")  # fields of a JSON line that adds to an output; FIELDS are whole ones
+
+
+class Piece(NamedTuple):
+    """A token of a stream, or some of its text.
+
+    Attributes:
+        stream: name of the stream.
+        key: what makes it the same token when it comes again: an id, its bytes, its text; None: `text` is any text.
+        text: of the token.
+        before: largest probability of the distribution that the token was drawn from; None: not known.
+        after: largest probability of the distribution that follows it; None: the `before` of the next token.
+        last: whether the stream ends here.
+    """
+
+    stream: str
+    key: object = None
+    text: str = ""
+    before: float | None = None
+    after: float | None = None
+    last: bool = False
+
+
+class Alarm(NamedTuple):
+    """A loop.
+
+    Attributes:
+        stream: name of the stream.
+        token: number of the token, counted from 1, at which the monitor triggered.
+        tail: the repetition that reaches this token; None: it is not exact.
+        text: one copy, or the last tokens, shortened and without control characters.
+    """
+
+    stream: str
+    token: int
+    tail: Tail | None
+    text: str
+
+    def __str__(self) -> str:
+        told = "no exact period"
+        if self.tail is not None:
+            told = f"period {self.tail.period}, {self.tail.repeats:.1f} copies since token {self.tail.start + 1}"
+        return f'loop in {self.stream} at token {self.token}: {told}, "{self.text}"'
+
+
+def shown(text: str, limit: int = SHORT) -> str:
+    """The text on one line, without control characters, shortened in the middle."""
+    short = text if len(text) <= limit else f"{text[: limit // 2]}...{text[-limit // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+
+
+class Stream:
+    """One output and its monitor.
+
+    Args:
+        settings: of the monitor.
+    """
+
+    def __init__(self, settings: MonitorSettings) -> None:
+        self.monitor = Monitor(settings)
+        self._word = ""  # the last word of a text, which may still grow
+        self._held: Piece | None = None  # waits for the probability that follows it
+        self._ids: dict[object, int] = {}
+        self._recent = deque[str](maxlen=KEPT)
+        self._quiet_until = 0
+
+    def take(self, piece: Piece) -> Iterator[Alarm]:
+        """The alarms that a piece raises."""
+        new = [piece] if piece.key is not None else self._words(piece)
+        for token in [*new, None] if piece.last else new:
+            if self._held is not None:
+                yield from self._feed(self._held, token.before if token else 0.0)  # nothing follows the last one
+            self._held = token if token and token.before is not None else None
+            if token and self._held is None:
+                yield from self._feed(token, token.after)
+
+    def _words(self, piece: Piece) -> list[Piece]:
+        text = self._word + piece.text
+        words = split(text)
+        grows = bool(words) and not piece.last and text.endswith(words[-1])
+        self._word = words.pop() if grows else ""
+        return [Piece(piece.stream, word, f"{word} ") for word in words]
+
+    def _feed(self, token: Piece, p_max: float | None) -> Iterator[Alarm]:
+        key = token.key if isinstance(token.key, int) else self._ids.setdefault(token.key, len(self._ids))
+        step = self.monitor.update(key, p_max)
+        self._recent.append(token.text[:SHORT])
+        if step.trigger and step.step > self._quiet_until:
+            copy = list(self._recent)[-step.tail.period if step.tail else -SHORT :]
+            turn = -(step.step - step.tail.start) % len(copy) if step.tail else 0  # where a copy begins
+            yield Alarm(token.stream, step.step, step.tail, shown("".join(copy[turn:] + copy[:turn]).strip(" ")))
+        if step.trigger:  # a loop that goes on is told once
+            self._quiet_until = step.step + self.monitor.settings.relapse
+
+
+class Watch:
+    """The streams of an input.
+
+    Attributes:
+        tokens: seen so far.
+        alarms: raised so far.
+        streams: seen so far.
+        open: streams that have not ended, by name.
+        last: the last step of any of them.
+
+    Args:
+        settings: of the monitors.
+    """
+
+    def __init__(self, settings: MonitorSettings | None = None) -> None:
+        self.tokens = self.alarms = self.streams = 0
+        self.open: dict[str, Stream] = {}
+        self._settings = settings or MonitorSettings()
+        self.last = Monitor(self._settings).last
+
+    def follow(self, source: Any, *, form: Form = "auto", name: str = "the input") -> Iterator[Alarm]:
+        """The alarms of a stream, each as it happens.
+
+        Args:
+            source: a binary file, a pipe or a response of a server, with `read1` and `readline`: a text, JSON lines,
+                or server-sent events of completions.
+            form: which of these; "auto" decides by the first line.
+            name: what alarms and errors call it.
+
+        Raises:
+            SinkscopeError: it is empty, or not of its form, or a server reports an error in it.
+        """
+        try:
+            for piece in pieces(source, form, name):
+                yield from self._take(piece)
+        except UnicodeDecodeError as error:
+            if error.reason != "unexpected end of data":  # a character that was cut off is left out
+                raise SinkscopeError(f"{name} is not UTF-8 text: convert it, or give another input") from None
+        for open_ in list(self.open):
+            yield from self._take(Piece(open_, last=True))
+        if not self.streams:
+            wanted = "a text, JSON lines, or server-sent events with choices"
+            raise SinkscopeError(f"{name} is empty, or nothing in it is an output: expected {wanted} (see --format)")
+
+    def _take(self, piece: Piece) -> Iterator[Alarm]:
+        stream = self.open.pop(piece.stream, None)
+        if stream is None:
+            stream, self.streams = Stream(self._settings), self.streams + 1
+        before = stream.monitor.last.step
+        for alarm in stream.take(piece):
+            self.alarms += 1
+            yield alarm
+        self.last = stream.monitor.last
+        self.tokens += self.last.step - before
+        if not piece.last:
+            self.open[piece.stream] = stream  # the one that was silent for longest is the first
+            while len(self.open) > OPEN:
+                del self.open[next(iter(self.open))]
+
+
+def pieces(source: Any, form: Form, name: str) -> Iterator[Piece]:
+    """What a stream of bytes adds to which output, as soon as it is there; see `Watch.follow`."""
+    start = b""
+    while form == "auto":
+        more = source.read1(1)
+        start += more
+        form = _form(start.removeprefix(codecs.BOM_UTF8), ended=not more)
+    if form == "text":
+        for text in codecs.iterdecode(chain([start], iter(lambda: source.read1(1 << 16), b"")), "utf-8-sig"):
+            yield Piece(name, text=text)
+        return
+    first = start if start.endswith(b"\n") else start + source.readline()
+    for number, line in enumerate(chain([first], source), 1):
+        yield from _line(line.decode("utf-8-sig").strip(), form, f"{name} line {number}", number)
+
+
+def _form(start: bytes, *, ended: bool) -> Form:
+    """What an input is by its first line; "auto" while that cannot be told."""
+    line = start.lstrip().decode(errors="replace")
+    if line.startswith(_EVENTS):
+        return "sse"
+    if not ended and (any(e.startswith(line) for e in _EVENTS) or (line[0] == "{" and line[-1] != "\n")):
+        return "auto"
+    try:
+        return "jsonl" if isinstance(json.loads(line), dict) else "text"
+    except (ValueError, RecursionError):
+        return "text"
+
+
+def _line(line: str, form: Form, where: str, number: int) -> list[Piece]:
+    """What one line adds: nothing if it is a comment, the name of an event, or the sign that all is over."""
+    if form == "sse":
+        line = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+    if line in ("", "[DONE]"):
+        return []
+    try:
+        data = json.loads(line)
+        if problem := data.get("error"):
+            raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
+        if "choices" in data:
+            return [piece for choice in data["choices"] for piece in _choice(choice, data.get("id"))]
+        return _record(data, number) if form == "jsonl" or not data.keys().isdisjoint((*FIELDS, *_PIECES)) else []
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise SinkscopeError(f"{where} is no output of a model: {error}; it is {shown(line)}") from None
+
+
+def _record(data: dict[str, Any], number: int) -> list[Piece]:
+    """A JSON line: a whole output, unless it has an `index` or is a piece by its field."""
+    there = [field for field in (*FIELDS, *_PIECES) if field in data]
+    if not there:
+        raise ValueError(f"expected one of the fields choices, {', '.join((*FIELDS, *_PIECES))}")
+    field = next((field for field in there if data[field] not in (None, "", [])), there[0])
+    whole, value = field in FIELDS and "index" not in data, data[field]
+    name = f"line {number}" if whole else f"stream {shown(str(data.get('index', 0)))}"
+    end = Piece(name, last=whole or bool(data.get("stop") or data.get("done") or data.get("finish_reason")))
+    if isinstance(value, str) and field != "token":
+        return [end._replace(text=value)]
+    tokens = value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [v for v in tokens if not (isinstance(v, str) or (isinstance(v, int) and 0 <= v < 1 << 32))]:
+        raise ValueError(f"{shown(repr(wrong[0]))} is no token")
+    after = None if data.get("p_max") is None else float(data["p_max"])
+    return [*(Piece(name, v, str(v), after=after) for v in tokens), end]
+
+
+def _choice(choice: dict[str, Any], origin: object) -> list[Piece]:
+    """A choice of a chunk of completions or of chat completions, with its tokens where it has log probabilities."""
+    name = f"choice {int(choice.get('index', 0))}" + (f" of {shown(str(origin))}" if origin else "")
+    end = Piece(name, last=choice.get("finish_reason") is not None)
+    delta = choice.get("delta") or choice.get("message") or choice  # completions have their text in the choice
+    parts = [delta.get("reasoning") or delta.get("reasoning_content"), delta.get("content"), delta.get("text")]
+    parts += [call["function"].get("arguments") for call in delta.get("tool_calls") or ()]
+    if rows := _logged(choice.get("logprobs") or {}):
+        return [*(Piece(name, str(key), text, _largest(logs)) for key, text, logs in rows), end]
+    return [end._replace(text="".join(part or "" for part in parts))]
+
+
+def _logged(told: dict[str, Any]) -> list[tuple[Any, str, list[float | None]]]:
+    """What makes a token the same, its text and its log probabilities, of completions or of chat completions."""
+    if "tokens" in told:
+        rows = zip_longest(told["tokens"], told["token_logprobs"], told.get("top_logprobs") or ())
+        return [(token, token, [own, *(top or {}).values()]) for token, own, top in rows]
+    return [
+        (
+            one.get("bytes") or one["token"],
+            one["token"],
+            [row["logprob"] for row in [one, *(one.get("top_logprobs") or ())]],
+        )
+        for one in told.get("content") or ()
+    ]
+
+
+def _largest(logs: list[float | None]) -> float | None:
+    known = [log for log in logs if log is not None]
+    return math.exp(min(0.0, max(known))) if known else None
+
+
+def serve_counts(address: str, counts: Watch) -> Any:
+    """Serve the counts of a watch to Prometheus.
+
+    Args:
+        address: a port, or host:port; without a host only this machine is served.
+        counts: the watch.
+
+    Returns:
+        The server.
+
+    Raises:
+        SinkscopeError: prometheus_client is not installed, or the port is none or is in use.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    except ImportError:
+        raise SinkscopeError('--metrics needs prometheus_client: pip install "sinkscope[metrics]"') from None
+
+    class Counts:
+        def collect(self) -> Iterator[Any]:
+            for family, name, text, value in (
+                (CounterMetricFamily, "tokens", "Tokens seen.", counts.tokens),
+                (CounterMetricFamily, "alarms", "Loops found.", counts.alarms),
+                (CounterMetricFamily, "streams", "Streams seen.", counts.streams),
+                (GaugeMetricFamily, "open_streams", "Streams that have not ended.", len(counts.open)),
+                (GaugeMetricFamily, "novelty", "Share of new n-grams at the last token.", counts.last.novelty),
+                (GaugeMetricFamily, "type_token_ratio", "Of the window of the last token.", counts.last.ttr),
+            ):
+                yield family(f"sinkscope_loops_{name}", text, value=value)
+
+    registry: Any = CollectorRegistry()
+    registry.register(Counts())
+    host, _, port = address.rpartition(":")
+    try:
+        return start_http_server(int(port), host or "127.0.0.1", registry)[0]
+    except (OSError, OverflowError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "expected a port from 0 to 65535, or HOST:PORT"
+        raise SinkscopeError(f"--metrics {address}: {reason}; give another port, or 0 for any free one") from None
+
+
+def monitor_settings(file: str | None, variant: str, **given: Any) -> MonitorSettings:
+    """The settings of a variant, with those of a file and those that are given and not None in their place.
+
+    Args:
+        variant: as `MonitorSettings.variant` takes it.
+        file: what `loops --calibrate` writes with `--json`, or an object of names and values.
+        given: further settings.
+
+    Raises:
+        SinkscopeError: the file cannot be read or holds something else, or a value is wrong.
+    """
+    data = {} if file is None else read_json(file)
+    if isinstance(data, dict) and data.get("kind") == "loop-calibration":
+        data = data["result"]["monitor"]
+    if not isinstance(data, dict) or "schema" in data:
+        raise SinkscopeError(f"{file} holds no settings: expected what loops --calibrate writes with --json")
+    changed = {**data, **{name: value for name, value in given.items() if value is not None}}
+    return MonitorSettings.variant(variant).with_(**changed)
+
+
+@command(group="Loops", command="loops", flag="follow")
+def follow_loops(
+    file: Annotated[str | None, Option(argument=True, metavar="FILE|-")] = None,
+    *,
+    form: Annotated[Form, Option("--format")] = "auto",
+    settings: Annotated[str | None, Option(metavar="FILE")] = None,
+    window: int | None = None,
+    theta_ttr: float | None = None,
+    theta_cr: float | None = None,
+    warmup: int | None = None,
+    variant: str = "repeats",
+    metrics: Annotated[str | None, Option(metavar="[HOST:]PORT")] = None,
+    first: bool = False,
+) -> None:
+    """Watch a stream, print each loop as it happens, and exit with 3 if there was one.
+
+    Args:
+        file: The stream; standard input by default.
+        form: Text, JSON lines or server-sent events. By default the first line decides.
+        settings: Settings of the monitor, as --calibrate writes them with --json.
+        window: Tokens that the signals look at.
+        theta_ttr: Type-token ratio below which a window is repetitive.
+        theta_cr: Compression ratio below which a window is repetitive.
+        warmup: First token at which a loop may be found.
+        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
+        metrics: With --follow: serve counts to Prometheus at this port.
+        first: With --follow: end at the first loop.
+    """
+    import typer
+
+    gc.enable()  # the command line turns it off while libraries are imported
+    used = monitor_settings(settings, variant, window=window, theta_ttr=theta_ttr, theta_cr=theta_cr, warmup=warmup)
+    watch = Watch(used)
+    if metrics is not None:
+        server = serve_counts(metrics, watch)
+        print(f"metrics: http://{server.server_name}:{server.server_port}/metrics", file=sys.stderr, flush=True)
+    name = "standard input" if file in (None, "-") else Path(file).name
+    for alarm in watch.follow(open_bytes(file), form=form, name=name):
+        print(alarm, flush=True)
+        if first:
+            break
+    if watch.alarms:
+        raise typer.Exit(3)
+
+
+def open_bytes(file: str | None) -> Any:
+    """A file, or standard input for None and "-", to be read as bytes.
+
+    Raises:
+        SinkscopeError: the file cannot be opened.
+    """
+    if file in (None, "-"):
+        return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
+    try:
+        return open(file, "rb")
+    except OSError as error:
+        raise SinkscopeError(
+            f"cannot read {file}: {(error.strerror or str(error)).lower()}; give another path"
+        ) from None
