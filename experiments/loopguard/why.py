@@ -1,6 +1,6 @@
 """What follows an intervention, and whether a loop depends on the cache or on the weights.
 
-    python -m experiments.loopguard.why --guarded RUN --full RUN [--prompts 12] [--out figures]
+    python -m experiments.loopguard.why --guarded RUN ... --full RUN [--prompts 12] [--out figures]
 
 RUNs are folders of `sinkscope loopbench run` on the model in the package: `--guarded` with the methods `loopguard` (the
 default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
@@ -266,14 +266,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m experiments.loopguard.why", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--guarded", type=Path, required=True, help="a run with the method loopguard, loopguard:paper or both"
+        "--guarded", type=Path, nargs="+", required=True, help="runs with loopguard, loopguard:paper or both"
     )
     parser.add_argument("--full", type=Path, required=True, help="a run with the method full")
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
-    guarded = {name: [r for r in read_run(args.guarded).records if r.method == name] for name in GUARDS}
+    guarded = {name: [r for f in args.guarded for r in read_run(f).records if r.method == name] for name in GUARDS}
     folder = read_run(args.full)
     full = [r for r in folder.records if r.method == "full"]
     full = full[:: max(1, len(full) // args.prompts)][: args.prompts]
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "organism": broken,
     }
     settings = {
-        "guarded": args.guarded.name,
+        "guarded": [folder.name for folder in args.guarded],
         "full": args.full.name,
         "prompts": args.prompts,
         "new": NEW,
