@@ -211,7 +211,11 @@ def test_exit_codes_and_the_first_loop(tmp_path: Path, capsys: pytest.CaptureFix
 def _start(*words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "sinkscope", "loops", "--follow", *words]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+
+    def heed() -> None:  # a shell lets what runs in the background ignore Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, preexec_fn=heed)
 
 
 @pytest.fixture
