@@ -95,7 +95,7 @@ def test_guard_page(run: Any) -> None:
 def test_serve_page(run: Any) -> None:
     names = run("docs/serve.md")
     dense = [layer["dense_heads"] for layer in names["prefill"]]
-    assert min(dense) < max(dense) == 8
+    assert max(dense) > 0 and min(dense) < 8
     assert names["tokens_read"](names["run"])[0][0] < 0.5 * names["inputs"].input_ids.shape[1]
 
 
@@ -147,7 +147,9 @@ def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
         if (one["context"], one["source"]) == ("BOS", "cluster"):
             assert f"{one['most']:.0%}".replace("%", " %") in row, one
     attention = Result.load(ROOT / "figures/repeat-attention.json").text()
-    said = re.search(r"(\d+\.\d)% / (\d+\.\d)% to all \d\d+ .*attention would give (\d+\.\d)% / (\d+\.\d)%", attention)
+    said = re.search(
+        r"(\d+\.\d)% / (\d+\.\d)% to all \d{2,} high-norm .*attention would give (\d+\.\d)% / (\d+\.\d)%", attention
+    )
     assert said is not None and all(f"{number} %" in page for number in said.groups())
     leaks = Result.load(ROOT / "figures/divergence.json").text()
     medians = re.findall(r"Longest verbatim piece, .*median (\d+) bytes", leaks)
