@@ -30,7 +30,7 @@ from sinkscope.records import Natural, Whole, checked
 KEY = "sinkscope"  # where a request puts its settings: in `extra_args` of vLLM, in `custom_params` of SGLang
 ENVIRONMENT = "SINKSCOPE_SERVING"  # variable with the settings of requests that send none, as JSON
 GREEDY = 1e-5  # servers decode greedily below this temperature
-LARGEST = 1_000_000  # in a request's monitor settings, so that no request takes a server's memory
+LARGEST = 1_000_000  # in a request's monitor settings, so that no request takes a server's memory or ends its worker
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class ServingSettings:
         if "force" in self.actions and not self.tokens:
             raise SinkscopeError('the action "force" needs tokens, the ids of the sequence to write')
         for name, value in vars(self.monitor).items():
-            if isinstance(value, int) and value > LARGEST:
+            if isinstance(value, int | float) and value > LARGEST:
                 raise SinkscopeError(f"monitor.{name} is {value}: expected at most {LARGEST}")
         Monitor(self.monitor).update(0)  # settings that need probabilities are refused here, not in a server's worker
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Run
 from sinkscope.kv import SnapKV
+from sinkscope.kv.policy import At
 from sinkscope.kv.snapkv import AdaKV
 
 
@@ -23,15 +25,18 @@ class _Layer:
         self.pos = pos
 
 
-class _At:
+class _At(At):
     def __init__(self, pos: Tensor) -> None:
-        self.kv, self.length = _Layer(pos), pos[:, 0].amax(-1) + 1
+        vars(self).update(kv=_Layer(pos), session=SimpleNamespace(anchors=0))
+
+    @property
+    def length(self) -> Tensor:
+        return self.kv.pos[:, 0].amax(-1) + 1
 
 
 def _keep(policy: AdaKV, scores: Tensor, budget: int, pos: Tensor | None = None) -> Tensor:
-    select: Any = getattr(AdaKV.select, "__wrapped__", AdaKV.select)  # without the check of types
     pos = torch.arange(scores.shape[-1]).expand(scores.shape) if pos is None else pos
-    return select(policy, scores, _At(pos), budget)
+    return policy.select(scores, _At(pos), budget)
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from sinkscope import serving
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops import Monitor
+from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.serving import LoopRow, ServingSettings
 
 ROOT = Path(__file__).parents[1]
@@ -252,7 +252,8 @@ def test_what_the_server_forbids_stays_forbidden() -> None:
         ({"tokens": [-1]}, r"tokens\[0\] is -1"),
         ({"monitor": {"window": "long"}}, "monitor.window is 'long': expected"),
         ({"monitor": {"window": 10**30}}, "monitor.window is 10*: expected at most 1000000"),
-        ({"monitor": {"voters": ["p1"], "votes": 1}}, "pass p_max"),
+        ({"monitor": {"tail_repeats": float("inf")}}, "monitor.tail_repeats is inf: expected at most 1000000"),
+        ({"monitor": {"rule": "signals", "voters": ["p1"], "votes": 1}}, "pass p_max"),
         ("stop", "sinkscope is 'stop': expected JSON such as"),
         ([1], "expected JSON such as"),
     ],
@@ -263,9 +264,17 @@ def test_bad_settings_are_refused_at_the_door(sent: Any, said: str) -> None:
         with pytest.raises(ValueError, match=said):  # vLLM answers such a request with this message
             serving.VllmLoopProcessor.validate_params(params)
     server = kit.Overlapped(serving.SglangLoopProcessor())  # SGLang has no door: the request goes on unwatched
-    request = kit.Request(looping(40), kit.SamplingParams(extra_args={"sinkscope": sent}))
+    request = kit.Request(looping(80), kit.SamplingParams(extra_args={"sinkscope": sent}))
     kit.play(server, Random(0), [request])
     assert request.edited == []
+
+
+def test_probabilities_are_missed_only_where_they_would_vote() -> None:
+    """Rule "repeats" asks no voters, and the paper's rule has two more: both are taken, and both stop a loop."""
+    for monitor in ({"voters": ["p1"], "votes": 1}, vars(MonitorSettings.paper())):
+        row = LoopRow(ServingSettings.of({"monitor": monitor}) or ServingSettings(), kit.END, 0.0)
+        row.feed(looping())
+        assert row.busy(600)
 
 
 def test_settings_of_the_environment_hold_for_requests_without_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,7 +357,7 @@ def test_without_drafts_no_step_asks_the_device() -> None:
         if drafts:
             with pytest.raises(AssertionError, match="waited"):
                 kit.play(server, Random(0), [loop], room=1)
-            assert len(loop.output) > 60  # not before there was something to do
+            assert len(loop.output) >= MonitorSettings().tail_shortest  # not before there was something to do
         else:
             kit.play(server, Random(0), [loop], room=1)
             assert loop.output[-1] == kit.END
@@ -378,7 +387,9 @@ def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(source, "docs/serving.md", "exec", dont_inherit=True), names)
     (request,) = answered
     said = request.output
-    assert said.count(151668) == 1 and said[-1] == kit.END and 60 < said.index(151668) < len(said) - 1
+    assert said.count(151668) == 1 and said[-1] == kit.END
+    assert MonitorSettings().tail_shortest == said.index(151668) < len(said) - 1
+    assert f"at least {said.index(151668)} tokens" in page
     sent = names["body"]["sampling_params"]["custom_params"]
     assert ServingSettings.of(sent["sinkscope"]) is not None
     serving.SglangLoopProcessor.from_str(names["body"]["custom_logit_processor"])
@@ -386,5 +397,7 @@ def test_the_page_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     (posted,) = re.findall(r"-d '(.*?)'", page, re.S)
     for text in (usual, json.loads(posted)["vllm_xargs"]["sinkscope"]):
         assert ServingSettings.of(text) is not None
+    (paper,) = re.findall(r"^export SINKSCOPE_SERVING='(.*)'$", page, re.M)
+    assert ServingSettings(**json.loads(paper)).monitor == MonitorSettings.paper()
     for field in ServingSettings.__dataclass_fields__:
         assert f"| `{field}` |" in page
