@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,16 @@ from organisms.tiny import tiny_model
 
 from experiments.loopguard import figure2, figure4, variants, why
 from sinkscope.kv.loopguard import Retention
+
+
+def test_the_page_says_what_was_measured_of_the_same_cycle() -> None:
+    found = json.loads(Path("figures/loopguard_why.json").read_text())["result"]["aftermath"]
+    said = " ".join(Path("docs/papers/loopguard.md").read_text().split())
+    for method, words in (("loopguard:paper", "are followed by the same cycle"), ("loopguard", "")):
+        counts = found[method]["counts"]
+        same, total = counts["same"], sum(counts.values())
+        share = f"{same / total:.0%}".replace("%", " %")
+        assert f"of {total} interventions, " in said and f"{same} ({share}) {words}".strip() in said
 
 
 def test_going_on_with_the_whole_cache_is_plain_greedy_decoding() -> None:
