@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
@@ -328,7 +328,7 @@ def test_a_ban_covers_the_n_grams_of_the_loop_alone() -> None:
     assert ban.banned([9, 2, 3]) == [1, 7] and ban.until == 60
 
 
-@pytest.mark.parametrize("escalate", ["none", "repeats", "ban", "sample"])
+@pytest.mark.parametrize("escalate", ["none", "repeats", "ban", "sample", "both"])
 def test_what_is_done_when_an_alarm_comes_again(escalate: Any) -> None:
     """A model that always prefers one token loops whatever is in its cache: only a ban or a drawn token help."""
     model = tiny()
@@ -337,7 +337,7 @@ def test_what_is_done_when_an_alarm_comes_again(escalate: Any) -> None:
     model.lm_head.weight.data /= 10
     prompt, mask = padded(10)
     monitor = {"warmup": 0, "tail_shortest": 12, "cooldown": 20}
-    guard = LoopGuard(budget=64, anchors=4, window=64, monitor=monitor, escalate=escalate, ends=())
+    guard = LoopGuard(budget=64, anchors=4, window=64, monitor=monitor, escalate=escalate, draws=3, ends=())
     with guard.on(model) as run:
         new = feed_greedily(model, prompt, mask, 90)
     assert [e.data["generated"] for e in run.events][:2] == [12, 33], "three copies and 12 tokens, then the cooldown"
@@ -348,8 +348,11 @@ def test_what_is_done_when_an_alarm_comes_again(escalate: Any) -> None:
     if escalate == "ban":
         assert others[0] == 33, "from the second alarm on there are no four in a row"
         assert all(b - a <= 4 for a, b in pairwise([*others, 90])) and len(others) < 57
+    elif escalate == "both":
+        assert others and max(len(list(g)) for same, g in groupby(new[33:], lambda token: token == 33) if same) <= 4
     elif escalate == "sample":
-        assert others and set(others) <= {e.data["generated"] + 1 for e in run.events[1:]}, "one token for each alarm"
+        after = {e.data["generated"] + i for e in run.events[1:] for i in (1, 2, 3)}
+        assert others and set(others) <= after, "three tokens for each alarm"
     else:
         assert others == []
 

@@ -110,7 +110,7 @@ METHODS: dict[str, MethodKind] = {
         _SERVE, "LoopServe", "prompts alone", {"decode": False}, ("prefill", *_DECODING), sized=False
     ),
     "loopserve-d": MethodKind(_SERVE, "LoopServe", "decoding alone", {"prefill": False}, ("decode", *_PROMPTS)),
-    "loopguard": _guard("LoopGuard: early alarms, and a ban if a loop comes back", paper=False),
+    "loopguard": _guard("LoopGuard: early alarms; a ban and drawn tokens if a loop comes back", paper=False),
     "loopguard-window": _guard("the paper's LoopGuard, its cache within the budget at all times", between="window"),
     "loopguard-repeats": _guard("the paper's LoopGuard, which takes out older copies too", clean="repeats"),
     "loopguard-always": _guard("pruning every 200 tokens", variant="always"),

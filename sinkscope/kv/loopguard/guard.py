@@ -25,7 +25,7 @@ from sinkscope.loops.monitor import MonitorSettings
 from sinkscope.loops.signals import tail_period
 from sinkscope.records import Natural, Whole, check_fields
 
-Escalation = Literal["none", "repeats", "ban", "sample"]
+Escalation = Literal["none", "repeats", "ban", "sample", "both"]
 
 
 class LoopGuardWindow(StreamingLLM):
@@ -64,8 +64,10 @@ class LoopGuard(Intervention):
         copies: number of copies at the end of the recent window that make a bad block, whatever their period. With 2
             it also finds the long periods that stall the output, which the monitor's short-period test does not cover.
         escalate: what is done beside the cut when a row has an alarm again within W tokens. "ban": n-grams of the loop
-            are not written for W tokens. "sample": one token is drawn by its probability. "repeats": older copies are
+            are not written for W tokens. "sample": the next `draws` tokens are drawn by their probabilities, with a
+            fixed seed, also if decoding is greedy. "both": the two together. "repeats": older copies are
             removed as well, by the rule of that name in `clean`. "none": nothing, as in the paper.
+        draws: number of tokens that "sample" draws.
         ban_length: length of the banned n-grams; every further alarm in a row bans n-grams that are one token shorter,
             down to pairs.
         rewind: also take the loop back from the output: the text is cut after the first copy and goes on, with a ban.
@@ -103,7 +105,8 @@ class LoopGuard(Intervention):
     clean: Clean = "tail"
     max_level: Whole = 0
     copies: Annotated[int | float, Field(ge=2)] = 2
-    escalate: Escalation = "ban"
+    escalate: Escalation = "both"
+    draws: Natural = 64
     ban_length: Annotated[int, Field(ge=2)] = 4
     rewind: bool = False
     ends: Sequence[int] | None = None
@@ -194,7 +197,8 @@ def in_words(event: Event) -> str:
     found = "an alarm" if data["period"] is None else f"a repetition every {data['period']} tokens"
     done = [f"kept {data['kept_count']} of {data['cached_before']} cached tokens"]
     done += [f"took the last {data['taken_back']} tokens back"] if data["taken_back"] else []
-    done += {"ban": ["banned n-grams of the loop"], "sample": ["drew the next token"]}.get(data["escalated"], [])
+    done += ["banned n-grams of the loop"] if data["escalated"] in ("ban", "both") else []
+    done += ["drew the next tokens"] if data["escalated"] in ("sample", "both") else []
     done += ["removed older copies as well"] if data["escalated"] == "repeats" else []
     did = " and ".join([", ".join(done[:-1])] * (len(done) > 1) + done[-1:])
     return f"After {data['generated']} new tokens the guard found {found}. It {did}."
@@ -213,7 +217,7 @@ class _Followed:
         calls: number of the call of each generated token.
         ids: the latest columns of ids, of the prompt and generated.
         bans: what each row may not write.
-        sampled: rows whose next token is drawn.
+        drawn: per row, the step up to which its tokens are drawn.
         rewound: number of the generated token at which each loop was taken back.
     """
 
@@ -225,7 +229,7 @@ class _Followed:
     calls: list[int] = field(default_factory=list)
     ids: list[Int[Tensor, "batch pos"]] = field(default_factory=list)
     bans: dict[int, Ban] = field(default_factory=dict)
-    sampled: set[int] = field(default_factory=set)
+    drawn: dict[int, int] = field(default_factory=dict)
     rewound: list[int] = field(default_factory=list)
 
     def note(self, ids: Int[Tensor, "batch pos"], most: int) -> None:
@@ -299,17 +303,17 @@ class _Guarding:
         followed.seen, followed.several = past + 1, False
         followed.calls.append(moment.call.step)
         logits = _logits(output)[:, -1]
-        sampled, followed.sampled = followed.sampled, set()
+        drawn = [row for row, until in followed.drawn.items() if len(followed.calls) <= until]
         if found := followed.monitors.push(ids[:, -1], largest_probability(logits) if self._probabilities else None):
             self._cut(moment, followed, {one.row: one for one in found})
-        if followed.bans or sampled:
-            self._steer(followed, logits, sampled)
+        if followed.bans or drawn:
+            self._steer(followed, logits, drawn)
 
-    def _steer(self, followed: _Followed, logits: Float[Tensor, "row vocab"], sampled: set[int]) -> None:
+    def _steer(self, followed: _Followed, logits: Float[Tensor, "row vocab"], drawn: list[int]) -> None:
         """Take banned tokens out of the logits, in place, and leave a single one where a token is to be drawn."""
-        for row in sampled:
-            drawn = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
-            logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, drawn, 0.0)
+        for row in drawn:
+            token = torch.multinomial(logits[row].float().softmax(-1), 1, generator=self._random)
+            logits[row] = torch.full_like(logits[row], -torch.inf).scatter(0, token, 0.0)
         followed.bans = {row: ban for row, ban in followed.bans.items() if len(followed.calls) <= ban.until}
         for row, ban in followed.bans.items():
             latest = torch.cat(followed.ids[-self._guard.ban_length :], 1)[row, 1 - self._guard.ban_length :]
@@ -422,11 +426,11 @@ class _Guarding:
         if taken:  # the monitor forgets what was taken back
             level = 1 + sum(abs(step - at) <= self._guard.window for at in followed.rewound)
             followed.rewound.append(step)
-        if how == "ban":
+        if how in ("ban", "both"):
             ban = followed.bans.setdefault(one.row, Ban())
             ban.add(loop, max(2, longest + 1 - level), step + self._guard.window)
-        if how == "sample":
-            followed.sampled.add(one.row)
+        if how in ("sample", "both"):
+            followed.drawn[one.row] = step + self._guard.draws
 
 
 def _event(one: Found, followed: _Followed, prompt: int, kept: Plan, more: dict[str, Any]) -> Event:
