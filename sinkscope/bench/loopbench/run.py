@@ -188,21 +188,7 @@ def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | 
     if method.name == TEXT:
         return [_read(to, each, ids, plan, batch.seed) for each, ids in batch.rows]
     started, rows = time.perf_counter(), [ids for _, ids in batch.rows]
-    lengths, width = [len(row) for row in rows], max(map(len, rows))
-    processors: list[Any] = []
-    options: dict[str, Any] = {"logits_processor": processors}
-    stopped = None
-    if method.kind.block == "sampler":
-        processors.append(PerRow([SAMPLERS[method.name](to.target.tokenizer) for _ in rows], lengths, width))
-    elif method.kind.block == "stopper":
-        rows_seen = WatchedRows(width, tuple(sorted({*to.ends, to.pad})), plan.window)
-        watching, criterion = stopper(method.name, rows_seen)
-        processors += watching
-        stopped = StopRows(criterion, len(rows), width)
-        options["stopping_criteria"] = [stopped]
-    if batch.temperature:
-        drawn = [sampled(batch.temperature, batch.seed, each.id) for each, _ in batch.rows]
-        processors.append(PerRow(drawn, lengths, width))
+    options, stopped = _options(to, batch, rows, plan.window)
     held = PerCall(lambda layer: layer.slots - layer.holes(), own=False)
     edit = method.make(to.budget, plan.window) | held if _edited(method) else None
     top = _Top(lambda step: None if tell is None else tell(step * len(rows)))
@@ -245,6 +231,26 @@ def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | 
             )
         )
     return records
+
+
+def _options(to: Asked, batch: Any, rows: Sequence[list[int]], window: int) -> tuple[dict[str, Any], StopRows | None]:
+    """What samples and stops the rows, as `generate` takes it, and what knows where they were stopped."""
+    method, lengths, width = batch.methods[0], [len(row) for row in rows], max(map(len, rows))
+    processors: list[Any] = []
+    options: dict[str, Any] = {"logits_processor": processors}
+    stopped = None
+    if method.kind.block == "sampler":
+        processors.append(PerRow([SAMPLERS[method.name](to.target.tokenizer) for _ in rows], lengths, width))
+    elif method.kind.block == "stopper":
+        rows_seen = WatchedRows(width, tuple(sorted({*to.ends, to.pad})), window)
+        watching, criterion = stopper(method.name, rows_seen)
+        processors += watching
+        stopped = StopRows(criterion, len(rows), width)
+        options["stopping_criteria"] = [stopped]
+    if batch.temperature:
+        drawn = [sampled(batch.temperature, batch.seed, each.id) for each, _ in batch.rows]
+        processors.append(PerRow(drawn, lengths, width))
+    return options, stopped
 
 
 def _ending(to: Asked, row: list[int], stopped: int | None) -> tuple[list[int], Ended]:
