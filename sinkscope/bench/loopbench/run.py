@@ -134,12 +134,7 @@ def run_loopbench(
     for each in chosen:
         each.make(budget, window)
     to, plan = ask(model, tokenizer, new, budget), _Plan(window, every)
-    rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
-    texts = [(each, ids) for each, ids in rows if isinstance(each, Honest)]
-    written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
-    for each, ids in written:
-        _check_length(each.id, len(ids), new, to)
-    check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
+    texts, written = _rows(to, prompts, chosen, window)
     draws = [(t, seed + i) for t in dict.fromkeys(map(float, temperatures)) for i in range(seeds if t else 1)]
     tally = Tally("new tokens", len(draws) * len(chosen) * len(written) * new, progress)
     stages = [
@@ -169,6 +164,18 @@ def check_window(window: int, new: int, named: str, cap: str) -> None:
             f"{named} {window} is more than {cap} {new}, so no window would ever be full: give at least {window} new "
             "tokens"
         )
+
+
+def _rows(
+    to: Asked, prompts: Sequence[BenchPrompt | Honest], chosen: Sequence[Method], window: int
+) -> tuple[list[tuple[Honest, list[int]]], list[tuple[BenchPrompt, list[int]]]]:
+    """Ids of the texts that are read, and of the prompts that are continued, which must fit what the methods can."""
+    rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
+    written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
+    for each, ids in written:
+        _check_length(each.id, len(ids), to.new, to)
+    check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
+    return [(each, ids) for each, ids in rows if isinstance(each, Honest)], written
 
 
 def _some(
