@@ -110,13 +110,8 @@ def generate(
                 whole = run is not None and run.session is not None and run.session.rewinder is not None
                 options["streamer"] = None if on_text is None or whole else _Streamer(tok, start, on_text)
                 written = _continued(target, batch, options, run)
-            events = [] if run is None else run.events
             for i, (prompt, ids, new) in enumerate(zip(prompts[start:], batch, written, strict=False)):
-                # A row that has ended goes on as padding until the last one ends: what happened there is not its own.
-                last = len(ids) + len(new) - 1
-                own = [
-                    replace(e, row=start + i) for e in events if e.row == i and (e.position <= last or len(batch) == 1)
-                ]
+                own = _own(run, i, None if len(batch) == 1 else len(ids) + len(new) - 1, start)
                 text = tok.decode(new, skip_special_tokens=True)
                 if on_text is not None and whole:
                     on_text(start + i, text)
@@ -132,6 +127,15 @@ def _continued(target: Target, rows: list[list[int]], options: dict[str, Any], r
     made = generate_in_pieces(run, target.hf, ids, attention_mask=mask, pad_token_id=pad, **options)
     new = made[:, ids.shape[1] :].tolist()
     return [row[: next((j + 1 for j, t in enumerate(row) if t in ends), len(row))] for row in new]
+
+
+def _own(run: Run | None, row: int, last: int | None, start: int) -> list[Event]:
+    """Events of one row of a batch whose first prompt is number `start`, up to the position `last`; None: all of them.
+
+    A row that has ended goes on as padding until the last one ends: what happened there is not its own.
+    """
+    events = [] if run is None else run.events
+    return [replace(e, row=start + row) for e in events if e.row == row and (last is None or e.position <= last)]
 
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:

@@ -347,8 +347,7 @@ def group(
     counts = tuple(len(run.interventions) for run in runs)
     positions = tuple(step for run in runs for step in run.interventions)
     ends: list[str] = [record.ended for record in records]
-    after = [record for record in records if record.nll is not None]
-    surprise = _mean(record.nll for record in after if record.nll is not None)
+    alarmed, after = _went_on(records)
     return Group(
         bench=bench,
         model=model,
@@ -366,13 +365,10 @@ def group(
         survival=tuple(survival(collapses, survival_steps(cap))),
         interventions=len(positions) / len(runs) if guarded else None,
         early=sum(s < EARLY * cap / 2500 for s in positions) / len(positions) if positions else None,
-        alarmed=len(after),
-        alarm=_median([record.cut for record in after if record.cut is not None]),
-        perplexity=None if surprise is None else math.exp(surprise),
-        fresh=_mean(record.fresh for record in after if record.fresh is not None),
-        reached=_mean(record.ended == "eos" for record in after),
         counts=counts if guarded else (),
         positions=positions,
+        alarmed=alarmed,
+        **after,
         **{end: ends.count(end) / len(ends) for end in ("eos", "stopped", "cap")},
         **{name: fmean(getattr(run, name) for run in runs) for name in ("cr", "ttr", "length", "tail_loop")},
         **{
@@ -380,6 +376,18 @@ def group(
             for name in ("prompt_tokens", "cached_mean", "cached_peak")
         },
     )
+
+
+def _went_on(records: Sequence[Continued]) -> tuple[int, dict[str, Any]]:
+    """Number of runs that went on after an alarm, and the fields of `Group` about them."""
+    after = [record for record in records if record.nll is not None]
+    surprise = _mean(record.nll for record in after if record.nll is not None)
+    return len(after), {
+        "alarm": _median([record.cut for record in after if record.cut is not None]),
+        "perplexity": None if surprise is None else math.exp(surprise),
+        "fresh": _mean(record.fresh for record in after if record.fresh is not None),
+        "reached": _mean(record.ended == "eos" for record in after),
+    }
 
 
 def _mean(values: Iterable[float]) -> float | None:

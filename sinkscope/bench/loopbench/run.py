@@ -134,12 +134,7 @@ def run_loopbench(
     for each in chosen:
         each.make(budget, window)
     to, plan = ask(model, tokenizer, new, budget), _Plan(window, every)
-    rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
-    texts = [(each, ids) for each, ids in rows if isinstance(each, Honest)]
-    written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
-    for each, ids in written:
-        _check_length(each.id, len(ids), new, to)
-    check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
+    texts, written = _rows(to, prompts, chosen, window)
     draws = [(t, seed + i) for t in dict.fromkeys(map(float, temperatures)) for i in range(seeds if t else 1)]
     tally = Tally("new tokens", len(draws) * len(chosen) * len(written) * new, progress)
     stages = [
@@ -171,6 +166,18 @@ def check_window(window: int, new: int, named: str, cap: str) -> None:
         )
 
 
+def _rows(
+    to: Asked, prompts: Sequence[BenchPrompt | Honest], chosen: Sequence[Method], window: int
+) -> tuple[list[tuple[Honest, list[int]]], list[tuple[BenchPrompt, list[int]]]]:
+    """Ids of the texts that are read, and of the prompts that are continued, which must fit what the methods can."""
+    rows = [(each, [int(i) for i in to.target.tokenizer(each.prompt, verbose=False)["input_ids"]]) for each in prompts]
+    written = [(each, ids) for each, ids in rows if isinstance(each, BenchPrompt)]
+    for each, ids in written:
+        _check_length(each.id, len(ids), to.new, to)
+    check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
+    return [(each, ids) for each, ids in rows if isinstance(each, Honest)], written
+
+
 def _some(
     to: Asked, method: Method, rows: Sequence[tuple[BenchPrompt | Honest, list[int]]], new: int, *draw: Any
 ) -> _Sampled:
@@ -188,21 +195,7 @@ def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | 
     if method.name == TEXT:
         return [_read(to, each, ids, plan, batch.seed) for each, ids in batch.rows]
     started, rows = time.perf_counter(), [ids for _, ids in batch.rows]
-    lengths, width = [len(row) for row in rows], max(map(len, rows))
-    processors: list[Any] = []
-    options: dict[str, Any] = {"logits_processor": processors}
-    stopped = None
-    if method.kind.block == "sampler":
-        processors.append(PerRow([SAMPLERS[method.name](to.target.tokenizer) for _ in rows], lengths, width))
-    elif method.kind.block == "stopper":
-        rows_seen = WatchedRows(width, tuple(sorted({*to.ends, to.pad})), plan.window)
-        watching, criterion = stopper(method.name, rows_seen)
-        processors += watching
-        stopped = StopRows(criterion, len(rows), width)
-        options["stopping_criteria"] = [stopped]
-    if batch.temperature:
-        drawn = [sampled(batch.temperature, batch.seed, each.id) for each, _ in batch.rows]
-        processors.append(PerRow(drawn, lengths, width))
+    options, stopped = _options(to, batch, rows, plan.window)
     held = PerCall(lambda layer: layer.slots - layer.holes(), own=False)
     edit = method.make(to.budget, plan.window) | held if _edited(method) else None
     top = _Top(lambda step: None if tell is None else tell(step * len(rows)))
@@ -245,6 +238,26 @@ def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | 
             )
         )
     return records
+
+
+def _options(to: Asked, batch: Any, rows: Sequence[list[int]], window: int) -> tuple[dict[str, Any], StopRows | None]:
+    """What samples and stops the rows, as `generate` takes it, and what knows where they were stopped."""
+    method, lengths, width = batch.methods[0], [len(row) for row in rows], max(map(len, rows))
+    processors: list[Any] = []
+    options: dict[str, Any] = {"logits_processor": processors}
+    stopped = None
+    if method.kind.block == "sampler":
+        processors.append(PerRow([SAMPLERS[method.name](to.target.tokenizer) for _ in rows], lengths, width))
+    elif method.kind.block == "stopper":
+        rows_seen = WatchedRows(width, tuple(sorted({*to.ends, to.pad})), window)
+        watching, criterion = stopper(method.name, rows_seen)
+        processors += watching
+        stopped = StopRows(criterion, len(rows), width)
+        options["stopping_criteria"] = [stopped]
+    if batch.temperature:
+        drawn = [sampled(batch.temperature, batch.seed, each.id) for each, _ in batch.rows]
+        processors.append(PerRow(drawn, lengths, width))
+    return options, stopped
 
 
 def _ending(to: Asked, row: list[int], stopped: int | None) -> tuple[list[int], Ended]:

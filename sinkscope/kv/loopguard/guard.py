@@ -285,16 +285,7 @@ class _Guarding:
         if followed is not None:
             self._check(moment, followed)
         if new > 1 or past == 0 or self._session.now.prompting:
-            if (rewinder := self._session.rewinder) is not None and rewinder.allowance is None:
-                raise UnsupportedError(
-                    "rewind=True takes tokens back from the output, which model.generate cannot do: use "
-                    "sinkscope.generate or Conversation, or leave rewind out",
-                    page="kv-session",
-                )
-            before = followed.ids if followed is not None and past > 0 else []
-            memory["followed"] = followed = self._new(moment, past + new, several=past > 0)
-            followed.ids = before if not before or len(before[0]) == len(ids) else []
-            followed.note(ids, self._recent)
+            memory["followed"] = self._turn(moment, followed, ids)
             return
         if followed is None or past != followed.seen or len(followed.monitors) != len(ids):
             # Tokens were read before the run, or the caller took some back: later tokens are watched from here on.
@@ -318,6 +309,21 @@ class _Guarding:
         for row, ban in followed.bans.items():
             latest = torch.cat(followed.ids[-self._guard.ban_length :], 1)[row, 1 - self._guard.ban_length :]
             logits[row, ban.banned(latest.tolist())] = -torch.inf
+
+    def _turn(self, moment: Moment, followed: _Followed | None, ids: Int[Tensor, "batch pos"]) -> _Followed:
+        """Follow rows anew from a prompt or a new turn on, whose earlier ids stay known."""
+        if (rewinder := self._session.rewinder) is not None and rewinder.allowance is None:
+            raise UnsupportedError(
+                "rewind=True takes tokens back from the output, which model.generate cannot do: use "
+                "sinkscope.generate or Conversation, or leave rewind out",
+                page="kv-session",
+            )
+        past, new = moment.call.past, moment.call.index.shape[1]
+        before = followed.ids if followed is not None and past > 0 else []
+        followed = self._new(moment, past + new, several=past > 0)
+        followed.ids = before if not before or len(before[0]) == len(ids) else []
+        followed.note(ids, self._recent)
+        return followed
 
     def _new(self, moment: Moment, seen: int, several: bool) -> _Followed:
         columns = moment.call.columns[:, :seen]
