@@ -74,8 +74,8 @@ def test_the_documentation_of_building(capsys: pytest.CaptureFixture[str]) -> No
     [
         ('{"id": "dc-0001", "ben', "line 2 is not JSON"),
         ("[]", "line 2 is \\[\\], expected an object"),
-        ({"bench": None}, "line 2: bench is None, expected 'dc', 'ri' or '2wiki'"),
-        ({"bench": "cd"}, "line 2: bench is 'cd', expected 'dc', 'ri' or '2wiki'"),
+        ({"bench": None}, "line 2: bench is None, expected 'dc', 'ri', 'stories', 'organism' or '2wiki'"),
+        ({"bench": "cd"}, "line 2: bench is 'cd', expected 'dc', 'ri', 'stories', 'organism' or '2wiki'"),
         ({"tokens": "4"}, "line 2: tokens is '4', expected a valid integer"),
         ({"tokens": True}, "line 2: tokens is True, expected a valid integer"),
         ({"truncated": 0}, "line 2: truncated is 0, expected a valid boolean"),
