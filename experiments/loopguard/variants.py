@@ -49,6 +49,7 @@ GUARDS: dict[str, Any] = {
     "cut alone": lambda **fields: LoopGuard(escalate="none", **fields),
     "repeats": lambda **fields: LoopGuard(escalate="repeats", **fields),
     "sample": lambda **fields: LoopGuard(escalate="sample", **fields),
+    "ban": lambda **fields: LoopGuard(escalate="ban", **fields),
     "LoopGuard": LoopGuard,
     "rewind": lambda **fields: LoopGuard(rewind=True, **fields),
     "no-repeat-4-gram": None,
