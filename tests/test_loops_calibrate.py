@@ -100,7 +100,7 @@ def test_a_short_text_promises_only_what_it_can_show() -> None:
 
 def test_settings_are_written_and_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, out, odd = tmp_path / "ordinary.txt", tmp_path / "c.json", tmp_path / "odd.json"
-    text.write_text(prose(4000))
+    text.write_text(prose(6000))
     words = ["loops", str(text), "--calibrate", "--tokenizer", "bundled", "--rate", "1000"]
     assert main([*words, "--json", str(out)]) == 0
     found = Result.load(out)

@@ -74,7 +74,8 @@ def draw_shown(result: Any) -> go.Figure:
 def draw_loopbench(result: Any) -> go.Figure:
     """Loop rate by method with the paper's beside it; survival; interventions; temperatures; the loop organism."""
     guards = [g for g in result.ablation if g.counts]
-    methods = list(dict.fromkeys([*(g.method for g in result.groups), *(p.method for p in result.planted)]))
+    named = (*result.groups, *result.ablation, *result.planted)
+    methods = list(dict.fromkeys(g.method for g in named))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(methods)}
     several = len({g.model for g in guards}) > 1
     wanted: list[tuple[str, Any]] = []
