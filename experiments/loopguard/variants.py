@@ -15,6 +15,7 @@ the end of the text. For each variant the table has:
   `temperature` shows what sampling at 0.7 gives.
 - `new_sentences`: share of the sentences or lines of a text that differ from all before.
 
+`sample` draws 64 tokens, `ban` bans n-grams of the loop, and `LoopGuard`, the default, does both.
 `rewind` goes one prompt at a time, so it takes only the first `--alone` prompts.
 """
 
