@@ -121,6 +121,7 @@ class Dialogues(Result):
         groups: by task, model, history, method, budget and position.
     """
 
+    page: ClassVar[str] = "dialogues"
     kind: ClassVar[str] = "dialogues"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_dialogues"
     percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "same", "cells")
@@ -360,6 +361,7 @@ class Fidelity(Result):
         groups: by task, model, answers, method, budget and position.
     """
 
+    page: ClassVar[str] = "dialogues"
     kind: ClassVar[str] = "dialogues-fidelity"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_fidelity"
     percent: ClassVar[tuple[str, ...]] = ("agree", "kept", "cells")

@@ -33,6 +33,7 @@ from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell
+from sinkscope.tables import strings
 
 LOOPS = ("dc", "ri")  # the paper's sets
 SETS = (*LOOPS, "stories")  # whose runs are judged by the loop rule
@@ -84,6 +85,7 @@ class LoopBench(Result):
         detections: monitors alone.
     """
 
+    page: ClassVar[str] = "loopbench/results"
     kind: ClassVar[str] = "loopbench"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_loopbench"
     percent: ClassVar[tuple[str, ...]] = (
@@ -149,12 +151,9 @@ class LoopBench(Result):
         ]
         return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 
-    def _grids(self) -> list[Grid]:
-        grids: list[Grid] = []
-        for table in self.tables:
-            head, cells = self._strings(table.rows)
-            grids.append(Grid([name.replace("_", " ") for name in head], cells, table.title, table.note))
-        return grids
+    def grids(self) -> list[Grid]:
+        """One table each, as printed."""
+        return [Grid(*strings(table.rows, self.percent), table.title, table.note) for table in self.tables]
 
 
 def title(bench: str) -> str:
@@ -439,6 +438,7 @@ class Shown(Result):
         outputs: of each method.
     """
 
+    page: ClassVar[str] = "loopbench/running"
     kind: ClassVar[str] = "loopbench-show"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_shown"
 
