@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from textwrap import fill, wrap
 from typing import Any, get_args, get_type_hints
@@ -33,6 +33,7 @@ class Grid:
         title: above the table.
         note: below it.
         columns: names of the columns that matter most, shown where not all fit; empty: the first that fit.
+        same: names of columns whose one value the note gives.
     """
 
     head: Sequence[str]
@@ -40,6 +41,7 @@ class Grid:
     title: str = ""
     note: str = ""
     columns: Sequence[str] = ()
+    same: Sequence[str] = ()
 
     def fitted(self, width: int | None, between: int = 2) -> Grid:
         """The table with the columns that a width has room for; None: every column.
@@ -54,24 +56,25 @@ class Grid:
             return self
         values = dict(zip(self.head, zip(*self.cells, strict=True), strict=True))
         same = {name: found[0] for name, found in values.items() if len(self.cells) > 1 and len({*found}) == 1}
-        open_ = [name for name in self.head if name not in same] or list(self.head[:1])
+        order = [*(name for name in self.columns if name in values), *(n for n in self.head if n not in self.columns)]
+        open_ = [name for name in order if name not in same] or list(self.head[:1])
         shown = open_
         if not self._fit(open_, width, between):
             shown = []
             for name in [name for name in self.columns if name in open_] or open_:
                 if not shown or self._fit([*shown, name], width, between):
                     shown.append(name)
-            shown = [name for name in self.head if name in shown]
         left = [name for name in open_ if name not in shown]
         said = [self.note] if self.note else []
-        if constant := [f"{_words(name)} {value}" for name, value in same.items() if name not in shown]:
-            said.append(f"In every row: {', '.join(constant)}.")
+        constant = {name: value for name, value in same.items() if name not in shown}
+        if constant:
+            said.append(f"In every row: {', '.join(f'{_words(name)} {value}' for name, value in constant.items())}.")
         if left:
             names = ", ".join(map(_words, left))
             said.append(f"Not shown: {names} (--wide shows all columns, --csv FILE writes them).")
         places = [list(self.head).index(name) for name in shown]
         cells = [[line[i] for i in places] for line in self.cells]
-        return replace(self, head=shown, cells=cells, note="\n".join(said))
+        return replace(self, head=shown, cells=cells, note="\n".join(said), same=tuple(constant))
 
     def _fit(self, names: Sequence[str], width: int, between: int) -> bool:
         """Whether columns fit without a break in a cell; heads may break between words."""
@@ -200,13 +203,11 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> t
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its layer and neuron, or layer and head, as one name."""
-    write: Callable[..., str]
-    for key, parts, write in (("neuron", ("layer", "expert", "neuron"), neuron_name), ("head", _HEAD, head_name)):
+    for key, parts, name in (("neuron", ("layer", "expert", "neuron"), neuron_name), ("head", _HEAD, head_name)):
         if {"layer", key} <= row.keys():
-            place = [row[part] for part in parts if part in row]
             known = isinstance(row["layer"], int) and isinstance(row[key], int)
-            rest = {name: value for name, value in row.items() if name not in parts}
-            return {key: write(*place) if known else row[key], **rest}
+            one = name(*(row[part] for part in parts if part in row)) if known else row[key]
+            return {k: one if k == key else v for k, v in row.items() if k == key or k not in parts}
     return dict(row)
 
 
@@ -227,7 +228,7 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     for name in dict.fromkeys(names):
         said = next((known[name] for known in (own, *found) if name in known), "")
         if said and (name in own or name not in PLAIN):
-            told[name] = re.split(r"(?<=[a-z)])[.;] ", said)[0].rstrip(".") + "."
+            told[name] = re.split(r"; |\. (?=[A-Z])", said)[0].rstrip(".") + "."
     return told
 
 

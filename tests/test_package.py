@@ -44,6 +44,7 @@ ORDER = (
 GROUND = (
     "checked",
     "errors",
+    "notation",
     "output",
     "parallel",
     "progress",
@@ -54,6 +55,7 @@ GROUND = (
     "results",
     "store",
     "console",
+    "tables",
     "grid",
     "_plain",
     "_provenance",
