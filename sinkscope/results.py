@@ -19,7 +19,7 @@ from sinkscope._plain import build, pathless, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
 from sinkscope.registry import kinds
-from sinkscope.tables import WIDTH, Grid, cell, glossary, html_table, strings
+from sinkscope.tables import WIDTH, Grid, cell, glossary, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,7 +130,7 @@ def _version(name: str) -> str:
         return str(getattr(sys.modules[name], "__version__", "unknown"))
 
 
-__all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "html_table", "provenance"]
+__all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "provenance"]
 
 SCHEMA = 1
 UNKNOWN = 0.1  # share of unknown tokens from which results carry a warning

@@ -112,8 +112,13 @@ class Grid:
 
     def html(self) -> str:
         """The same as HTML with every column, everything escaped."""
-        told = f"<h2>{html.escape(self.title)}</h2><p>{html.escape(self.note)}</p>" if self.title else ""
-        return told + html_table(list(map(_words, self.head)), self.cells)
+        told = f"<h3>{html.escape(self.title)}</h3>" if self.title else ""
+        told += f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        head, *body = (
+            f"<tr>{''.join(f'<{tag}>{html.escape(one)}</{tag}>' for one in line)}</tr>"
+            for tag, line in [("th", map(_words, self.head)), *(("td", line) for line in self.cells)]
+        )
+        return f"{told}<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         """What rich draws: with rules if there is room for them, else plain text that the terminal breaks."""
@@ -162,16 +167,6 @@ def _longest(text: str) -> int:
     from rich.cells import cell_len
 
     return max(map(cell_len, _words(text).split()), default=1)
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML, everything escaped."""
-
-    def cells(tag: str, line: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)}</tr>"
-
-    body = "".join(cells("td", row) for row in rows)
-    return f"<table><thead>{cells('th', head)}</thead><tbody>{body}</tbody></table>"
 
 
 def cell(value: Any, *, percent: bool = False) -> str:

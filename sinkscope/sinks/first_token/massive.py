@@ -313,4 +313,7 @@ def _secondary(c: Condition) -> str:
     low, high = min(s.created for s in c.secondary), max(s.created for s in c.secondary)
     where = f"layer {low}" if low == high else f"layers {low} to {high}"
     many = f"{len(c.secondary)} secondary sink{'s' * (len(c.secondary) > 1)}"
-    return f"{many}, created after {where}; the longest lasts {longest.lifetime} layers ({longest.token!r})."
+    return (
+        f"{many} begin{'s' * (len(c.secondary) == 1)} after {where}; the longest lasts {longest.lifetime} layers "
+        f"({longest.token!r})."
+    )

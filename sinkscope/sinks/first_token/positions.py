@@ -240,7 +240,7 @@ def token_positions(
         file: File with the text; - is standard input.
         chat: Put the text into the tokenizer's chat template, as the user's words.
         layer: Layer that the table speaks of. By default the sink layer.
-        neurons: Neuron to show, as LAYER.NEURON or LAYER.EXPERT.NEURON. By default those that make the sink.
+        neurons: Neuron to show, such as L1.N338, or L3.E2.N7 in a mixture. By default those that make the sink.
     """
     target = setup.target
     if layer is not None and layer >= target.n_layers:
