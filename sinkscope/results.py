@@ -293,17 +293,16 @@ class Result:
     def summary(self) -> str:
         """The conclusion, the model, the details and warnings, as lines of plain text."""
         told, m = self.conclusion(), self.model
-        head = [f"Conclusion: {told}"] if told else [f"{self.kind} on {m.name}"]
-        if m.n_layers:
-            head.append(
-                f"The model is {m.name} ({m.family}, {m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp})."
-            )
+        lines = [f"Conclusion: {told}"] if told else [f"{self.kind} on {m.name}"]
+        if told and m.n_layers:
+            size = f"{m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp}"
+            lines.append(f"The model is {m.name} ({m.family}, {size}).")
         if (unknown := self.settings.get("unknown_tokens") or 0.0) > UNKNOWN:
-            head.append(
+            lines.append(
                 f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
                 "--text."
             )
-        return "\n".join([*head, *self.details()])
+        return "\n".join([*lines, *self.details()])
 
     def shown_rows(self) -> list[dict[str, Any]]:
         """The rows that are printed: the first ones where there are many."""
