@@ -131,7 +131,7 @@ def test_neurons_and_layer_of_ones_own(tmp_path: Path) -> None:
     for name, said in (
         ("1.2", "such as L3.E2.N7"),
         ("9.0.1", "layers 0 to"),
-        ("x", "expected a neuron such as L1.N338"),
+        ("x", "expected a neuron"),
         ("1.", "1."),
     ):
         with pytest.raises(SinkscopeError, match=said):
@@ -210,7 +210,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--file", str(tmp_path)], "is a directory"),
         (["--file", str(tmp_path / "long.txt")], "context of bundled holds"),
         (["a", "--chat"], "no chat template"),
-        (["a", "--neuron", "7"], "1.7890"),
+        (["a", "--neuron", "7"], "l1.n338"),
         (["a", "b"], "unexpected"),
     ):
         assert main(["positions", *words]) == 2, words

@@ -28,7 +28,7 @@ from sinkscope.trace.run import trace
 
 SINK_SHARE = 0.5  # a token's norm spikes from this share of the first token's on (Yona et al. 2025)
 CANDIDATES = 8  # neurons of the sink layer, each of which is ablated
-SHOWN = 40  # rows of the table in a longer text
+SHOWN = 36  # rows of the table
 KINDS = {
     "BOS": "BOS",
     "special": "special tokens",
