@@ -6,21 +6,25 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sinkscope.console import emit, note, print_rows, silent
+from sinkscope.console import emit, note, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import read_text
 from sinkscope.registry import Count, Hidden, Option, Positive, command
+from sinkscope.tables import Grid
 
 if TYPE_CHECKING:
     from sinkscope.loops import LoopCalibration, LoopCheck
 
 
 @command(group="Look", command="models")
-def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="FILE|-")] = None) -> None:
-    """List the short names of public models, and where papers found their sinks.
+def print_models(
+    *, json_file: Annotated[str | None, Option("--json", metavar="FILE|-")] = None, wide: bool = False
+) -> None:
+    """List the short names of public models, and the layers in which papers found their sinks.
 
     Args:
         json_file: Write the list as JSON; - is standard output.
+        wide: Show the published neurons, the residual dimensions and the source as well.
     """
     from sinkscope._plain import plain
     from sinkscope.models.names import models
@@ -28,8 +32,13 @@ def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="F
     if json_file is not None:
         emit(json_file, json.dumps({"schema": 1, "kind": "models", "result": plain(models())}, indent=1) + "\n")
     if json_file != "-":
-        rows = [(e.name, e.hub_id, *(e.published.shown() if e.published else ("-", "-"))) for e in models()]
-        print_rows(("name", "hub id", "published sink", "source"), rows)
+        found = [(e, e.published) for e in models()]
+        if wide:
+            rows = [(e.name, e.hub_id, *(sink.shown() if sink else ("-", "-"))) for e, sink in found]
+            print(Grid(("name", "hub id", "published sink", "source"), rows).text())
+        else:
+            rows = [(e.name, e.hub_id, ", ".join(map(str, sink.layers)) if sink else "-") for e, sink in found]
+            print(Grid(("name", "hub id", "sink layer"), rows).text())
 
 
 @command(group="Look", command="generate")

@@ -115,6 +115,7 @@ class LineWeights(Weights, Result):
         picture: the attention map of one of them with its lines.
     """
 
+    page: ClassVar[str] = "measure/lines"
     percent: ClassVar[tuple[str, ...]] = (*_NAMES, "vertical")
 
     etas: tuple[float, ...]

@@ -163,6 +163,7 @@ class LineOverlap(Overlap, Result):
         tokens: observation 4; None: it was not asked for, or the texts have no questions.
     """
 
+    page: ClassVar[str] = "measure/overlap"
     percent: ClassVar[tuple[str, ...]] = _NAMES
 
     etas: tuple[float, ...]

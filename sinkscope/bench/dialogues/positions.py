@@ -323,6 +323,7 @@ class Positions(Result):
         examples: of messages, by place.
     """
 
+    page: ClassVar[str] = "dialogues"
     kind: ClassVar[str] = "dialogues-positions"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_positions"
     percent: ClassVar[tuple[str, ...]] = ("share", "low", "high", "paper_share")

@@ -33,6 +33,7 @@ from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell
+from sinkscope.tables import strings
 
 LOOPS = ("dc", "ri")  # the paper's sets
 SETS = (*LOOPS, "stories")  # whose runs are judged by the loop rule
@@ -165,12 +166,10 @@ class LoopBench(Result):
             if d.detector == "repeats" and d.text_alarms is not None
         ]
 
-    def _grids(self) -> list[Grid]:
-        grids: list[Grid] = []
-        for table in self.tables:
-            head, cells = self._strings(table.rows)
-            grids.append(Grid([name.replace("_", " ") for name in head], cells, table.title, table.note))
-        return grids
+    def grids(self) -> list[Grid]:
+        """One table each, as printed."""
+        shown = [(table, *strings(table.rows, self.percent)) for table in self.tables]
+        return [Grid(head, cells, table.title, table.note, self.columns) for table, head, cells in shown]
 
 
 def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callable[[Any], str]) -> str:
@@ -512,8 +511,8 @@ class Shown(Result):
         outputs: of each method.
     """
 
+    page: ClassVar[str] = "loopbench/running"
     kind: ClassVar[str] = "loopbench-show"
-    page: ClassVar[str] = "loopbench/results"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_shown"
 
     prompt: str

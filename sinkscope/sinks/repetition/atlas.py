@@ -171,17 +171,9 @@ class SinkAtlas(Result):
         columns = (self.ids, self.tokens, self.repeats, self.norm, self.frequency, self.embedding_norm, self.head)
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        head = ["head", "tokens", "resist", "median repeats"]
-        return (head if self.by_head else []), [
-            [
-                "none" if r.head is None else str(r.head),
-                str(r.tokens),
-                str(r.resisting),
-                "-" if r.median_repeats is None else f"{r.median_repeats:.0f}",
-            ]
-            for r in self.by_head
-        ]
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """One row per head of layer 0."""
+        return [{"layer": 0, **vars(r), "head": "none" if r.head is None else r.head} for r in self.by_head]
 
     def to_html(self) -> str:
         """Summary, table by head, and a table of all tokens that can be searched."""
