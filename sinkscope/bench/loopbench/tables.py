@@ -33,7 +33,7 @@ from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell
-from sinkscope.tables import strings
+from sinkscope.tables import WIDTH, strings
 
 LOOPS = ("dc", "ri")  # the paper's sets
 SETS = (*LOOPS, "stories")  # whose runs are judged by the loop rule
@@ -131,7 +131,7 @@ class LoopBench(Result):
     def conclusion(self) -> str:
         """What the best method did, beside the full cache."""
         return (
-            _rate_of(self.ablation or [g for g in self.groups if not g.temperature] or self.groups)
+            _rate_of(self.ablation or [g for g in self.groups if not g.temperature] or self.groups, self.groups)
             or _truth_of(self.planted)
             or _score_of(self.answers)
             or _alarms_of(self.detections)
@@ -188,7 +188,7 @@ def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callabl
     return "; ".join(told) + ("." if others else "; no other method was run.") if found else ""
 
 
-def _rate_of(groups: Sequence[Group]) -> str:
+def _rate_of(groups: Sequence[Group], every: Sequence[Group]) -> str:
     if not groups:
         return ""
     first = groups[0]
@@ -197,7 +197,7 @@ def _rate_of(groups: Sequence[Group]) -> str:
         lambda g: (g.loop, -g.runs),
         lambda g: f"loops in {g.loop:.1%} of {g.runs} runs (95 %: {g.loop_low:.0%} to {g.loop_high:.0%})",
     )
-    where = "LoopBench-DC and LoopBench-RI" if first.bench == "dc+ri" else title(first.bench)
+    where = " and ".join(title(b) for b in dict.fromkeys(g.bench for g in every) if b in first.bench.split("+"))
     drawn = f" at temperature {first.temperature:g}" if first.temperature else ""
     return f"On {where} by {first.model}{drawn}, {told}"
 
@@ -540,10 +540,10 @@ class Shown(Result):
         last = visible(self.prompt_text).strip().splitlines()[-1:]
         return [f"The prompt ends {''.join(last)[-100:]!r}."]
 
-    def text(self) -> str:
+    def text(self, width: int | None = WIDTH) -> str:
         """The outputs below each other, and the numbers."""
         parts = [f"--- {o.method} ({_ending(o)})\n{_middle_out(visible(o.text))}" for o in self.outputs]
-        return "\n\n".join([super().text(), *parts])
+        return "\n\n".join([super().text(width), *parts])
 
     def table(self) -> Any:
         """The outputs side by side."""
