@@ -117,6 +117,7 @@ class LineWeights(Weights, Result):
 
     page: ClassVar[str] = "measure/lines"
     percent: ClassVar[tuple[str, ...]] = (*_NAMES, "vertical")
+    columns: ClassVar[tuple[str, ...]] = ("head", "mass", "random_mass", "cells", "vertical", "line_sums", "eta")
 
     etas: tuple[float, ...]
     inputs: tuple[Input, ...]

@@ -165,6 +165,7 @@ class LineOverlap(Overlap, Result):
 
     page: ClassVar[str] = "measure/overlap"
     percent: ClassVar[tuple[str, ...]] = _NAMES
+    columns: ClassVar[tuple[str, ...]] = ("head", "inputs", "inputs_random", *_NAMES[3:], "inputs_paper", "eta")
 
     etas: tuple[float, ...]
     texts: tuple[Input, ...]
