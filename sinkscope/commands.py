@@ -33,6 +33,8 @@ def print_models(
         emit(json_file, json.dumps({"schema": 1, "kind": "models", "result": plain(models())}, indent=1) + "\n")
     if json_file != "-":
         found = [(e, e.published) for e in models()]
+        known = sum(sink is not None for _, sink in found)
+        print(f"Conclusion: papers report a sink or massive activation for {known} of these {len(found)} models.\n")
         if wide:
             rows = [(e.name, e.hub_id, *(sink.shown() if sink else ("-", "-"))) for e, sink in found]
             print(Grid(("name", "hub id", "published sink", "source"), rows).text())
@@ -95,8 +97,16 @@ def print_generated(
     print()
     from sinkscope.kv.loopguard.guard import in_words
 
+    if policy is not None and made.held is not None:
+        whole, read = made.prompt_tokens + (len(made.tokens) - 1) / 2, made.held if made.read is None else made.read
+        note(
+            f"Under {policy} the cache held {made.held:.0f} tokens on average, and a step read {read:.0f}; the full "
+            f"cache would have held {whole:.0f}."
+        )
     if cuts := sum(event.kind == "guard" for event in made.events):
         note(f"The guard stepped in {'once' if cuts == 1 else f'{cuts} times'}:")
+    elif guard:
+        note(f"The guard found no loop in {len(made.tokens)} new tokens.")
     for event in made.events:
         note(in_words(event) if event.kind == "guard" else _line(event))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -33,7 +33,7 @@ from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell
-from sinkscope.tables import strings
+from sinkscope.tables import WIDTH, strings
 
 LOOPS = ("dc", "ri")  # the paper's sets
 SETS = (*LOOPS, "stories")  # whose runs are judged by the loop rule
@@ -85,9 +85,15 @@ class LoopBench(Result):
         detections: monitors alone.
     """
 
-    page: ClassVar[str] = "loopbench/results"
     kind: ClassVar[str] = "loopbench"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_loopbench"
+    page: ClassVar[str] = "loopbench/results"
+    columns: ClassVar[tuple[str, ...]] = (
+        *("set", "model", "method", "detector", "temperature", "runs", "paper_loop", "loop", "loop_low", "loop_high"),
+        *("paper_f1", "f1", "same", "paper_interventions", "interventions", "detected", "lead", "text_alarms"),
+        *("alarmed", "perplexity", "reached", "fresh", "honest", "honest_cut", "eos", "stopped", "cap", "collapsed"),
+        *("ttr", "cr", "length", "tail_loop", "cached_mean", "cached_peak", "loops", "texts", "healthy_alarms"),
+    )
     percent: ClassVar[tuple[str, ...]] = (
         "paper_loop",
         "loop",
@@ -122,7 +128,17 @@ class LoopBench(Result):
         lists = ("steps", "survival", "counts", "positions")
         return [{k: v for k, v in vars(g).items() if k not in lists} for g in self.groups]
 
-    def summary(self) -> str:
+    def conclusion(self) -> str:
+        """What the best method did, beside the full cache."""
+        return (
+            _rate_of(self.ablation or [g for g in self.groups if not g.temperature] or self.groups, self.groups)
+            or _truth_of(self.planted)
+            or _score_of(self.answers)
+            or _alarms_of(self.detections)
+            or "Nothing was run, so the tables hold the paper's numbers alone."
+        )
+
+    def details(self) -> list[str]:
         """Loop rates in a line per set and model, F1 per model, and false alarms of the whole monitor."""
         lines = [
             f"{TITLES[bench]}, {model}: loop rate "
@@ -144,16 +160,73 @@ class LoopBench(Result):
             + ", ".join(f"{a.method} {a.f1:.4g}" for a in self.answers if a.model == model)
             for model in dict.fromkeys(a.model for a in self.answers)
         ]
-        lines += [
+        return lines + [
             f"Honest texts, {d.model}: alarms on {d.text_alarms:.1%} of {d.texts}"
             for d in self.detections
             if d.detector == "repeats" and d.text_alarms is not None
         ]
-        return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 
     def grids(self) -> list[Grid]:
         """One table each, as printed."""
-        return [Grid(*strings(table.rows, self.percent), table.title, table.note) for table in self.tables]
+        shown = [(table, *strings(table.rows, self.percent)) for table in self.tables]
+        return [Grid(head, cells, table.title, table.note, self.columns) for table, head, cells in shown]
+
+
+def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callable[[Any], str]) -> str:
+    """The best method of one model, beside the full cache; empty: there are none.
+
+    Args:
+        found: of one set, by model and method.
+        loss: of a method; less is better.
+        said: what it did, as the end of a sentence.
+    """
+    mine = [one for one in found if one.model == found[0].model]
+    full = next((one for one in mine if one.method == "full"), None)
+    others = sorted((one for one in mine if one is not full and block_of(one.method) != "stopper"), key=loss)
+    told = [f"{others[0].method} {said(others[0])}"] if others else []
+    told += [f"the full cache {said(full)}" if full else "the full cache, which is the control, was not run"]
+    return "; ".join(told) + ("." if others else "; no other method was run.") if found else ""
+
+
+def _rate_of(groups: Sequence[Group], every: Sequence[Group]) -> str:
+    if not groups:
+        return ""
+    first = groups[0]
+    told = _beside_full(
+        [g for g in groups if (g.bench, g.temperature) == (first.bench, first.temperature)],
+        lambda g: (g.loop, -g.runs),
+        lambda g: f"loops in {g.loop:.1%} of {g.runs} runs (95 %: {g.loop_low:.0%} to {g.loop_high:.0%})",
+    )
+    where = " and ".join(title(b) for b in dict.fromkeys(g.bench for g in every) if b in first.bench.split("+"))
+    drawn = f" at temperature {first.temperature:g}" if first.temperature else ""
+    return f"On {where} by {first.model}{drawn}, {told}"
+
+
+def _truth_of(truths: Sequence[Planted]) -> str:
+    told = _beside_full(
+        truths,
+        lambda p: p.loop + (p.honest_cut or 0),
+        lambda p: (
+            f"leaves {p.loop:.1%} of {p.runs} loops and cuts {p.honest_cut or 0:.1%} of {p.honest} honest repetitions"
+        ),
+    )
+    return told and f"On the loop organism, {told}"
+
+
+def _score_of(answers: Sequence[Answers]) -> str:
+    told = _beside_full(answers, lambda a: -a.f1, lambda a: f"has F1 {a.f1:.4g} on {a.questions} questions")
+    return told and f"On 2WikiMultihopQA by {answers[0].model}, {told}"
+
+
+def _alarms_of(detections: Sequence[Detection]) -> str:
+    return next(
+        (
+            f"The monitor ({d.detector}) raises an alarm in {d.detected or 0:.1%} of {d.loops} outputs that loop, and "
+            f"in {d.text_alarms or 0:.1%} of {d.texts} honest texts, which are the control."
+            for d in detections
+        ),
+        "",
+    )
 
 
 def title(bench: str) -> str:
@@ -452,15 +525,25 @@ class Shown(Result):
         names = ("method", "ended", "length", "ttr", "cr", "loop", "tail_loop", "collapse")
         return [{n: getattr(o, n) for n in names} | {"interventions": len(o.interventions)} for o in self.outputs]
 
-    def summary(self) -> str:
-        """The prompt's end, and how each method's output ended."""
-        last = visible(self.prompt_text).strip().splitlines()[-1:]
-        return f"{self.model.name}, {title(self.bench)}, prompt {self.prompt} (ends {''.join(last)[-100:]!r})"
+    def conclusion(self) -> str:
+        """Which outputs loop, beside that of the full cache."""
+        ends = {
+            o.method: "loops" if o.loop else "ends in a loop" if o.tail_loop else "does not loop" for o in self.outputs
+        }
+        others = [f"{method} {end}" for method, end in ends.items() if method != "full"]
+        control = f"the full cache {ends['full']}" if "full" in ends else "the full cache, the control, is not shown"
+        told = f"{', '.join(others)}; {control}" if others else f"{control}; no other method is shown"
+        return f"On prompt {self.prompt} of {title(self.bench)} by {self.model.name}, {told}."
 
-    def text(self) -> str:
+    def details(self) -> list[str]:
+        """The end of the prompt."""
+        last = visible(self.prompt_text).strip().splitlines()[-1:]
+        return [f"The prompt ends {''.join(last)[-100:]!r}."]
+
+    def text(self, width: int | None = WIDTH) -> str:
         """The outputs below each other, and the numbers."""
         parts = [f"--- {o.method} ({_ending(o)})\n{_middle_out(visible(o.text))}" for o in self.outputs]
-        return "\n\n".join([super().text(), *parts])
+        return "\n\n".join([super().text(width), *parts])
 
     def table(self) -> Any:
         """The outputs side by side."""
