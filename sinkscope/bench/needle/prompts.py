@@ -115,7 +115,7 @@ def _recall(task: str, rng: random.Random) -> _Pieces:
         needles = [fact(other, right, END), fact(asked, rng.sample(VALUES, 2), other)]
     others = (fact(key, rng.sample(VALUES, 2), rng.choice([*KEYS, END])) for key in keys)
     tail = " ".join([ASK, asked, *TAIL, ANSWER])
-    return _Pieces(f"{TURNS[0]} {words(gap)}", needles, others, (words(1) for _ in count()), tail, right)
+    return _Pieces(f"{TURNS[0]} {words(gap)}", needles, others, (words(1) for _ in count()), tail, [" ".join(right)])
 
 
 def _facts(task: str, rng: random.Random) -> _Pieces:

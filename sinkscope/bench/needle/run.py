@@ -11,11 +11,11 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from sinkscope.bench.dialogues.run import answer_anew, batch_of, encode
-from sinkscope.bench.dialogues.tables import mean_known, sized, written
+from sinkscope.bench.dialogues.tables import mean_known, written
 from sinkscope.bench.files import Finished, open_folder
 from sinkscope.bench.methods import SHARE, Method, at_settings, check_methods, check_whole, order_of
 from sinkscope.bench.needle.prompts import FORMS, TASKS, NeedlePrompt, form_of, needle_prompt
-from sinkscope.bench.runner import Asked, NamedModel, ask, check_can, run_batches
+from sinkscope.bench.runner import Asked, ask, check_can, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
@@ -137,7 +137,7 @@ class Needle(Result):
         return list(dict.fromkeys(g.method for g in self.groups))
 
     def conclusion(self) -> str:
-        """The methods that keep what the full cache finds, and the one that loses most, beside full cache and chance."""
+        """Who keeps what the full cache finds, and who loses most, beside the full cache and chance."""
         means = {name: self.mean(name) for name in self.methods()}
         best = means.pop(FULL, None)
         told = "the full cache was not run" if best is None else f"the full cache finds {best:.0%} of the answers"
