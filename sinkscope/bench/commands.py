@@ -330,7 +330,7 @@ def needle(
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        tasks: needle, multi-key, key-value, variable-tracking and chain, with commas between. By default all that the
+        tasks: needle, multi-key, key-value, tracking and chain, with commas between. By default all that the
             form has.
         lengths: Longest prompts in tokens, with commas between.
         depths: Where the first statement that the answer needs stands, from 0 to 1, with commas between.

@@ -214,22 +214,16 @@ def _spoken(to: Asked, task: str, record: Said) -> str:
     return to.target.tokenizer.decode(record.tokens) if task == TASK else record.text
 
 
-def answer_anew(to: Asked, batch: Batch, kind: Any = Said) -> list[Any]:
-    """Answers to some prompts, each of which is read anew.
-
-    Args:
-        to: the model.
-        batch: its rows are pairs; the first has the `ids` of a prompt, and `heads` for its record.
-        kind: class of the records: what `heads` gives, and the fields of `Said` that say what was answered.
-    """
+def answer_anew(to: Asked, batch: Batch) -> list[Said]:
+    """Answers to some questions, each of which is read anew."""
     (method,), started, count = batch.methods, time.perf_counter(), reads()
     made, events = to.generate([each.ids for each, _ in batch.rows], method.make(to.budget) | count)
     seconds = round(time.perf_counter() - started, 3)
-    records: list[Any] = []
+    records: list[Said] = []
     for i, ((each, _), row) in enumerate(zip(batch.rows, made, strict=True)):
         tokens, ended = to.cut(row)
         records.append(
-            kind(
+            Said(
                 **each.heads(to, method),
                 tokens=tuple(tokens),
                 text=to.text(tokens),

@@ -5,7 +5,7 @@ The tasks are those of RULER (Hsieh et al. 2024, arXiv 2404.06654), sections 3.1
 - needle: one statement in a haystack of noise (niah_single_1).
 - multi-key: the same, with three more statements of the kind (niah_multikey_1, here in noise instead of essays).
 - key-value: the haystack itself is statements of the kind (niah_multikey_3).
-- variable-tracking: a value and names that stand for it, one after the other (vt, here without its worked example).
+- tracking: variable tracking, a value and names that stand for it, one after the other (vt, here without its worked example).
 - chain: ours; the value of the last name of such a chain, in a haystack of other statements.
 
 The form "ruler" writes them in RULER's words, for any model that follows English. "recall" writes them as facts and a
@@ -30,7 +30,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import BUNDLED, RECALL, TWO_HOPS
 from sinkscope.text import typical_text
 
-TASKS = ("needle", "multi-key", "key-value", "variable-tracking", "chain")
+TASKS = ("needle", "multi-key", "key-value", "tracking", "chain")
 _LINKED, _FULL = TASKS[3:], ("key-value", "chain")  # several statements lead to the answer; other ones are the haystack
 _OTHERS = 3  # statements beside the one that is asked for, multi-key
 _HOPS = 4  # of RULER's chains
