@@ -7,6 +7,7 @@ from sinkscope.attention.lines import line_weights as line_weights
 from sinkscope.attention.locking import locking as locking
 from sinkscope.attention.overlap import line_overlap as line_overlap
 from sinkscope.attention.rotary import rotary_invariance as rotary_invariance
+from sinkscope.bench.commands import needle as needle
 from sinkscope.errors import SinkscopeError as SinkscopeError
 from sinkscope.generate import generate as generate
 from sinkscope.interventions.base import Event as Event

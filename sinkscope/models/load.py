@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Generator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -99,6 +100,11 @@ def load(
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = local.commit
+        if source.planted:
+            from sinkscope.models.two_hops import plant_two_hops
+
+            plant_two_hops(hf, Path(source.where))
+            hf.config.circuit = source.name  # so that its fingerprint is not that of the model it was made from
         hf.sinkscope_name = source.name
         hf.tokenizer = tok
         check_vocabulary(tok, hf)

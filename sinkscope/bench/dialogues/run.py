@@ -145,7 +145,7 @@ def run_dialogues(
             ]
             for stage, groups in enumerate(_stages(ready, dialogues, history, cache, batch_size))
         )
-        answer = partial(_converse, chat=chat, history=history) if cache == "grow" else _answer
+        answer = partial(_converse, chat=chat, history=history) if cache == "grow" else answer_anew
         run_batches(to, stages, answer, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
@@ -214,7 +214,7 @@ def _spoken(to: Asked, task: str, record: Said) -> str:
     return to.target.tokenizer.decode(record.tokens) if task == TASK else record.text
 
 
-def _answer(to: Asked, batch: Batch) -> list[Said]:
+def answer_anew(to: Asked, batch: Batch) -> list[Said]:
     """Answers to some questions, each of which is read anew."""
     (method,), started, count = batch.methods, time.perf_counter(), reads()
     made, events = to.generate([each.ids for each, _ in batch.rows], method.make(to.budget) | count)
