@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,19 +32,8 @@ from sinkscope.loops.signals import THETA_TTR
 
 _COLOURS = (BLUE, ORANGE, GREEN, RED, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", "#000000", GREY)
 _BESIDE = {"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left"}  # the legend
+_LOOP = ("loop", "loop_low", "loop_high")
 _BINS = 25  # of intervention positions over the cap: 100 tokens of 2,500
-
-
-def _bars(fig: Any, bars: Mapping[str, Any], over: str = "%{x}: %{y:.1%}", **style: Any) -> None:
-    """A bar for each name, which is escaped."""
-    fig.add_bar(
-        x=[html.escape(name) for name in bars], y=[*bars.values()], hovertemplate=f"{over}<extra></extra>", **style
-    )
-
-
-def _points(fig: Any, x: Sequence[Any], y: Sequence[Any], over: str, mode: str = "lines", **style: Any) -> None:
-    """A line or markers."""
-    fig.add_scatter(x=x, y=y, mode=mode, hovertemplate=over, **style)
 
 
 def draw_shown(result: Any) -> go.Figure:
@@ -53,17 +42,29 @@ def draw_shown(result: Any) -> go.Figure:
     for i, o in enumerate(result.outputs):
         colour = _COLOURS[i % (len(_COLOURS) - 1)]
         near = [min(range(len(o.steps)), key=lambda k, at=at: abs(o.steps[k] - at)) for at in o.interventions]
-        name = f"{html.escape(o.method)} ({o.ended})"
-        line = {"name": name, "line": {"color": colour}, "legendgroup": o.method}
-        _points(fig, o.steps, o.window_ttr, "%{x}: %{y:.3f}<extra>%{fullData.name}</extra>", **line)
+        fig.add_scatter(
+            x=o.steps,
+            y=o.window_ttr,
+            mode="lines",
+            name=f"{html.escape(o.method)} ({o.ended})",
+            line={"color": colour},
+            legendgroup=o.method,
+            hovertemplate="%{x}: %{y:.3f}<extra>%{fullData.name}</extra>",
+        )
         for x, y, symbol, size, hover in (
             ([o.steps[-1]], [o.window_ttr[-1]], "circle", 8, f"{o.ended} after %{{x}}"),
             (list(o.interventions), [o.window_ttr[k] for k in near], "triangle-down", 10, "intervention at %{x}"),
         ):
             if x:
-                marker = {"color": colour, "size": size, "symbol": symbol}
-                rest = {"legendgroup": o.method, "showlegend": False, "marker": marker}
-                _points(fig, x, y, f"{hover}<extra></extra>", "markers", **rest)
+                fig.add_scatter(
+                    x=x,
+                    y=y,
+                    mode="markers",
+                    marker={"color": colour, "size": size, "symbol": symbol},
+                    legendgroup=o.method,
+                    showlegend=False,
+                    hovertemplate=f"{hover}<extra></extra>",
+                )
     level(fig, THETA_TTR, color=GREY)
     ratio = {"title_text": "type-token ratio", "range": [0, 1.02]}
     axes(fig, x={"title_text": "new tokens", "rangemode": "tozero"}, y=ratio)
@@ -97,32 +98,49 @@ def draw_loopbench(result: Any) -> go.Figure:
     return finished(fig, None, told, width=1400, height=140 + 380 * rows, **more)
 
 
-def _loops(groups: Sequence[Any]) -> dict[str, Any]:
-    """Error bars of loop rates."""
-    return intervals(groups, "loop", "loop_low", "loop_high")
-
-
 def _rates(fig: Any, result: Any, _colours: dict[str, str], at: dict[str, int]) -> None:
     """A bar per method, a colour per set and model; samplers and stoppers beside the rest."""
     greedy = [g for g in result.groups if not g.temperature]
     for i, (bench, model) in enumerate(dict.fromkeys((g.bench, g.model) for g in greedy)):
         mine = [g for g in greedy if (g.bench, g.model) == (bench, model)]
         name, colour = f"{html.escape(title(bench))}, {html.escape(model)}", _COLOURS[i % len(_COLOURS)]
-        style = {"name": name, "legendgroup": "rates", "marker_color": colour, "opacity": 0.75, **at}
-        _bars(fig, {g.method: g.loop for g in mine}, error_y=_loops(mine), **style)
+        fig.add_bar(
+            x=[html.escape(g.method) for g in mine],
+            y=[g.loop for g in mine],
+            name=name,
+            legendgroup="rates",
+            marker_color=colour,
+            opacity=0.75,
+            error_y=intervals(mine, *_LOOP),
+            hovertemplate="%{x}: %{y:.1%}<extra></extra>",
+            **at,
+        )
         published = paper.TABLE1.get((bench, paper.published_model(model) or ""), {})
         known = {g.method: published[g.method][3] for g in mine if g.method in published}
         if known:
-            edged = {"symbol": "diamond", "size": 9, "color": colour, "line": {"width": 1, "color": "#000000"}}
-            fig.add_scatter(x=[*known], y=[*known.values()], mode="markers", name=f"paper, {name}", marker=edged, **at)
+            fig.add_scatter(
+                x=[*known],
+                y=[*known.values()],
+                mode="markers",
+                name=f"paper, {name}",
+                marker={"symbol": "diamond", "size": 9, "color": colour, "line": {"width": 1, "color": "#000000"}},
+                **at,
+            )
     axes(fig, **at, x={"tickangle": -35}, y=shares("share of runs", 0, 1.05))
 
 
 def _planted(fig: Any, result: Any, colours: dict[str, str], at: dict[str, int]) -> None:
     """A bar per method of the loop organism."""
-    bars = {p.method: p.loop for p in result.planted}
-    style = {"name": "loop organism", "showlegend": False, "marker_color": [colours[name] for name in bars]}
-    _bars(fig, bars, error_y=_loops(result.planted), **style, **at)
+    fig.add_bar(
+        x=[html.escape(p.method) for p in result.planted],
+        y=[p.loop for p in result.planted],
+        name="loop organism",
+        marker_color=[colours[p.method] for p in result.planted],
+        showlegend=False,
+        error_y=intervals(result.planted, *_LOOP),
+        hovertemplate="%{x}: %{y:.1%}<extra></extra>",
+        **at,
+    )
     axes(fig, **at, x={"tickangle": -35}, y=shares("share of runs", 0, 1.05))
 
 
@@ -132,11 +150,16 @@ def _temperatures(fig: Any, result: Any, colours: dict[str, str], at: dict[str, 
         for method, colour in colours.items():
             mine = [g for g in result.groups if (g.bench, g.model, g.method) == (bench, model, method)]
             if len(mine) > 1:
-                line = {"color": colour, "dash": ("solid", "dash", "dot")[i % 3]}
-                name = ", ".join(map(html.escape, (method, title(bench), model)))
-                x, over = [g.temperature for g in mine], "%{x}: %{y:.1%}<extra>%{fullData.name}</extra>"
-                style = {"line": line, "name": name, "error_y": _loops(mine), **at}
-                _points(fig, x, [g.loop for g in mine], over, "lines+markers", **style)
+                fig.add_scatter(
+                    x=[g.temperature for g in mine],
+                    y=[g.loop for g in mine],
+                    mode="lines+markers",
+                    line={"color": colour, "dash": ("solid", "dash", "dot")[i % 3]},
+                    name=", ".join(map(html.escape, (method, title(bench), model))),
+                    error_y=intervals(mine, *_LOOP),
+                    hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
+                    **at,
+                )
     axes(fig, **at, x="temperature", y=shares("share of runs", 0, 1.05))
 
 
@@ -148,8 +171,15 @@ def _survival(fig: Any, result: Any, colours: dict[str, str], at: dict[str, int]
         if g.method != "full" if several else block_of(g.method) == "stopper":
             continue  # whoever is stopped early never collapses
         colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if several else colours[g.method]
-        style = {"line": {"color": colour, "shape": "hv"}, "name": html.escape(g.model) if several else g.method, **at}
-        _points(fig, [0, *g.steps], [1.0, *g.survival], "%{x}: %{y:.1%}<extra>%{fullData.name}</extra>", **style)
+        fig.add_scatter(
+            x=[0, *g.steps],
+            y=[1.0, *g.survival],
+            mode="lines",
+            line={"color": colour, "shape": "hv"},
+            name=html.escape(g.model) if several else g.method,
+            hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
+            **at,
+        )
     axes(fig, **at, x="new tokens", y=shares("share of runs", 0, 1.05))
 
 
@@ -166,8 +196,16 @@ def _interventions(
     """How many interventions a run had, or where they were, both sets together (Fig. 4 a, b)."""
     for g in guards:
         name, (found, over) = f"{g.method}, {html.escape(g.model)}" if several else g.method, bars(g)
-        style = {"name": name, "legendgroup": name, "marker_color": colours[g.method], "showlegend": False, **at}
-        fig.add_bar(x=[*found], y=[*found.values()], hovertemplate=f"{over}<extra></extra>", **style)
+        fig.add_bar(
+            x=[*found],
+            y=[*found.values()],
+            name=name,
+            legendgroup=name,
+            marker_color=colours[g.method],
+            showlegend=False,
+            hovertemplate=f"{over}<extra></extra>",
+            **at,
+        )
     whole = bars is _counts and max(max(g.counts) for g in guards) < 12
     of = "runs" if bars is _counts else "interventions"
     axes(fig, **at, x={"title_text": below, "dtick": 1 if whole else None}, y=shares(f"share of {of}"))
@@ -203,9 +241,15 @@ def draw_fidelity(result: Any) -> go.Figure:
         for field, name, _, _ in _PANELS
     ]
     heights = [len(mine) + 3 for mine in rows]
-    gap = min(0.3, 4 / (sum(heights) + 4))
-    more: dict[str, Any] = {"shared_yaxes": True, "vertical_spacing": gap, "row_heights": heights}
-    fig = panels(titles, rows=len(rows), cols=3, spacing=0.04, **more)
+    fig = panels(
+        titles,
+        rows=len(rows),
+        cols=3,
+        spacing=0.04,
+        shared_yaxes=True,
+        vertical_spacing=min(0.3, 4 / (sum(heights) + 4)),
+        row_heights=heights,
+    )
     for row, mine in enumerate(rows, 1):
         for col, (field, name, colour, form) in enumerate(_PANELS, 1):
             fig.add_bar(
@@ -226,8 +270,8 @@ def draw_fidelity(result: Any) -> go.Figure:
             nats = {"range": [0, 1.4 * max(g.kl for g in mine) or 1]}
             axes(fig, row, col, x=nats if field == "kl" else shares(None, 0, 1.15), y={"autorange": "reversed"})
     margin = {"l": 20, "r": 50, "t": 110, "b": 50}
-    size: dict[str, Any] = {"width": 1300, "height": 130 + 30 * sum(heights), "margin": margin}
-    return finished(fig, None, "Beside full attention, along the same text", **size)
+    told = "Beside full attention, along the same text"
+    return finished(fig, None, told, width=1300, height=130 + 30 * sum(heights), margin=margin)
 
 
 def _text(group: Any, field: str, form: str) -> str:
@@ -240,9 +284,15 @@ def draw_positions(result: Any) -> go.Figure:
     """A bar for each place of the question, and a diamond for LoopServe's Table 5."""
     there = [share for share in result.places if share.share is not None]
     fig = panels([""])
-    counts = [share.count for share in there]
-    style = {"name": "this log", "marker_color": BLUE, "customdata": counts, "error_y": intervals(there)}
-    _bars(fig, {share.position: share.share for share in there}, "%{x}: %{y:.1%}, %{customdata} messages", **style)
+    fig.add_bar(
+        x=[html.escape(share.position) for share in there],
+        y=[share.share for share in there],
+        name="this log",
+        marker_color=BLUE,
+        customdata=[share.count for share in there],
+        error_y=intervals(there),
+        hovertemplate="%{x}: %{y:.1%}, %{customdata} messages<extra></extra>",
+    )
     fig.add_scatter(
         x=[html.escape(share.position) for share in result.places],
         y=[share.paper_share for share in result.places],
@@ -274,16 +324,33 @@ def draw_dialogues(result: Any) -> go.Figure:
     for row, mine in enumerate(parts, 1):
         for place, colour in _PLACES.items():
             if bars := [g for g in mine if g.position == place]:
-                style = {"name": f"question at {place}", "legendgroup": place, "showlegend": row == 1}
-                style |= {"marker_color": colour, "customdata": [g.questions for g in bars], "row": row, "col": 1}
-                over, scores = "%{x}: %{y:.1%} of %{customdata}", {g.label: g.score for g in bars}
-                _bars(fig, scores, over, error_y=intervals(bars, "score"), **style)
+                fig.add_bar(
+                    x=[html.escape(g.label) for g in bars],
+                    y=[g.score for g in bars],
+                    name=f"question at {place}",
+                    legendgroup=place,
+                    showlegend=row == 1,
+                    marker_color=colour,
+                    error_y=intervals(bars, "score"),
+                    customdata=[g.questions for g in bars],
+                    hovertemplate="%{x}: %{y:.1%} of %{customdata}<extra></extra>",
+                    row=row,
+                    col=1,
+                )
         for g in (g for g in overall(mine) if g.read is not None):
-            old = any(trace.legendgroup == g.method for trace in fig.data)
-            style = {"name": html.escape(g.method), "legendgroup": g.method, "showlegend": not old, "row": row}
-            style |= {"text": [html.escape(g.label)], "marker": dots[g.method], "col": 2}
-            over = "%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>"
-            _points(fig, [g.read], [g.score], over, "markers", **style)
+            fig.add_scatter(
+                x=[g.read],
+                y=[g.score],
+                mode="markers",
+                name=html.escape(g.method),
+                legendgroup=g.method,
+                showlegend=not any(trace.legendgroup == g.method for trace in fig.data),
+                text=[html.escape(g.label)],
+                marker=dots[g.method],
+                hovertemplate="%{text}: %{y:.1%} at %{x:.4g} tokens<extra></extra>",
+                row=row,
+                col=2,
+            )
         names = list(dict.fromkeys(html.escape(g.label) for g in mine))
         axes(fig, row, 1, x={"categoryorder": "array", "categoryarray": names})
         axes(fig, row, 2, x="tokens read per decoding step")

@@ -36,7 +36,7 @@ class MethodKind:
         fixed: fields that the name decides.
         without: fields that cannot be given.
         sized: it reads a part of the cache, of `budget` tokens.
-        shaped: it is a shape of prompts, which `bench.dialogues.equal` makes at a share of the context.
+        shaped: it is a shape of prompts, which `kv.shapes.ShapeShare` makes at a share of the context.
         paper: it is always what the paper prints.
         block: "cache" and "guard" stand in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
     """
@@ -235,7 +235,7 @@ class Method:
                     f"{self.spec}: a share of the context as budget decides the other sizes: give budget alone, or "
                     "the sizes without it"
                 )
-            from sinkscope.bench.dialogues.equal import ShapeShare
+            from sinkscope.kv.shapes import ShapeShare
 
             return ShapeShare(kind.made, options["budget"])
         if kind.sized:

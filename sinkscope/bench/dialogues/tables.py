@@ -430,7 +430,7 @@ def _answered(run: Contents[Said], task: str, records: list[Said], shared: dict[
         raise SinkscopeError(f"{run.name} has no answer yet to a question of {task} whose right answer is known: go on")
     rate = wilson(sum(scores), len(scores))
     return Answered(
-        **shared | {"questions": len(scores)},
+        **{**shared, "questions": len(scores)},
         history=str(run.settings["history"]),
         cache=str(run.settings.get("cache", "fresh")),
         dialogues=len({record.dialogue for record in records}),

@@ -62,6 +62,11 @@ class Answers:
     cached_mean: float
     length: float
 
+    @property
+    def runs(self) -> int:
+        """The same as of a group."""
+        return self.questions
+
 
 @dataclass(frozen=True)
 class PrintedTable:
@@ -95,24 +100,8 @@ class LoopBench(Result):
         *("ttr", "cr", "length", "tail_loop", "cached_mean", "cached_peak", "loops", "texts", "healthy_alarms"),
     )
     percent: ClassVar[tuple[str, ...]] = (
-        "paper_loop",
-        "loop",
-        "loop_low",
-        "loop_high",
-        "tail_loop",
-        "eos",
-        "stopped",
-        "cap",
-        "collapsed",
-        "paper_early",
-        "early",
-        "fresh",
-        "reached",
-        "honest_cut",
-        "honest_same",
-        "same",
-        "detected",
-        "healthy_alarms",
+        *("paper_loop", "loop", "loop_low", "loop_high", "tail_loop", "eos", "stopped", "cap", "collapsed", "same"),
+        *("paper_early", "early", "fresh", "reached", "honest_cut", "honest_same", "detected", "healthy_alarms"),
         "text_alarms",
     )
 
@@ -340,6 +329,7 @@ def _detections(model: str, parts: _Parts) -> list[Detection]:
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
 
+_PAPER1 = ("paper_cr", "paper_ttr", "paper_length", "paper_loop")
 _TABLE1 = ("cr", "ttr", "length", "loop", "loop_low", "loop_high", "tail_loop")
 _TABLE2 = ("f1", "same", "cached_mean")
 _TABLE3 = ("loop", "interventions", "early")
@@ -396,7 +386,7 @@ def _tables(
             tuple({"model": p.model, "method": p.method, **_fields(p, _PLANTED)} for p in truths),
         ),
         *(
-            PrintedTable(title, note, tuple(_row(g) for g in groups if block_of(g.method) == block))
+            PrintedTable(title, note, tuple(_alone([g for g in groups if block_of(g.method) == block])))
             for block, title, note in (
                 ("sampler", "Samplers, on the whole cache", "columns as in Table 1"),
                 (
@@ -422,58 +412,45 @@ def _tables(
 
 
 def _fields(found: object, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in names}
+    return {name: round(value, 1) if name == "length" else value for name in names for value in [getattr(found, name)]}
 
 
 def _head(g: Group) -> dict[str, Any]:
     return {"set": g.bench, "model": g.model, "method": g.method}
 
 
-def _row(g: Group, published: tuple[float, float, float, float] | None = None) -> dict[str, Any]:
-    """A row of Table 1, with the paper's numbers where it has some."""
-    own = _fields(g, _TABLE1) | {"length": round(g.length, 1)}
-    return {**_published(g.bench, g.model, g.method, published), **own, "runs": g.runs}
-
-
-def _published(bench: str, model: str, method: str, numbers: tuple[float, ...] | None) -> dict[str, Any]:
-    names = ("paper_cr", "paper_ttr", "paper_length", "paper_loop")
-    return {"set": bench, "model": model, "method": method, **dict(zip(names, numbers or (None,) * 4, strict=True))}
-
-
 def _table1(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    inside = [g for g in groups if block_of(g.method) in ("cache", "guard")]
+    """The paper's sets and models with ours among them, then what the paper has no numbers of."""
     for bench in SETS:
+        mine = [g for g in groups if g.bench == bench and block_of(g.method) in ("cache", "guard")]
         for name in paper.MODELS if bench in LOOPS else ():
-            ours = {g.method: g for g in inside if g.bench == bench and paper.published_model(g.model) == name}
-            published = paper.TABLE1[bench, name]
-            for method in dict.fromkeys([*published, *ours]):
-                numbers = published.get(method)
-                not_run = dict.fromkeys(_TABLE1) | {"runs": NOT_RUN}
-                yield (
-                    _row(ours[method], numbers)
-                    if method in ours
-                    else _published(bench, name, method, numbers) | not_run
-                )
-        yield from (_row(g) for g in inside if g.bench == bench and not _has_row(g))
+            known = [g for g in mine if paper.published_model(g.model) == name]
+            yield from _beside(known, paper.TABLE1[bench, name], _PAPER1, _TABLE1, name, set=bench)
+        rest = [g for g in mine if bench not in LOOPS or paper.published_model(g.model) is None]
+        yield from _alone(rest)
 
 
-def _has_row(g: Group) -> bool:
-    return g.bench in LOOPS and paper.published_model(g.model) is not None
+def _alone(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """Rows of Table 1 that have no numbers of the paper."""
+    for g in groups:
+        yield from _beside([g], {}, _PAPER1, _TABLE1, set=g.bench)
 
 
 def _beside(
-    ours: Sequence[Any], published: Mapping[str, Sequence[float | None]], theirs: Sequence[str], names: Sequence[str]
+    ours: Sequence[Any],
+    published: Mapping[str, Sequence[float | None]],
+    theirs: Sequence[str],
+    names: Sequence[str],
+    model: str = "-",
+    **head: str,
 ) -> Iterator[dict[str, Any]]:
     """For every method a row of each model; where the method was not run, the paper's numbers alone."""
     for method in dict.fromkeys([*published, *(g.method for g in ours)]):
-        numbers = published.get(method, (None,) * len(theirs))
-        head = {"method": method, **dict(zip(theirs, numbers, strict=True))}
+        numbers = dict(zip(theirs, published.get(method, (None,) * len(theirs)), strict=True))
         mine = [g for g in ours if g.method == method]
-        for g in mine:
-            runs = g.questions if isinstance(g, Answers) else g.runs
-            yield {"model": g.model, **head, **_fields(g, names), "runs": runs}
-        if not mine:
-            yield {"model": "-", **head, **dict.fromkeys(names), "runs": NOT_RUN}
+        for g in mine or [None]:
+            own = dict.fromkeys(names) | {"runs": NOT_RUN} if g is None else _fields(g, names) | {"runs": g.runs}
+            yield {**head, "model": model if g is None else g.model, "method": method, **numbers, **own}
 
 
 # --- One prompt by every method --------------------------------------------------------------------------------------
