@@ -184,9 +184,9 @@ def calibrate_loops(
 
     encode = None
     if tokenizer is not None:
-        from sinkscope.models.load import load_tokenizer
+        from sinkscope.models.load import open_tokenizer
 
-        encode = load_tokenizer(tokenizer)
+        encode = open_tokenizer(tokenizer)[0]
     used = MonitorSettings() if window is None else MonitorSettings(window=window)
     outputs, vocabulary = read_outputs(file or "-", form, encode)
     name = "standard input" if file in (None, "-") else Path(file).name

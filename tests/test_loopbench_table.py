@@ -225,8 +225,8 @@ def test_the_organisms_truth_decides(tmp_path: Path) -> None:
     assert (bars["x"], bars["y"]) == (["full", "loopguard"], [1.0, third])
     assert "full: 100.0% of 3 loops go on to the end" in result.summary()
     assert result.conclusion() == (
-        "On the loop organism, loopguard leaves 33.3% of 3 loops and cuts 100.0% of 1 honest repetitions; the full "
-        "cache leaves 100.0% of 3 loops and cuts 0.0% of 1 honest repetitions."
+        "On the loop organism by tiny, loopguard leaves 33.3% of 3 loops and cuts 100.0% of 1 honest repetitions; the "
+        "full cache leaves 100.0% of 3 loops and cuts 0.0% of 1 honest repetitions."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal, TypeVar
@@ -15,7 +15,7 @@ from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_sp
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.published import set_of
-from sinkscope.rate import wilson
+from sinkscope.rate import mean_known, wilson
 from sinkscope.results import Result
 
 COMMAND, FIDELITY = "dialogues", "dialogues fidelity"
@@ -395,7 +395,7 @@ def _parts(run: Contents[R]) -> dict[tuple[str, str, str], list[R]]:
 
 
 def _shared(run: Contents[R], task: str, method: str, place: str, records: Sequence[Any]) -> dict[str, Any]:
-    """Fields of `Compared`."""
+    """Fields of `Compared`, but for the number of questions."""
     text, budget = written(method, run.settings["budget"])
     return {
         "task": task,
@@ -403,17 +403,10 @@ def _shared(run: Contents[R], task: str, method: str, place: str, records: Seque
         "budget": budget,
         "method": text,
         "position": place,
-        "questions": len(records),
         "prompt_tokens": fmean(record.prompt_tokens for record in records),
         "read": mean_known(record.read for record in records),
         "cells": mean_known(record.cells for record in records),
     }
-
-
-def mean_known(values: Iterable[float | None]) -> float | None:
-    """Mean of those that are there; None: none is."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def _answered(run: Contents[Said], task: str, records: list[Said], shared: dict[str, Any]) -> Answered:
@@ -430,7 +423,8 @@ def _answered(run: Contents[Said], task: str, records: list[Said], shared: dict[
         raise SinkscopeError(f"{run.name} has no answer yet to a question of {task} whose right answer is known: go on")
     rate = wilson(sum(scores), len(scores))
     return Answered(
-        **{**shared, "questions": len(scores)},
+        **shared,
+        questions=len(scores),
         history=str(run.settings["history"]),
         cache=str(run.settings.get("cache", "fresh")),
         dialogues=len({record.dialogue for record in records}),
@@ -450,6 +444,7 @@ def _kept(run: Contents[Near], task: str, records: list[Near], shared: dict[str,
     parts = [sum(record.kl) - mean * len(record.kl) for record in records]
     return Kept(
         **shared,
+        questions=len(records),
         along=str(run.settings["along"]),
         tokens=len(kl),
         kl=mean,

@@ -31,6 +31,7 @@ from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.methods import block_of, check_methods, order_of
 from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
+from sinkscope.rate import mean_known
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell
 from sinkscope.tables import WIDTH, strings
@@ -119,13 +120,42 @@ class LoopBench(Result):
 
     def conclusion(self) -> str:
         """What the best method did, beside the full cache."""
-        return (
-            _rate_of(self.ablation or [g for g in self.groups if not g.temperature] or self.groups, self.groups)
-            or _truth_of(self.planted)
-            or _score_of(self.answers)
-            or _alarms_of(self.detections)
-            or "Nothing was run, so the tables hold the paper's numbers alone."
-        )
+        runs = self.ablation or [g for g in self.groups if not g.temperature] or self.groups
+        runs = [g for g in runs if (g.bench, g.temperature) == (runs[0].bench, runs[0].temperature)]
+        names = dict.fromkeys(g.bench for g in self.groups for one in runs[:1] if g.bench in one.bench.split("+"))
+        drawn = "".join(f" at temperature {g.temperature:g}" for g in runs[:1] if g.temperature)
+        told: list[tuple[str, Sequence[Any], Callable[[Any], Any], Callable[[Any], str]]] = [
+            (
+                " and ".join(map(title, names)) + drawn,
+                runs,
+                lambda g: (g.loop, -g.runs),
+                lambda g: f"loops in {g.loop:.1%} of {g.runs} runs (95 %: {g.loop_low:.0%} to {g.loop_high:.0%})",
+            ),
+            (
+                "the loop organism",
+                self.planted,
+                lambda p: p.loop + (p.honest_cut or 0),
+                lambda p: (
+                    f"leaves {p.loop:.1%} of {p.runs} loops and cuts {p.honest_cut or 0:.1%} of {p.honest} honest "
+                    "repetitions"
+                ),
+            ),
+            (
+                TITLES["2wiki"],
+                self.answers,
+                lambda a: -a.f1,
+                lambda a: f"has F1 {a.f1:.4g} on {a.questions} questions",
+            ),
+        ]
+        for where, found, loss, said in told:
+            if found:
+                return f"On {where} by {found[0].model}, {_beside_full(found, loss, said)}"
+        for d in self.detections:
+            return (
+                f"The monitor ({d.detector}) raises an alarm in {d.detected or 0:.1%} of {d.loops} outputs that loop, "
+                f"and in {d.text_alarms or 0:.1%} of {d.texts} honest texts, which are the control."
+            )
+        return "Nothing was run, so the tables hold the paper's numbers alone."
 
     def details(self) -> list[str]:
         """Loop rates in a line per set and model, F1 per model, and false alarms of the whole monitor."""
@@ -162,10 +192,10 @@ class LoopBench(Result):
 
 
 def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callable[[Any], str]) -> str:
-    """The best method of one model, beside the full cache; empty: there are none.
+    """The best method of one model, beside the full cache.
 
     Args:
-        found: of one set, by model and method.
+        found: of one set, by model and method; at least one.
         loss: of a method; less is better.
         said: what it did, as the end of a sentence.
     """
@@ -174,48 +204,7 @@ def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callabl
     others = sorted((one for one in mine if one is not full and block_of(one.method) != "stopper"), key=loss)
     told = [f"{others[0].method} {said(others[0])}"] if others else []
     told += [f"the full cache {said(full)}" if full else "the full cache, which is the control, was not run"]
-    return "; ".join(told) + ("." if others else "; no other method was run.") if found else ""
-
-
-def _rate_of(groups: Sequence[Group], every: Sequence[Group]) -> str:
-    if not groups:
-        return ""
-    first = groups[0]
-    told = _beside_full(
-        [g for g in groups if (g.bench, g.temperature) == (first.bench, first.temperature)],
-        lambda g: (g.loop, -g.runs),
-        lambda g: f"loops in {g.loop:.1%} of {g.runs} runs (95 %: {g.loop_low:.0%} to {g.loop_high:.0%})",
-    )
-    where = " and ".join(title(b) for b in dict.fromkeys(g.bench for g in every) if b in first.bench.split("+"))
-    drawn = f" at temperature {first.temperature:g}" if first.temperature else ""
-    return f"On {where} by {first.model}{drawn}, {told}"
-
-
-def _truth_of(truths: Sequence[Planted]) -> str:
-    told = _beside_full(
-        truths,
-        lambda p: p.loop + (p.honest_cut or 0),
-        lambda p: (
-            f"leaves {p.loop:.1%} of {p.runs} loops and cuts {p.honest_cut or 0:.1%} of {p.honest} honest repetitions"
-        ),
-    )
-    return told and f"On the loop organism, {told}"
-
-
-def _score_of(answers: Sequence[Answers]) -> str:
-    told = _beside_full(answers, lambda a: -a.f1, lambda a: f"has F1 {a.f1:.4g} on {a.questions} questions")
-    return told and f"On 2WikiMultihopQA by {answers[0].model}, {told}"
-
-
-def _alarms_of(detections: Sequence[Detection]) -> str:
-    return next(
-        (
-            f"The monitor ({d.detector}) raises an alarm in {d.detected or 0:.1%} of {d.loops} outputs that loop, and "
-            f"in {d.text_alarms or 0:.1%} of {d.texts} honest texts, which are the control."
-            for d in detections
-        ),
-        "",
-    )
+    return "; ".join(told) + ("." if others else "; no other method was run.")
 
 
 def title(bench: str) -> str:
@@ -294,13 +283,12 @@ def _group(bench: str, model: str, method: str, parts: Sequence[tuple[Contents[C
 def _answers(model: str, method: str, parts: _Parts) -> Answers:
     run, records = parts["2wiki", model, method, 0.0]
     full = _of_full("2wiki", model, parts)
-    same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
     return Answers(
         model=model,
         method=method,
         questions=len(records),
         f1=100 * fmean(best_f1(record.text, run.prompts[record.prompt]["answers"]) for record in records),
-        same=fmean(same) if same else None,
+        same=mean_known(record.tokens == full[record.prompt] for record in records if record.prompt in full),
         cached_mean=fmean(record.cached_mean for record in records),
         length=fmean(len(record.tokens) for record in records),
     )

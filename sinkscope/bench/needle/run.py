@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any, ClassVar
 
 from sinkscope.bench.dialogues.run import AskedTurn, answer_anew, encode
-from sinkscope.bench.dialogues.tables import Said, mean_known, written
+from sinkscope.bench.dialogues.tables import Said, written
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import SHARE, at_settings, check_methods, check_whole, order_of
 from sinkscope.bench.needle.prompts import FORMS, TASKS, NeedlePrompt, form_of, needle_prompt
@@ -19,7 +19,7 @@ from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.parallel import Tally, check_workers
-from sinkscope.rate import wilson
+from sinkscope.rate import mean_known, wilson
 from sinkscope.results import ModelInfo, Result, provenance
 
 METHODS = "full streaming h2o snapkv adakv tova loopserve loopserve-p loopserve-d a-shape minference".split()
