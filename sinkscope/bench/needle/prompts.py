@@ -8,10 +8,11 @@ The tasks are those of RULER (Hsieh et al. 2024, arXiv 2404.06654), sections 3.1
 - tracking: variable tracking, a value and names that stand for it one after the other (vt).
 - chain: ours; the value of the last name of such a chain, in a haystack of other statements.
 
-The form "ruler" writes them in RULER's words, without its worked example, for any model that follows English. "recall" writes them as facts and a
-question for the recall models, where a chain has two facts: the one that is asked about links to the one with the
-answer. "facts" writes sentences such as the bundled model was trained on. The depth of a prompt is that of the first
-statement that the answer needs, as a share of the haystack; further ones are spread evenly from there to its end.
+The form "ruler" writes them in RULER's words, without its worked example, for any model that follows English. "recall"
+writes them as facts and a question for the recall models, where a chain has two facts: the one that is asked about
+links to the one with the answer. "facts" writes sentences such as the bundled model was trained on. The depth of a
+prompt is that of the first statement that the answer needs, as a share of the haystack; further ones are spread evenly
+from there to its end.
 """
 
 from __future__ import annotations
