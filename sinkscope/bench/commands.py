@@ -350,10 +350,9 @@ def needle(
     """
     from sinkscope.bench.needle.run import run_needle
 
-    live = not (model is None or isinstance(model, str))
-    opened = model if live else _named(model, backend, revision=revision, device=device, dtype=dtype)
+    named = model is None or isinstance(model, str)
     return run_needle(
-        opened,
+        _named(model, backend, revision=revision, device=device, dtype=dtype) if named else model,
         out=out,
         tokenizer=tokenizer,
         form=form,
