@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -159,6 +159,31 @@ class Parameter:
                 raise SinkscopeError(f"{self.flag} {one!r}: expected {what} {wanted} ({self.name}=... in Python)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScanMark:
+    """How a measurement takes part in `sinkscope scan`: the literal `scan={...}` of its decorator.
+
+    Paths lead from the result to a value: names of attributes and numbers of items with dots between; `*` takes every
+    item, and then the median over those that are not None counts.
+
+    Attributes:
+        order: parts with lower numbers run and stand on the card first.
+        seconds: with --quick and without it, on a small model; the weights of the time left.
+        quick: arguments with --quick; None: it is left out then.
+        full: arguments without --quick.
+        numbers: label -> paths of the value, of its control, and, if it is known, of the margin within which it changes
+            by chance; "a - b" is the distance of two paths.
+        facts: label -> path of a word or a list that two models can be compared by.
+    """
+
+    order: int = 100
+    seconds: tuple[float, float] = (5.0, 30.0)
+    quick: dict[str, Any] | None = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+    numbers: dict[str, Sequence[str]] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Entry:
     """One function under `@measurement` or `@command`, as its source states it.
@@ -189,6 +214,11 @@ class Entry:
         """The help shows commands of one group together."""
         return self.marks.get("group", "Other")
 
+    @cached_property
+    def scan(self) -> ScanMark | None:
+        """How it takes part in `sinkscope scan`; None: it does not."""
+        return ScanMark(**self.marks["scan"]) if "scan" in self.marks else None
+
     @property
     def doc(self) -> str:
         """Its docstring."""
@@ -198,6 +228,17 @@ class Entry:
     def summary(self) -> str:
         """First paragraph of its docstring, on one line."""
         return " ".join(self.doc.split("\n\n")[0].split())
+
+    @property
+    def help(self) -> str:
+        """Its docstring without the sections, for the help of its command."""
+        return re.split(r"\n\n(?:Args|Example|Raises|Returns):\n", self.doc)[0]
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The lines of the section "Example" of its docstring: commands to type."""
+        section = re.search(r"^Example:\n((?:    .+\n?)*)", self.doc, re.MULTILINE)
+        return tuple(line.strip() for line in (section[1] if section else "").splitlines())
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -150,6 +150,15 @@ class Ditto(Result):
     figure="sinkscope.figures.attention:draw_ditto",
     loading="whole",
     quick={"periods": [4], "units": 2, "draws": 1},
+    scan={
+        "order": 50,
+        "seconds": [7.0, 25.0],
+        "quick": {"periods": [8], "units": 3, "draws": 2},
+        "numbers": {
+            "probability of the next token of a repeated cycle": ["copied", "first"],
+            "the same without the heads that copy": ["ablated", "control", "copied - control"],
+        },
+    },
 )
 def ditto(
     setup: Setup,

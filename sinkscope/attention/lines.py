@@ -168,6 +168,12 @@ class LineWeights(Weights, Result):
     loading="whole",
     edits=True,
     quick={"count": 1, "length": 48, "layers": [1]},
+    scan={
+        "order": 70,
+        "seconds": [1.5, 6.0],
+        "quick": {"count": 4, "length": 256},
+        "numbers": {"attention on the heaviest lines": ["mass", "random_mass"]},
+    },
 )
 def line_weights(
     setup: Setup,

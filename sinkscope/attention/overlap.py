@@ -207,6 +207,13 @@ class LineOverlap(Overlap, Result):
     command="overlap",
     loading="whole",
     quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},
+    scan={
+        "order": 72,
+        "seconds": [3.0, 12.0],
+        "quick": {"count": 3, "length": 192, "max_new_tokens": 12},
+        "full": {"length": 384},
+        "numbers": {"heaviest lines that two texts share": ["inputs", "inputs_random"]},
+    },
 )
 def line_overlap(
     setup: Setup,

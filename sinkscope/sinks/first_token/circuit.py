@@ -138,7 +138,21 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
     return layer, Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
 
 
-@measurement(group="Sinks", figure="sinkscope.figures.circuit:draw_circuit", quick={"max_repeats": 64})
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.circuit:draw_circuit",
+    quick={"max_repeats": 64},
+    scan={
+        "order": 10,
+        "seconds": [5.0, 12.0],
+        "quick": {"max_repeats": 300},
+        "numbers": {
+            "median effect lost without a step of the circuit": ["steps.*.necessity", "steps.*.necessity_control"],
+            "attention of the reading heads without what carries it": ["attention.without", "attention.control"],
+        },
+        "facts": {"circuit's spike is carried by": "carried_by"},
+    },
+)
 def circuit(
     setup: Setup, *, token: str | None = None, heads: Positive = 6, max_repeats: Positive | None = None
 ) -> Circuit:

@@ -173,7 +173,24 @@ class MarkingHeads(Result):
         return lines
 
 
-@measurement(group="Sinks", figure="sinkscope.figures.first_token:draw_heads", command="heads", quick={"count": 2})
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.first_token:draw_heads",
+    command="heads",
+    quick={"count": 2},
+    scan={
+        "order": 20,
+        "seconds": [0.6, 2.0],
+        "numbers": {
+            "share of the mark lost without the marking heads": [
+                "first_tokens.*.set_drop",
+                "first_tokens.*.control_drop",
+                "first_tokens.*.control_drop",
+            ]
+        },
+        "facts": {"marking layer": "marking_layer"},
+    },
+)
 def marking_heads(
     setup: Setup,
     *,

@@ -155,6 +155,14 @@ def _named(s: Separator) -> str:
     figure="sinkscope.figures.first_token:draw_separability",
     command="separate",
     quick={"count": 128, "texts": 32},
+    scan={
+        "order": 25,
+        "seconds": [1.0, 5.0],
+        "quick": {"count": 128, "texts": 32},
+        "numbers": {
+            "AUROC of first against later tokens": ["separators.*.auroc", "separators.*.shuffled_auroc"],
+        },
+    },
 )
 def separability(
     setup: Setup,

@@ -282,6 +282,13 @@ def _write(made: PatchMade, path: str) -> str | None:
     check=_check,
     quick={"words": 1, "max_repeats": 300, "pieces": 2, "length": 16},
     outputs=[Output("out", "Where the patch is written, if one is made.", _write, required=True)],
+    scan={
+        "order": 48,
+        "seconds": [4.0, 20.0],
+        "quick": {"words": 2, "pieces": 4, "length": 64},
+        "numbers": {"norm of a repeated token under the patch": ["held_out.*.patched", "held_out.*.intact"]},
+        "facts": {"a patch repairs repetition": "verdict"},
+    },
 )
 def make_patch(
     setup: Setup,

@@ -147,7 +147,19 @@ class Convergence(Result):
 
 
 @measurement(
-    group="Repetition", figure="sinkscope.figures.repetition:convergence", command="converge", quick={"max_repeats": 24}
+    group="Repetition",
+    figure="sinkscope.figures.repetition:convergence",
+    command="converge",
+    quick={"max_repeats": 24},
+    scan={
+        "order": 46,
+        "seconds": [1.0, 3.0],
+        "quick": {"max_repeats": 128},
+        "numbers": {
+            "distance from the token alone after the last repetition": ["curves.*.distance.-1", "curves.*.distance.0"]
+        },
+        "facts": {"theorem 4.1 holds": "holds"},
+    },
 )
 def convergence(
     setup: Setup,

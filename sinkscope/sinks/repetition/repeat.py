@@ -183,6 +183,20 @@ class RepeatNorms(Result):
     figure="sinkscope.figures.repetition:repeat_norms",
     command="repeat",
     quick={"max_repeats": 24, "ablate": True},
+    scan={
+        "order": 40,
+        "seconds": [3.0, 4.0],
+        "quick": {"ablate": True},
+        "full": {"ablate": True},
+        "numbers": {
+            "norm after the last repetition": ["sequences.*.curves.0.norms.-1", "typical_norm", "typical_high"],
+            "share of it lost without the neurons": [
+                "sequences.*.curves.2.last_drop",
+                "sequences.*.curves.3.last_drop",
+                "sequences.*.curves.3.last_drop",
+            ],
+        },
+    },
 )
 def repeat_norms(
     setup: Setup,

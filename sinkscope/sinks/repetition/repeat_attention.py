@@ -183,6 +183,14 @@ class RepeatAttention(Result):
     command="repeat",
     flag="attention",
     quick={"max_repeats": 24, "batch_size": 2},
+    scan={
+        "order": 42,
+        "seconds": [3.0, 4.0],
+        "quick": {"max_repeats": 256},
+        "numbers": {
+            "attention to position 0 under repetition, median over layers": ["sequences.1.first", "sequences.0.first"]
+        },
+    },
 )
 def repeat_attention(
     setup: Setup,
