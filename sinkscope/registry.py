@@ -210,6 +210,11 @@ class Entry:
         return self.marks.get("command") or self.name.replace("_", "-")
 
     @property
+    def command_line(self) -> str:
+        """What is typed for it: its command, and the flag if it shares one."""
+        return self.command + (f" --{self.marks['flag'].replace('_', '-')}" if "flag" in self.marks else "")
+
+    @property
     def group(self) -> str:
         """The help shows commands of one group together."""
         return self.marks.get("group", "Other")

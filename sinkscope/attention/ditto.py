@@ -155,8 +155,8 @@ class Ditto(Result):
         "seconds": [7.0, 25.0],
         "quick": {"periods": [8], "units": 3, "draws": 2},
         "numbers": {
-            "probability of the next token of a repeated cycle": ["copied", "first"],
-            "the same without the heads that copy": ["ablated", "control", "copied - control"],
+            "probability of a repeated cycle's token": ["copied", "first"],
+            "the same without the copying heads": ["ablated", "control", "copied - control"],
         },
     },
 )

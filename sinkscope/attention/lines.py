@@ -172,7 +172,7 @@ class LineWeights(Weights, Result):
         "order": 70,
         "seconds": [1.5, 6.0],
         "quick": {"count": 4, "length": 256},
-        "numbers": {"attention on the heaviest lines": ["mass", "random_mass"]},
+        "numbers": {"attention on the heaviest 10 % of lines": ["mass.1", "random_mass.1"]},
     },
 )
 def line_weights(

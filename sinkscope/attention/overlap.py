@@ -212,7 +212,7 @@ class LineOverlap(Overlap, Result):
         "seconds": [3.0, 12.0],
         "quick": {"count": 3, "length": 192, "max_new_tokens": 12},
         "full": {"length": 384},
-        "numbers": {"heaviest lines that two texts share": ["inputs", "inputs_random"]},
+        "numbers": {"heaviest lines shared by two texts": ["inputs.0", "inputs_random.0"]},
     },
 )
 def line_overlap(

@@ -147,19 +147,19 @@ def draw(result: CacheLoss) -> go.Figure:
         "seconds": [14, 60],
         "quick": {"count": 2, "prompt": 512, "answer": 10},
         "numbers": {
-            "divergence of the best policy at the smallest budget, in nats": [
+            "nats lost by the best policy, low budget": [
                 "best.0.kl",
                 "best.0.random_kl",
                 "best.0.margin",
             ],
-            "attention mass that it loses": ["best.0.mass_lost", "best.0.random_lost"],
-            "divergence of the best policy at the largest budget, in nats": [
+            "mass lost by the best policy, low budget": ["best.0.mass_lost", "best.0.random_lost"],
+            "nats lost by the best policy, high budget": [
                 "best.-1.kl",
                 "best.-1.random_kl",
                 "best.-1.margin",
             ],
         },
-        "facts": {"best cache policy at the smallest budget": "best.0.policy"},
+        "facts": {"best cache policy at the low budget": "best.0.policy"},
     },
 )
 def cache_loss(
@@ -204,8 +204,13 @@ def cache_loss(
     found = {key: _loss([one for one in near if one.method == m.spec], *key) for m, key in ready.items()}
     own = [_beside(one, found.get((RANDOM, one.budget))) for (name, _), one in found.items() if name != RANDOM]
     own.sort(key=lambda one: (-one.budget, one.kl))
-    sizes = {"texts": len(ids), "prompt_tokens": length - answer, "answer_tokens": answer}
-    return CacheLoss(**sizes, losses=tuple(own), refused=tuple(refused))
+    return CacheLoss(
+        texts=len(ids),
+        prompt_tokens=length - answer,
+        answer_tokens=answer,
+        losses=tuple(own),
+        refused=tuple(refused),
+    )
 
 
 def _registered() -> list[str]:

@@ -79,8 +79,8 @@ def draw(result: LoopRate) -> go.Figure:
         "seconds": [10, 60],
         "quick": {"openings": 8, "max_new_tokens": 160},
         "numbers": {
-            "greedy continuations that end in a loop": ["shares.0.share", "shares.2.share", "shares.0.margin"],
-            "the same under the guard": ["shares.1.share", "shares.0.share", "shares.1.margin"],
+            "greedy continuations that loop": ["shares.0.share", "shares.2.share", "shares.0.margin"],
+            "guarded continuations that loop": ["shares.1.share", "shares.0.share", "shares.1.margin"],
         },
     },
 )

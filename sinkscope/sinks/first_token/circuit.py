@@ -147,10 +147,10 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
         "seconds": [5.0, 12.0],
         "quick": {"max_repeats": 300},
         "numbers": {
-            "median effect lost without a step of the circuit": ["steps.*.necessity", "steps.*.necessity_control"],
-            "attention of the reading heads without what carries it": ["attention.without", "attention.control"],
+            "effect lost without a step, median": ["steps.*.necessity", "steps.*.necessity_control"],
+            "attention without what carries it": ["attention.without", "attention.control"],
         },
-        "facts": {"circuit's spike is carried by": "carried_by"},
+        "facts": {"what the reading heads need": "carried_by"},
     },
 )
 def circuit(

@@ -463,17 +463,17 @@ def _carried(sink: AttentionSink) -> str:
         "seconds": [3.0, 3.0],
         "full": {"all_layers": True},
         "numbers": {
-            "share of the first token's norm lost without the neurons": [
+            "norm lost without the neurons": [
                 "minimal.drop_sink_layer",
                 "minimal.control",
                 "minimal.control",
             ],
-            "attention to the first token without the neurons": [
+            "attention to the first token without them": [
                 "attention.ablated",
                 "attention.control",
                 "attention.intact - attention.control",
             ],
-            "first token's norm over the typical norm": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
+            "first token's norm over the typical one": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
         },
         "facts": {
             "sink layer": "sink_layer",

@@ -182,7 +182,7 @@ class MarkingHeads(Result):
         "order": 20,
         "seconds": [0.6, 2.0],
         "numbers": {
-            "share of the mark lost without the marking heads": [
+            "mark lost without the marking heads": [
                 "first_tokens.*.set_drop",
                 "first_tokens.*.control_drop",
                 "first_tokens.*.control_drop",

@@ -110,7 +110,7 @@ def _name(c: Candidate) -> str:
     scan={
         "order": 30,
         "seconds": [0.1, 0.5],
-        "numbers": {"reach of the first candidate, in standard deviations": ["candidates.0.z", "candidates.1.z"]},
+        "numbers": {"first candidate's reach, in deviations": ["candidates.0.z", "candidates.1.z"]},
     },
 )
 def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:

@@ -160,7 +160,7 @@ def _named(s: Separator) -> str:
         "seconds": [1.0, 5.0],
         "quick": {"count": 128, "texts": 32},
         "numbers": {
-            "AUROC of first against later tokens": ["separators.*.auroc", "separators.*.shuffled_auroc"],
+            "AUROC of a plane, first against later": ["separators.1.auroc", "separators.1.shuffled_auroc"],
         },
     },
 )

@@ -36,6 +36,10 @@ class Member:
     expert: int | None
     neuron: int
 
+    def __str__(self) -> str:
+        expert = "" if self.expert is None else f".E{self.expert}"
+        return f"L{self.layer}{expert}.N{self.neuron}"
+
 
 @dataclass(frozen=True)
 class CausalSet:

@@ -286,7 +286,7 @@ def _write(made: PatchMade, path: str) -> str | None:
         "order": 48,
         "seconds": [4.0, 20.0],
         "quick": {"words": 2, "pieces": 4, "length": 64},
-        "numbers": {"norm of a repeated token under the patch": ["held_out.*.patched", "held_out.*.intact"]},
+        "numbers": {"repeated token's norm under the patch": ["held_out.*.patched", "held_out.*.intact"]},
         "facts": {"a patch repairs repetition": "verdict"},
     },
 )

@@ -228,7 +228,6 @@ class SinkAtlas(Result):
         "seconds": [3.0, 20.0],
         "quick": {"sample": 48, "max_repeats": 512},
         "full": {"sample": 1000},
-        "numbers": {"repetitions that make a token a sink, median": ["median", "unreached"]},
     },
 )
 def sink_atlas(

@@ -155,9 +155,7 @@ class Convergence(Result):
         "order": 46,
         "seconds": [1.0, 3.0],
         "quick": {"max_repeats": 128},
-        "numbers": {
-            "distance from the token alone after the last repetition": ["curves.*.distance.-1", "curves.*.distance.0"]
-        },
+        "numbers": {"distance from the lone token at the end": ["curves.*.distance.-1", "curves.*.distance.0"]},
         "facts": {"theorem 4.1 holds": "holds"},
     },
 )

@@ -190,10 +190,10 @@ class RepeatNorms(Result):
         "full": {"ablate": True},
         "numbers": {
             "norm after the last repetition": ["sequences.*.curves.0.norms.-1", "typical_norm", "typical_high"],
-            "share of it lost without the neurons": [
-                "sequences.*.curves.2.last_drop",
-                "sequences.*.curves.3.last_drop",
-                "sequences.*.curves.3.last_drop",
+            "norm then lost without the neurons": [
+                "sequences.*.curves.-2.last_drop",
+                "sequences.*.curves.-1.last_drop",
+                "sequences.*.curves.-1.last_drop",
             ],
         },
     },

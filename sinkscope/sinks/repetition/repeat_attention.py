@@ -187,9 +187,7 @@ class RepeatAttention(Result):
         "order": 42,
         "seconds": [3.0, 4.0],
         "quick": {"max_repeats": 256},
-        "numbers": {
-            "attention to position 0 under repetition, median over layers": ["sequences.1.first", "sequences.0.first"]
-        },
+        "numbers": {"attention to position 0 when repeating": ["sequences.1.first", "sequences.0.first"]},
     },
 )
 def repeat_attention(
