@@ -181,6 +181,9 @@ def ditto(
         heads: Ablate this many of the best induction heads. By default as few as take away half of the copying, and at
             most a quarter of all heads.
         draws: Draws of other heads for the control.
+
+    Example:
+        sinkscope ditto --model qwen3-1.7b --period 8
     """
     _check(setup.target, periods, heads)
     target, total = setup.target, setup.n_layers * setup.n_heads

@@ -162,7 +162,7 @@ class LineWeights(Weights, Result):
 
 
 @measurement(
-    group="Look",
+    group="Dialogues",
     figure="sinkscope.figures.attention:draw_weights",
     command="lines",
     loading="whole",
@@ -205,6 +205,9 @@ def line_weights(
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
         SinkscopeError: Bad input; the message is one line and says what to do.
+
+    Example:
+        sinkscope lines --model llama-3.1-8b --data samsum.jsonl
     """
     chosen = shares(etas)
     setup.record(etas=chosen)

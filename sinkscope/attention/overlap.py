@@ -202,7 +202,7 @@ class LineOverlap(Overlap, Result):
 
 
 @measurement(
-    group="Look",
+    group="Dialogues",
     figure="sinkscope.figures.attention:draw_overlap",
     command="overlap",
     loading="whole",
@@ -249,6 +249,9 @@ def line_overlap(
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
         SinkscopeError: Bad input; the message is one line and says what to do.
+
+    Example:
+        sinkscope overlap --model llama-3.1-8b --data samsum.jsonl
     """
     chosen, parts = shares(etas), shares(budgets, "--budget")
     setup.record(etas=chosen, budgets=parts)

@@ -165,7 +165,7 @@ def draw(result: CacheLoss) -> go.Figure:
 def cache_loss(
     setup: Setup,
     *,
-    policies: Sequence[str] | None = None,
+    policies: Annotated[Sequence[str] | None, Option("--policy", metavar="NAME")] = None,
     budgets: Sequence[Annotated[float, Option(min=0.01, max=1)]] = (0.5, 0.25, 0.125),
     count: Positive = 4,
     prompt: Annotated[int, Option(min=32)] = 768,

@@ -176,7 +176,7 @@ class ScanJob:
 
 @command(group="Look")
 def scan(
-    models: Annotated[Sequence[str | Path] | None, Option(argument=True, metavar="[MODEL]...")] = None,
+    models: Annotated[Sequence[str | Path] | None, Option(argument=True, metavar="MODEL")] = None,
     *,
     out: Annotated[str | Path | None, Option(metavar="FOLDER")] = None,
     quick: bool = False,

@@ -166,6 +166,9 @@ def circuit(
         token: The token that is repeated. By default one of five words of the text, drawn by the seed.
         heads: Reading heads that are listed, those with most attention first.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope circuit --model llama-2-7b --html circuit.html
     """
     found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     layer, made = _opened(setup, found)

@@ -501,6 +501,9 @@ def find_sinks(
         all_layers: Read every layer of a model that is not in memory, too: late stages, sink rate, the notebook's rule.
         top_k: Candidate neurons of the sink layer, each of which is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
     ids = setup.ids
     if top_k > (width := setup.target.d_mlp):

@@ -209,6 +209,9 @@ def marking_heads(
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
         count: Tokens of the text to put first.
         batch_size: Rows of a pass. By default as many as a bounded memory allows.
+
+    Example:
+        sinkscope heads --model llama-2-7b --count 8
     """
     words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
     layer, neurons = causal_neurons(setup)

@@ -121,6 +121,9 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
 
     Args:
         top_k: Candidates shown.
+
+    Example:
+        sinkscope find-sinks --screen --model ./checkpoint
     """
     target, layers, found = setup.target, list[LayerReach](), list[Candidate]()
     neurons = 0

@@ -188,6 +188,9 @@ def separability(
         neuron: Look at this neuron, at its gate and at its up factor, instead of searching for the best one.
         expert: Expert of a mixture that the neuron is of.
         batch_size: Sequences of a pass.
+
+    Example:
+        sinkscope separate --model llama-2-7b --layer 0
     """
     target, bos = setup.target, setup.bos
     if layer >= target.n_layers:

@@ -318,6 +318,9 @@ def make_patch(
         pieces: Pieces of held-out text.
         length: Tokens of a piece.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
     most = repeat_limit(target, max_repeats)

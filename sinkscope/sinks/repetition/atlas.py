@@ -254,6 +254,9 @@ def sink_atlas(
         batch_size: Positions in a pass.
         workers: Processes; more than one run over Ray.
         resume: Keep finished parts in this folder, and go on from those that are there.
+
+    Example:
+        sinkscope atlas --model llama-2-7b --sample 1000
     """
     target, folder = setup.target, None if resume is None else Path(resume)
     limit = room(target, max_repeats, 1)

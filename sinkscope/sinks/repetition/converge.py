@@ -181,6 +181,9 @@ def convergence(
         max_repeats: Largest n. By default 500, or what the context holds.
         all_layers: Read every layer of a model that is not in memory, too, and not only the first.
         batch_size: Tokens in a pass.
+
+    Example:
+        sinkscope converge --model llama-2-7b --token cat
     """
     target = setup.target
     texts = [prefix] if isinstance(prefix, str) else list(prefix)

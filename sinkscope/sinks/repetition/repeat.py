@@ -219,6 +219,9 @@ def repeat_norms(
         ablate: Measure again with the largest sink neuron zeroed, with all causal ones, and with as many random ones
             (Fig. 3 and 7), for each token and for the cycle of all, because the caption can be read both ways.
         batch_size: Sequences in a pass.
+
+    Example:
+        sinkscope repeat --model llama-2-7b --ablate --html repeat.html
     """
     target = setup.target
     words, replaced = choose(setup, tokens, prefix, CYCLE if ablate else ())

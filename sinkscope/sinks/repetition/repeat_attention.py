@@ -211,6 +211,9 @@ def repeat_attention(
         layers: Layer to draw. By default the two after the sink layer, one past the middle, and the last (of 32 layers
             with the sink in layer 1 those are the paper's 2, 3, 17 and 31).
         batch_size: Sequences in a pass.
+
+    Example:
+        sinkscope repeat --attention --model llama-2-7b
     """
     target = setup.target
     if layers and max(layers) >= target.n_layers:
