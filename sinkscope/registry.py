@@ -45,6 +45,7 @@ class Option:
         hidden: whether only Python callers can give it.
         required: whether the command line asks for it although it has a default in Python.
         own: whether it is the measurement's alone, although an option that opens the model has the same name.
+        many: whether it takes several values although its type does not say so.
     """
 
     name: str | None = None
@@ -56,6 +57,7 @@ class Option:
     hidden: bool = False
     required: bool = False
     own: bool = False
+    many: bool = False
 
 
 Positive = Annotated[int, Option(min=1)]
@@ -177,7 +179,7 @@ class ScanMark:
     """
 
     order: int = 100
-    seconds: tuple[float, float] = (5.0, 30.0)
+    seconds: Sequence[float] = (5.0, 30.0)
     quick: dict[str, Any] | None = field(default_factory=dict)
     full: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, Sequence[str]] = field(default_factory=dict)
@@ -452,4 +454,4 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bo
         elif len(args) == 2 and args[1] == Sequence[args[0]]:  # one value, or several
             hint = args[1]
         else:
-            return Parameter(name, hint, option, default, help, many, keyword)
+            return Parameter(name, hint, option, default, help, many or option.many, keyword)

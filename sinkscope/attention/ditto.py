@@ -152,7 +152,7 @@ class Ditto(Result):
     quick={"periods": [4], "units": 2, "draws": 1},
     scan={
         "order": 50,
-        "seconds": [7.0, 25.0],
+        "seconds": [1.7, 9.0],
         "quick": {"periods": [8], "units": 3, "draws": 2},
         "numbers": {
             "probability of a repeated cycle's token": ["copied", "first"],

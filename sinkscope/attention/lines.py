@@ -170,7 +170,7 @@ class LineWeights(Weights, Result):
     quick={"count": 1, "length": 48, "layers": [1]},
     scan={
         "order": 70,
-        "seconds": [1.5, 6.0],
+        "seconds": [0.6, 6.0],
         "quick": {"count": 4, "length": 256},
         "numbers": {"attention on the heaviest 10 % of lines": ["mass.1", "random_mass.1"]},
     },

@@ -209,7 +209,7 @@ class LineOverlap(Overlap, Result):
     quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},
     scan={
         "order": 72,
-        "seconds": [3.0, 12.0],
+        "seconds": [1.3, 8.0],
         "quick": {"count": 3, "length": 192, "max_new_tokens": 12},
         "full": {"length": 384},
         "numbers": {"heaviest lines shared by two texts": ["inputs.0", "inputs_random.0"]},

@@ -144,7 +144,7 @@ def draw(result: CacheLoss) -> go.Figure:
     quick={"count": 2, "prompt": 96, "answer": 4, "budgets": [0.75, 0.7]},
     scan={
         "order": 80,
-        "seconds": [14, 60],
+        "seconds": [5.4, 25.0],
         "quick": {"count": 2, "prompt": 512, "answer": 10},
         "numbers": {
             "nats lost by the best policy, low budget": [

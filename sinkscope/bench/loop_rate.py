@@ -76,7 +76,7 @@ def draw(result: LoopRate) -> go.Figure:
     quick={"openings": 3, "max_new_tokens": 32},
     scan={
         "order": 60,
-        "seconds": [10, 60],
+        "seconds": [2.8, 14.0],
         "quick": {"openings": 8, "max_new_tokens": 160},
         "numbers": {
             "greedy continuations that loop": ["shares.0.share", "shares.2.share", "shares.0.margin"],

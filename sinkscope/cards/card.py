@@ -165,12 +165,9 @@ class SinkCard(Result):
         """The conclusion, the numbers, what each part concluded and cost, and the facts; everything escaped."""
         lead = f"<p><strong>Conclusion: {escape(self.conclusion())}</strong></p><p>{escape(self.costs())}</p>"
         facts = [(fact.label, fact.value) for fact in self.facts]
-        found = [
-            (part.command, part.conclusion or f"missing: {part.problem}", cell(part.seconds), _gigabytes(part))
-            for part in self.parts
-        ]
+        parts = "".join(f"<dt>{escape(part.command)}</dt><dd>{escape(_told(part))}</dd>" for part in self.parts)
+        lead += f"<h3>What each part concluded</h3><dl>{parts}</dl>"
         tables = [
-            ("What each part concluded", ("part", "conclusion", "seconds", "GB"), found),
             ("Numbers, each with its control", *self._strings([self._row(n) for n in self.numbers])),
             ("Facts", ("fact", "value"), facts),
         ]
@@ -229,8 +226,12 @@ class SinkCard(Result):
         return replace(self, against=name, changes=tuple(changes))
 
 
-def _gigabytes(part: CardPart) -> str:
-    return "-" if part.peak_memory_bytes is None else f"{part.peak_memory_bytes / 1e9:.2g}"
+def _told(part: CardPart) -> str:
+    """What a part concluded and cost, or why it is missing."""
+    if part.problem is not None:
+        return f"Missing: {part.problem}"
+    memory = "" if part.peak_memory_bytes is None else f", {part.peak_memory_bytes / 1e9:.2g} GB"
+    return f"{part.conclusion} ({part.seconds or 0:.1f} s{memory})"
 
 
 def _marked(words: str) -> str:

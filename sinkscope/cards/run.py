@@ -176,7 +176,7 @@ class ScanJob:
 
 @command(group="Look")
 def scan(
-    models: Annotated[Sequence[str | Path] | None, Option(argument=True, metavar="MODEL")] = None,
+    models: Annotated[Any, Option(argument=True, metavar="MODEL", many=True)] = None,
     *,
     out: Annotated[str | Path | None, Option(metavar="FOLDER")] = None,
     quick: bool = False,
@@ -379,7 +379,7 @@ def _room(target: Target, wanted: Wanted) -> float:
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # not everywhere
         pages = 8 << 30
-    return min(pages / 2, QUICK_BYTES) if wanted.quick else pages / 2
+    return min(pages / 2, float(QUICK_BYTES)) if wanted.quick else pages / 2
 
 
 def _jobs(models: Sequence[Any], texts: Sequence[Any], out: str | Path | None) -> Iterator[ScanJob]:

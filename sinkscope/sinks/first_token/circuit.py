@@ -144,7 +144,7 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
     quick={"max_repeats": 64},
     scan={
         "order": 10,
-        "seconds": [5.0, 12.0],
+        "seconds": [4.5, 6.0],
         "quick": {"max_repeats": 300},
         "numbers": {
             "effect lost without a step, median": ["steps.*.necessity", "steps.*.necessity_control"],

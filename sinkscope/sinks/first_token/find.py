@@ -460,7 +460,7 @@ def _carried(sink: AttentionSink) -> str:
     quick={"max_repeats": 64},
     scan={
         "order": 0,
-        "seconds": [3.0, 3.0],
+        "seconds": [1.2, 1.5],
         "full": {"all_layers": True},
         "numbers": {
             "norm lost without the neurons": [

@@ -180,7 +180,7 @@ class MarkingHeads(Result):
     quick={"count": 2},
     scan={
         "order": 20,
-        "seconds": [0.6, 2.0],
+        "seconds": [0.4, 0.5],
         "numbers": {
             "mark lost without the marking heads": [
                 "first_tokens.*.set_drop",

@@ -109,7 +109,7 @@ def _name(c: Candidate) -> str:
     loading="stream",
     scan={
         "order": 30,
-        "seconds": [0.1, 0.5],
+        "seconds": [0.1, 0.1],
         "numbers": {"first candidate's reach, in deviations": ["candidates.0.z", "candidates.1.z"]},
     },
 )

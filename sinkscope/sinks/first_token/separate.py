@@ -157,7 +157,7 @@ def _named(s: Separator) -> str:
     quick={"count": 128, "texts": 32},
     scan={
         "order": 25,
-        "seconds": [1.0, 5.0],
+        "seconds": [2.0, 4.0],
         "quick": {"count": 128, "texts": 32},
         "numbers": {
             "AUROC of a plane, first against later": ["separators.1.auroc", "separators.1.shuffled_auroc"],

@@ -284,7 +284,7 @@ def _write(made: PatchMade, path: str) -> str | None:
     outputs=[Output("out", "Where the patch is written, if one is made.", _write, required=True)],
     scan={
         "order": 48,
-        "seconds": [4.0, 20.0],
+        "seconds": [2.6, 12.0],
         "quick": {"words": 2, "pieces": 4, "length": 64},
         "numbers": {"repeated token's norm under the patch": ["held_out.*.patched", "held_out.*.intact"]},
         "facts": {"a patch repairs repetition": "verdict"},

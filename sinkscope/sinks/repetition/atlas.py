@@ -225,7 +225,7 @@ class SinkAtlas(Result):
     check=refuse_workers,
     scan={
         "order": 44,
-        "seconds": [3.0, 20.0],
+        "seconds": [1.1, 12.0],
         "quick": {"sample": 48, "max_repeats": 512},
         "full": {"sample": 1000},
     },

@@ -153,7 +153,7 @@ class Convergence(Result):
     quick={"max_repeats": 24},
     scan={
         "order": 46,
-        "seconds": [1.0, 3.0],
+        "seconds": [0.2, 0.6],
         "quick": {"max_repeats": 128},
         "numbers": {"distance from the lone token at the end": ["curves.*.distance.-1", "curves.*.distance.0"]},
         "facts": {"theorem 4.1 holds": "holds"},

@@ -185,7 +185,7 @@ class RepeatNorms(Result):
     quick={"max_repeats": 24, "ablate": True},
     scan={
         "order": 40,
-        "seconds": [3.0, 4.0],
+        "seconds": [1.5, 1.5],
         "quick": {"ablate": True},
         "full": {"ablate": True},
         "numbers": {

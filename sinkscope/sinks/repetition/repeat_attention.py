@@ -185,7 +185,7 @@ class RepeatAttention(Result):
     quick={"max_repeats": 24, "batch_size": 2},
     scan={
         "order": 42,
-        "seconds": [3.0, 4.0],
+        "seconds": [0.3, 1.2],
         "quick": {"max_repeats": 256},
         "numbers": {"attention to position 0 when repeating": ["sequences.1.first", "sequences.0.first"]},
     },
