@@ -52,8 +52,9 @@ class LoopRate(Result):
         """Greedy, under the guard, and the two controls."""
         greedy, guard, drawn, text = self.shares
         return (
-            f"{greedy.loops} of {greedy.openings} greedy continuations end in a loop, and {guard.loops} under the "
-            f"guard; of those drawn at temperature 1, {drawn.loops} do, and of the text's own, {text.loops}."
+            f"Of {greedy.openings} openings, {greedy.loops} end in a loop when they are continued greedily, and "
+            f"{guard.loops} under the guard; drawn at temperature 1, {drawn.loops} do, and as the text itself goes on, "
+            f"{text.loops}."
         )
 
 
