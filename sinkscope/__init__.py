@@ -27,6 +27,7 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.generate",
     "report": "sinkscope.report",
+    "scan": "sinkscope.cards.run",
     "sinks_over_training": "sinkscope.sinks.first_token.training",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",

@@ -127,7 +127,7 @@ def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)
 
 
-_MARKED = re.compile(r"((?:^<!-- (?:test|output): .*-->\n)*)^```(\w+)\n(.*?)^```", re.M | re.S)
+_MARKED = re.compile(r"((?:^<!-- (?:test|output): [^\n]*-->\n)*)^```(\w+)\n(.*?)^```", re.M | re.S)
 _WITH = re.compile(r'<!-- test: with "(.+?)" for "(.+?)", because (.+?) -->')
 _SKIPPED = re.compile(r"<!-- test: skipped, because (.+?) -->")
 _OUTPUT = re.compile(r"<!-- output: (.+?) -->")
