@@ -121,20 +121,24 @@ _ABOUT = {
 }
 
 
+_SECTIONS = ("Sinks", "Repetition", "Loops", "Dialogues", "Look")
+
+
 class Groups(TyperGroup):
     """Commands in the help, one section for each group."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections in the order in which groups first appear."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """Write the sections: those of sinkscope in their order, then those of other packages."""
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for name in self.list_commands(ctx):
             found = self.get_command(ctx, name)
             if found is not None and not found.hidden:
                 panel = getattr(found, "rich_help_panel", None) or "Other"
                 sections.setdefault(str(panel), []).append((name, found.get_short_help_str(formatter.width - 24)))
         for title, rows in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def command_line(words: Sequence[str] | None = None) -> typer.Typer:
@@ -147,8 +151,10 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
     app = typer.Typer(
         name="sinkscope",
         cls=Groups,
-        help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
-        add_completion=False,
+        help=(
+            "Find the attention sink of a language model, verify it by ablation, and repair what it breaks.\n\n"
+            + _examples(("sinkscope demo", "sinkscope scan MODEL"), "docs/cli.md")
+        ),
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -165,9 +171,17 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
             app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
         parts.sort(key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several")))
         run = Command(parts) if words is None or {*command.split()} <= {*words} else _listed
-        help = parts[0].doc.split("\n\nArgs:")[0]
+        shown = [line for part in parts for line in part.examples]
+        place = f"docs/cli.md#sinkscope-{command.replace(' ', '-')}"
+        help = f"{parts[0].help}\n\n{_examples(shown, place)}"
         groups[home].command(name, help=help, rich_help_panel=parts[0].group)(run)
     return app
+
+
+def _examples(lines: Sequence[str], place: str) -> str:
+    """The end of a help: examples, which are not wrapped, and where to read on."""
+    some = [f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)] if lines else []
+    return "\b\n" + "\n".join([*some, f"Documentation: {place}"])
 
 
 def _listed() -> None:
@@ -400,6 +414,7 @@ def _root(
 
 __all__ = ["command_line", "main"]
 
+_COMPLETE = "_SINKSCOPE_COMPLETE"  # in the environment of a shell that asks how a command goes on
 _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
 
@@ -418,7 +433,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-        code = command_line(words)(args=words, prog_name="sinkscope", standalone_mode=False)
+        code = command_line(None if _COMPLETE in os.environ else words)(
+            args=words, prog_name="sinkscope", standalone_mode=False
+        )
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
             raise KeyboardInterrupt

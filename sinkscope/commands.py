@@ -25,6 +25,9 @@ def print_models(
     Args:
         json_file: Write the list as JSON; - is standard output.
         wide: Show the published neurons, the residual dimensions and the source as well.
+
+    Example:
+        sinkscope models
     """
     from sinkscope._plain import plain
     from sinkscope.models.names import models
@@ -76,6 +79,9 @@ def print_generated(
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
+
+    Example:
+        sinkscope generate --prompt-file prompt.txt --policy h2o:0.25 --guard
     """
     import sinkscope.generate as generation
     import sinkscope.models.load as loading
@@ -147,6 +153,9 @@ def check_loops(
         max_new: Tokens that were allowed: adds the loop rule with length.
         variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loops answers.jsonl --max-new 2500
     """
     from sinkscope.loops.checker import check, parse
     from sinkscope.loops.follow import monitor_settings
@@ -178,6 +187,9 @@ def calibrate_loops(
         rate: With --calibrate: false alarms per million tokens that are accepted.
         window: Tokens that the signals look at.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loops ordinary.txt --calibrate --json settings.json
     """
     from sinkscope.loops import MonitorSettings, calibrate
     from sinkscope.loops.calibrate import read_outputs

@@ -6,6 +6,7 @@ import html
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -397,15 +398,13 @@ def draw_needle(result: Any) -> go.Figure:
             )
     fig.update_yaxes(autorange="reversed", type="category")
     fig.update_xaxes(type="category", tickangle=90)
-    axes(fig, 1, 1, y="depth")
+    axes(fig, None, 1, y="depth")
+    axes(fig, len(tasks), (len(methods) + 1) // 2, x="prompt tokens")
     scale = [[0.0, RED], [0.5, "#f7f3e8"], [1.0, BLUE]]
-    bar = {"title": "score", "tickformat": ".0%", "len": 0.8}
-    return finished(
-        fig,
-        None,
-        result.conclusion(),
-        width=260 + 95 * len(methods),
-        height=190 + 120 * len(tasks),
-        top=110,
-        coloraxis={"colorscale": scale, "cmin": 0, "cmax": 1, "colorbar": bar},
-    )
+    bar = {"title": "score", "tickformat": ".0%", "thickness": 14, "len": 0.8}
+    wide = 240 + 80 * len(methods)
+    colours = {"colorscale": scale, "cmin": 0, "cmax": 1, "colorbar": bar}
+    told = [html.escape(line) for line in wrap(result.conclusion(), wide // 9)]
+    high = 180 + 22 * len(told) + 85 * len(tasks)
+    fig = finished(fig, None, "", width=wide, height=high, top=80 + 22 * len(told), bottom=80, coloraxis=colours)
+    return fig.update_layout(title={"text": "<br>".join(told), "font": {"size": 16}}, font={"size": 11})

@@ -84,7 +84,7 @@ _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
 _TITLE_WORDS = 12
 
 
-@command(group="Benchmarks", command="dialogues build")
+@command(group="Dialogues", command="dialogues build")
 def build_dialogues(
     *,
     task: str,
@@ -118,6 +118,9 @@ def build_dialogues(
         hops: For recall: facts that an answer runs through. By default 2.
         force: Replace --out if it is there.
         seed: Seed of every random choice.
+
+    Example:
+        sinkscope dialogues build --task recall --out recall.jsonl
     """
     check_out(out, force=force)
     counted = model is not None or tokenizer is not None

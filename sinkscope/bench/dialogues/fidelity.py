@@ -149,7 +149,7 @@ def run_fidelity(
             there = tuple(method for method, batch in each.items() if kept.records.keys() >= {*batch.keys})
             missing = tuple(method for method in chosen if method not in there)
             batches += [Batch(to.fingerprint, part, some) for part in (there, missing) if part]
-        run_batches(to, [batches], _answer_along, kept, tally, model=model, workers=workers, ray=ray)
+        run_batches(to, [batches], answer_along, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
 
@@ -163,8 +163,13 @@ def _gold(to: Asked, each: AskedTurn, answer: str) -> list[int]:
     return cut
 
 
-def _answer_along(to: Asked, batch: Batch) -> list[Near]:
-    """Full attention, every method, and full attention again to weigh what they left."""
+def answer_along(to: Asked, batch: Batch) -> list[Near]:
+    """Full attention, every method, and full attention again to weigh what they left.
+
+    Args:
+        to: the model, whole.
+        batch: its rows are pairs of an `AskedTurn` and the ids of its answer; None: what full attention says.
+    """
     rows = [each.ids for each, _ in batch.rows]
     answers = None if batch.rows[0][1] is None else [answer for _, answer in batch.rows]
     full = _Logits()

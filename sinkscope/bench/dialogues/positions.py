@@ -364,7 +364,7 @@ class Positions(Result):
         return lines
 
 
-@command(group="Benchmarks", command="dialogues positions")
+@command(group="Dialogues", command="dialogues positions")
 def question_positions(
     file: Annotated[str | Path, Option(argument=True, metavar="FILE")],
     *,
@@ -384,6 +384,9 @@ def question_positions(
 
     Raises:
         SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
+
+    Example:
+        sinkscope dialogues positions sharegpt.json --examples 3
     """
     started = time.perf_counter()
     check_whole(min_turns=min_turns, **({} if count is None else {"count": count}))

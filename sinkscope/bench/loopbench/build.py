@@ -159,7 +159,7 @@ class _Draft:
     form: Callable[[str], str]
 
 
-@command(group="Benchmarks", command="loopbench build")
+@command(group="Loops", command="loopbench build")
 def build_prompts(
     *,
     bench: Literal["dc", "ri", "2wiki"],
@@ -192,6 +192,9 @@ def build_prompts(
         force: Replace --out if it is there.
         seed: Seed of every random choice.
         progress: Called with a stage, what is done and how much there is.
+
+    Example:
+        sinkscope loopbench build --bench dc --source hub --out dc.jsonl
     """
     if source != HUB and (repo or file):
         raise SinkscopeError(f"--repo and --file belong to --source {HUB}; --source is {source!r}")

@@ -216,7 +216,7 @@ def title(bench: str) -> str:
 _Parts = dict[tuple[str, str, str, float], tuple[Contents[Continued], list[Continued]]]
 
 
-@command(group="Benchmarks", command="loopbench table")
+@command(group="Loops", command="loopbench table")
 def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, metavar="DIR...")] = ()) -> LoopBench:
     """Show the paper's Tables 1 to 3 with our numbers beside its own, and further tables that the paper lacks.
 
@@ -225,6 +225,9 @@ def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, meta
 
     Raises:
         SinkscopeError: a folder is not of a run, or two hold the same method on the same set by the same model.
+
+    Example:
+        sinkscope loopbench table runs --html table.html
     """
     started = time.perf_counter()
     runs = [read_run(folder) for folder in folders]
@@ -549,7 +552,7 @@ def _middle_out(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
-@command(group="Benchmarks", command="loopbench show")
+@command(group="Loops", command="loopbench show")
 def show(
     run: Annotated[str | Path, Option(argument=True, metavar="DIR")],
     prompt: Annotated[str | int, Option(metavar="ID|NUMBER")] = "0",
@@ -565,6 +568,9 @@ def show(
 
     Raises:
         SinkscopeError: no such prompt, a method that is unknown or was not run.
+
+    Example:
+        sinkscope loopbench show runs --prompt story-1 --methods full,loopguard
     """
     started = time.perf_counter()
     found = read_run(run)

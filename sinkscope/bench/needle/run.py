@@ -198,7 +198,7 @@ def run_needle(
             "shorter lengths, or fewer new tokens"
         )
     check_can(to, chosen, {len(row.ids) for row, _ in rows})
-    settings = {"version": VERSION, "command": "needle", **to.settings(), "form": form, "seed": seed}
+    settings: dict[str, Any] = {"version": VERSION, "command": "needle", **to.settings(), "form": form, "seed": seed}
     tally = Tally("needles", len(chosen) * len(prompts), progress)
     parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     batches = [Batch(to.fingerprint, (method,), tuple(part)) for part in parts for method in chosen]

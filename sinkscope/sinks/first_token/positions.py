@@ -237,6 +237,9 @@ def token_positions(
         chat: Put the text into the tokenizer's chat template, as the user's words.
         layer: Layer that the table speaks of. By default the sink layer.
         neurons: Neuron to show, as LAYER.NEURON or LAYER.EXPERT.NEURON. By default those that make the sink.
+
+    Example:
+        sinkscope positions "Sch Com" --model llama-2-7b --no-bos
     """
     target = setup.target
     if layer is not None and layer >= target.n_layers:
