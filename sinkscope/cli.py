@@ -46,7 +46,13 @@ def check_outputs(json: str | None = None, html: str | None = None, png: str | N
 
 
 def deliver(
-    result: Any, json: str | None, html: str | None, png: str | None, also: Mapping[str, Any] | None = None
+    result: Any,
+    json: str | None,
+    html: str | None,
+    png: str | None,
+    also: Mapping[str, Any] | None = None,
+    *,
+    assets: bool = False,
 ) -> None:
     """Standard output first: what cannot be written to a file is at least seen.
 
@@ -56,6 +62,7 @@ def deliver(
         html: file for it.
         png: file for its figure.
         also: further results, printed below; in the JSON each is a key beside the envelope's own.
+        assets: whether plotly.js lies beside the HTML file instead of inside of it.
     """
     more = also or {}
     if json != "-":
@@ -68,7 +75,7 @@ def deliver(
     if html is not None:
         from sinkscope.html import save_html
 
-        save_html(result, html, *more.values())
+        save_html(result, html, *more.values(), assets=assets)
     if png is not None:
         from sinkscope.html import save_png
 
@@ -101,7 +108,7 @@ _FILES = {
     "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
 }
-
+_ASSETS = "With --html: plotly.js lies beside the page, once for all pages of its folder, instead of inside of each."
 
 _ABOUT = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
@@ -209,11 +216,14 @@ class Command:
         for name, text, required in self.outputs:
             default = inspect.Parameter.empty if required else None
             added.append(_option(name, str, default, metavar="FILE", help=text))
-        return added + [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        added += [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        return added + [_option("assets", bool, False, help=_ASSETS)] * bool(self.files)
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
-        files = {name: values.pop(name) for name in self.files}
+        files, assets = {name: values.pop(name) for name in self.files}, bool(self.files) and values.pop("assets")
+        if assets and files["html"] is None:
+            raise SinkscopeError("--assets puts plotly.js beside the page of --html: give --html, too, or leave it out")
         written = {name: values.pop(name) for name, _, _ in self.outputs}
         check_outputs(**files, **written)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
@@ -232,7 +242,7 @@ class Command:
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
-            deliver(result, **files, also=more)
+            deliver(result, **files, also=more, assets=assets)
         saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
             if path is not None and isinstance(said := saves[name](result, path), str):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from sinkscope._plain import visible
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.html import ENVELOPE, Section, document, picture, result_section, save_document, section
+from sinkscope.html import ENVELOPE, Section, document, picture, plot, result_section, save_document, section
 from sinkscope.measure import Option, command
 from sinkscope.output import check_writable
 from sinkscope.registry import Hidden, kinds
@@ -226,20 +226,22 @@ class RecordTable(NamedTuple):
         return title + html_table(self.head, self.rows)
 
 
-def record_section(data: dict[str, Any], file: str, path: Path) -> Section | None:
-    """An envelope whose kind no class belongs to, with the PNG beside it; None if `data` is no envelope.
+def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = None) -> Section | None:
+    """An envelope whose kind no class belongs to, with its figure; None if `data` is no envelope.
 
     Args:
         data: what the file holds.
         file: name of the file as it is shown.
         path: the file itself.
+        figure: of plotly; None: the PNG beside the file, if there is one.
     """
     lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
     result = data.get("result")
     if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or "provenance" not in lists:
         return None
     shown = "\n".join(part.to_html() for part in tables(result))
-    return section(str(data["kind"]), file, lists, _picture(path.with_suffix(".png")) + shown)
+    drawn = _picture(path.with_suffix(".png")) if figure is None else plot(figure)
+    return section(str(data["kind"]), file, lists, drawn + shown)
 
 
 def _picture(path: Path) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
-from sinkscope.figures.style import BLUE, ORANGE
+from sinkscope.figures.style import BLUE, ORANGE, finished
 from sinkscope.lines.choice import attention_of, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.models.load import load
@@ -59,10 +59,28 @@ def telling(lines: dict[str, list[int]]) -> float:
     return min(len(lines["first_slash"]), len(lines["second_slash"]), 4) + apart(lines)
 
 
-def figure(lines: dict[str, list[int]], probs: torch.Tensor, title: str) -> Any:
+def heads(model: Any, tokens: int) -> dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]]:
+    """By layer and head, the lines of both halves of a text, and the map."""
+    target = Target.of(model)
+    ids = text_rows(target.tokenizer, typical_text(None), 1, tokens, None)[0]
+    found: dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]] = {}
+
+    def see(layer: int, scores: Scores) -> None:
+        lines, probs = halves(scores)
+        found.update({(layer, head): (own, probs[head]) for head, own in enumerate(lines)})
+
+    with scores_of(target, see, list(range(target.n_layers))):
+        target.forward(ids[None])
+    return found
+
+
+def figure(data: dict[str, Any]) -> Any:
     """The map, darker where a query attends more, and the lines of both halves over their part of it."""
     import plotly.graph_objects as go
 
+    lines, layer, head = (data["result"][name] for name in ("lines", "layer", "head"))
+    probs = heads(load(None, backend="hf"), data["settings"]["tokens"])[layer, head][1]  # too much for a record
+    found = f"Layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
     keys = len(probs)
     half, shown = keys // 2, probs.clone()
     shown[torch.triu(torch.ones_like(shown), 1) > 0] = torch.nan
@@ -82,15 +100,7 @@ def figure(lines: dict[str, list[int]], probs: torch.Tensor, title: str) -> Any:
     fig.add_shape(type="rect", **corner, line={"color": ORANGE, "dash": "dot"})
     fig.update_yaxes(range=[keys - 0.5, -0.5], title="query", scaleanchor="x", constrain="domain", showgrid=False)
     fig.update_xaxes(title="key", range=[-0.5, keys - 0.5], constrain="domain", showgrid=False)
-    return fig.update_layout(
-        title={"text": title, "x": 0.02},
-        template="plotly_white",
-        width=900,
-        height=940,
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.08},
-        margin={"l": 60, "r": 20, "t": 70, "b": 60},
-    )
+    return finished(fig, None, found, width=900, height=940, legend=-0.08, bottom=60, top=70)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,28 +111,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     torch.set_num_threads(1)
-    target = Target.of(load(None, backend="hf"))
-    ids = text_rows(target.tokenizer, typical_text(None), 1, args.tokens, None)[0]
-    found: dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]] = {}
-
-    def see(layer: int, scores: Scores) -> None:
-        lines, probs = halves(scores)
-        found.update({(layer, head): (own, probs[head]) for head, own in enumerate(lines)})
-
-    with scores_of(target, see, list(range(target.n_layers))):
-        target.forward(ids[None])
+    found = heads(load(None, backend="hf"), args.tokens)
     layer, head = (
         (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(found[k][0]))
     )
-    lines, probs = found[layer, head]
-    title = f"{target.name}, layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
+    lines = found[layer, head][0]
     every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}
     result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every}
     settings = {"model": "bundled", "tokens": args.tokens, "eta": ETA}
     save(
         "loopserve_fig2a",
         record("loopserve-fig2a", result, settings, started=started),
-        figure(lines, probs, title),
+        figure,
         args.out,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -21,11 +22,13 @@ from sinkscope.figures.style import (
     GREY,
     ORANGE,
     RED,
+    at_place,
     axes,
     finished,
     intervals,
     level,
     panels,
+    powers,
     shares,
 )
 from sinkscope.loops.signals import THETA_TTR
@@ -67,8 +70,8 @@ def draw_shown(result: Any) -> go.Figure:
     level(fig, THETA_TTR, color=GREY)
     ratio = {"title_text": "type-token ratio", "range": [0, 1.02]}
     axes(fig, x={"title_text": "new tokens", "rangemode": "tozero"}, y=ratio)
-    found = f"{result.model.name}, prompt {result.prompt}: diversity of the last window (triangles: interventions)"
-    return finished(fig, None, found, width=1100, height=520, top=70, bottom=60, legend=_BESIDE)
+    found = f"prompt {result.prompt}: diversity of the last window (triangles: interventions)"
+    return finished(fig, result, found, width=1100, height=520, top=70, bottom=60, legend=_BESIDE)
 
 
 def draw_loopbench(result: Any) -> go.Figure:
@@ -80,7 +83,9 @@ def draw_loopbench(result: Any) -> go.Figure:
     several = len({g.model for g in guards}) > 1
     wanted: list[tuple[str, Any]] = []
     if result.groups or not result.planted:
-        wanted += [("Loop rate (diamond: the paper's)", _rates), ("Runs that have not collapsed, both sets", _survival)]
+        wanted += [("Loop rate (diamond: the paper's)", _rates)]
+    if result.ablation:
+        wanted += [("Runs that have not collapsed, both sets", _survival)]
     if guards:
         wanted += [("Interventions per run", partial(_counts, guards, several))]
         wanted += [("Where they were", partial(_places, guards, several))]
@@ -94,9 +99,8 @@ def draw_loopbench(result: Any) -> go.Figure:
         drawn(fig, result, colours, i // 2 + 1, i % 2 + 1)
     if not result.groups and not result.planted:
         fig.add_annotation(text="nothing was run", x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
-    told = f"LoopBench: {result.model.name}"
     more: dict[str, Any] = {"legend": _BESIDE, "bottom": 90, "barmode": "group", "bargap": 0.1}
-    return finished(fig, None, told, width=1400, height=140 + 380 * rows, **more)
+    return finished(fig, result, "LoopBench", width=1400, height=140 + 380 * rows, **more)
 
 
 def _rates(fig: Any, result: Any, _colours: dict[str, str], row: int, col: int) -> None:
@@ -177,11 +181,14 @@ def _survival(fig: Any, result: Any, colours: dict[str, str], row: int, col: int
         if g.method != "full" if several else block_of(g.method) == "stopper":
             continue  # whoever is stopped early never collapses
         colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if several else colours[g.method]
+        width = max(
+            1.5, 9 - 2 * sum(isinstance(trace, go.Scatter) for trace in fig.data)
+        )  # curves can lie on each other
         fig.add_scatter(
             x=[0, *g.steps],
             y=[1.0, *g.survival],
             mode="lines",
-            line={"color": colour, "shape": "hv"},
+            line={"color": colour, "shape": "hv", "width": width},
             name=html.escape(g.model) if several else g.method,
             hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
             row=row,
@@ -266,11 +273,17 @@ def draw_fidelity(result: Any) -> go.Figure:
                 row=row,
                 col=col,
             )
-            nats = {"range": [0, 1.4 * max(g.kl for g in mine) or 1]}
-            axes(fig, row, col, x=nats if field == "kl" else shares(None, 0, 1.15), y={"autorange": "reversed"})
-    told = "Beside full attention, along the same text"
+            axes(fig, row, col, x=_nats(mine) if field == "kl" else shares(None, 0, 1.15), y={"autorange": "reversed"})
+    told = "beside full attention, along the same text"
     margin = {"l": 20, "r": 50, "t": 110, "b": 50}
-    return finished(fig, None, told, width=1300, height=130 + 30 * sum(heights), margin=margin)
+    return finished(fig, result, told, width=1300, height=130 + 30 * sum(heights), margin=margin)
+
+
+def _nats(groups: Sequence[Any]) -> dict[str, Any]:
+    """The axis of a divergence: logarithmic, because a method can lose a thousand times as much as another."""
+    low, high = min((g.kl for g in groups if g.kl > 0), default=1.0), max([g.kl for g in groups] or [1.0])
+    low, high = math.floor(math.log10(low)), math.log10(high or 1.0)
+    return powers(None, [10.0**low, 10.0**high]) | {"range": [low, high + 0.6 * (high - low) + 0.1]}
 
 
 def _text(group: Any, field: str, form: str) -> str:
@@ -286,7 +299,7 @@ def draw_positions(result: Any) -> go.Figure:
     there = [share for share in result.places if share.share is not None]
     fig = panels([""])
     fig.add_bar(
-        x=[html.escape(share.position) for share in there],
+        x=[html.escape(at_place(share.position)) for share in there],
         y=[share.share for share in there],
         name="this log",
         marker_color=BLUE,
@@ -295,7 +308,7 @@ def draw_positions(result: Any) -> go.Figure:
         hovertemplate="%{x}: %{y:.1%}, %{customdata} messages<extra></extra>",
     )
     fig.add_scatter(
-        x=[html.escape(share.position) for share in result.places],
+        x=[html.escape(at_place(share.position)) for share in result.places],
         y=[share.paper_share for share in result.places],
         mode="markers",
         name="paper: LMSYS-Chat-1M",
@@ -304,8 +317,7 @@ def draw_positions(result: Any) -> go.Figure:
         hovertemplate="%{x}, paper: %{y:.1%}, %{customdata} messages<extra></extra>",
     )
     axes(fig, y=shares("share of messages", 0, 1.03))
-    told = f"Where questions stand in {result.model.name}"
-    return finished(fig, None, told, width=800, height=460, top=70, bottom=50, legend=_BESIDE)
+    return finished(fig, result, "where questions stand", width=800, height=460, top=70, bottom=50, legend=_BESIDE)
 
 
 _PLACES: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
@@ -352,8 +364,8 @@ def draw_dialogues(result: Any) -> go.Figure:
         axes(fig, row, None, y=shares(None, -0.05, 1.08))
     entries = {trace.legendgroup for trace in fig.data} | {*POSITIONS}
     height = max(130 + 380 * len(heads), 200 + 31 * len(entries))
-    told = "Dialogues, by position of the question"
-    return finished(fig, None, told, width=1300, height=height, legend=_BESIDE, bottom=90, barmode="group")
+    told = "scores by position of the question"
+    return finished(fig, result, told, width=1300, height=height, legend=_BESIDE, bottom=90, barmode="group")
 
 
 def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
@@ -389,7 +401,7 @@ def _bars(fig: Any, bars: list[Any], place: str, row: int) -> None:
     fig.add_bar(
         x=[html.escape(label(g)) for g in bars],
         y=[g.score for g in bars],
-        name=f"question at {place}",
+        name=f"question {at_place(place)}",
         legendgroup=place,
         showlegend=row == 1,
         marker_color=_PLACES[place],
