@@ -257,10 +257,12 @@ def draw_fidelity(result: Any) -> go.Figure:
         row_heights=heights,
     )
     for row, mine in enumerate(rows, 1):
+        nats = _nats(mine)
         for col, (field, name, colour, form) in enumerate(_PANELS, 1):
+            least = 10.0 ** nats["range"][0] if field == "kl" else 0.0  # a logarithmic axis has no place for 0
             fig.add_bar(
                 y=[html.escape(label(g)) for g in mine],
-                x=[getattr(g, field) for g in mine],
+                x=[None if (value := getattr(g, field)) is None else max(value, least) for g in mine],
                 name=name,
                 orientation="h",
                 marker_color=colour,
@@ -273,7 +275,7 @@ def draw_fidelity(result: Any) -> go.Figure:
                 row=row,
                 col=col,
             )
-            axes(fig, row, col, x=_nats(mine) if field == "kl" else shares(None, 0, 1.15), y={"autorange": "reversed"})
+            axes(fig, row, col, x=nats if field == "kl" else shares(None, 0, 1.15), y={"autorange": "reversed"})
     told = "beside full attention, along the same text"
     margin = {"l": 20, "r": 50, "t": 110, "b": 50}
     return finished(fig, result, told, width=1300, height=130 + 30 * sum(heights), margin=margin)

@@ -256,7 +256,7 @@ def draw_rotary(result: Any) -> go.Figure:
         "Tail operator (Eq. 4)",
         "Decay of a disturbance",
     ]
-    fig = panels(titles, rows=2, cols=2, vertical_spacing=0.17)
+    fig = panels(titles, rows=2, cols=2, vertical_spacing=0.17, spacing=0.11)
     _vectors(fig, result)
     _scores(fig, result)
     _drift(fig, result)

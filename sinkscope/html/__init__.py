@@ -212,7 +212,7 @@ def _made(file: str, made: Mapping[str, Any]) -> str:
         argv[0] = "sinkscope"
     command = f"<code>{escape(shlex.join(argv))}</code>" if len(argv) > 1 else ""
     facts = [*([file] if file else []), *(str(made[key]) for key in ("device", "dtype") if made.get(key))]
-    if isinstance(seconds := made.get("seconds"), int | float):
+    if isinstance(seconds := made.get("seconds"), int | float) and seconds:
         facts.append(f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.0f} min")
     if isinstance(peak := made.get("peak_memory_bytes"), int):
         facts.append(f"{peak / 1e9:.2g} GB")
