@@ -134,9 +134,7 @@ def report(
                 skipped.append(Skipped(part, f"cannot be shown ({type(error).__name__}: {_line(error, path)})"))
     skipped.sort(key=lambda s: s.file)
     if not sections:
-        raise SinkscopeError(
-            f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote, or runs"
-        )
+        raise SinkscopeError(f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote")
     sections.sort(key=lambda s: (_place(s.kind), s.file))
     about = f"{len(sections)} result{'s' if len(sections) != 1 else ''}"
     left = [(s.file, s.reason) for s in skipped]

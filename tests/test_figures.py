@@ -56,7 +56,7 @@ def test_lowest_bar_is_inside_the_axis() -> None:
 
 def test_no_sink_is_drawn_and_said() -> None:
     figure = sample_without_sink().figure()
-    assert "no attention sink" in figure.layout.title.text
+    assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
     assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked
 

@@ -10,6 +10,7 @@ many lines the halves share, over texts, heads and shares (Fig. 2 b).
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,32 +60,23 @@ def telling(lines: dict[str, list[int]]) -> float:
     return min(len(lines["first_slash"]), len(lines["second_slash"]), 4) + apart(lines)
 
 
-def heads(model: Any, tokens: int) -> dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]]:
-    """By layer and head, the lines of both halves of a text, and the map."""
-    target = Target.of(model)
-    ids = text_rows(target.tokenizer, typical_text(None), 1, tokens, None)[0]
-    found: dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]] = {}
-
-    def see(layer: int, scores: Scores) -> None:
-        lines, probs = halves(scores)
-        found.update({(layer, head): (own, probs[head]) for head, own in enumerate(lines)})
-
-    with scores_of(target, see, list(range(target.n_layers))):
-        target.forward(ids[None])
-    return found
-
-
 def figure(data: dict[str, Any]) -> Any:
     """The map, darker where a query attends more, and the lines of both halves over their part of it."""
     import plotly.graph_objects as go
 
     lines, layer, head = (data["result"][name] for name in ("lines", "layer", "head"))
-    probs = heads(load(None, backend="hf"), data["settings"]["tokens"])[layer, head][1]  # too much for a record
+    shown = [[math.sqrt(int(word) / 1000) for word in line.split()] for line in data["result"]["map"]]
+    keys = len(shown)
+    half = keys // 2
     found = f"Layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
-    keys = len(probs)
-    half, shown = keys // 2, probs.clone()
-    shown[torch.triu(torch.ones_like(shown), 1) > 0] = torch.nan
-    fig: Any = go.Figure(go.Heatmap(z=shown.sqrt().tolist(), colorscale="Greys", showscale=False, hoverinfo="skip"))
+    fig: Any = go.Figure(
+        go.Heatmap(
+            z=[[*row, *[None] * (keys - len(row))] for row in shown],
+            colorscale="Greys",
+            showscale=False,
+            hoverinfo="skip",
+        )
+    )
     for name, colour, (begin, end) in (("first", BLUE, (0, half)), ("second", ORANGE, (half, keys))):
         x, y = list[float | None](), list[float | None]()
         for key in lines[f"{name}_vertical"]:
@@ -111,13 +103,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started = time.perf_counter()
     torch.set_num_threads(1)
-    found = heads(load(None, backend="hf"), args.tokens)
+    target = Target.of(load(None, backend="hf"))
+    ids = text_rows(target.tokenizer, typical_text(None), 1, args.tokens, None)[0]
+    found: dict[tuple[int, int], tuple[dict[str, list[int]], torch.Tensor]] = {}
+
+    def see(layer: int, scores: Scores) -> None:
+        lines, probs = halves(scores)
+        found.update({(layer, head): (own, probs[head]) for head, own in enumerate(lines)})
+
+    with scores_of(target, see, list(range(target.n_layers))):
+        target.forward(ids[None])
     layer, head = (
         (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(found[k][0]))
     )
-    lines = found[layer, head][0]
+    lines, probs = found[layer, head]
+    shares = [" ".join(str(round(1000 * share)) for share in row[: i + 1]) for i, row in enumerate(probs.tolist())]
     every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}
-    result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every}
+    result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every, "map": shares}
     settings = {"model": "bundled", "tokens": args.tokens, "eta": ETA}
     save(
         "loopserve_fig2a",

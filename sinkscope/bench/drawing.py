@@ -285,7 +285,9 @@ def _nats(groups: Sequence[Any]) -> dict[str, Any]:
     """The axis of a divergence: logarithmic, because a method can lose a thousand times as much as another."""
     low, high = min((g.kl for g in groups if g.kl > 0), default=1.0), max([g.kl for g in groups] or [1.0])
     low, high = math.floor(math.log10(low)), math.log10(high or 1.0)
-    return powers(None, [10.0**low, 10.0**high]) | {"range": [low, high + 0.6 * (high - low) + 0.1]}
+    every = math.ceil((high - low) / 5)
+    ticks = {"tickvals": [10.0**n for n in range(low, math.ceil(high) + 1, every)]}
+    return powers() | ticks | {"range": [low, high + 0.6 * (high - low) + 0.1]}  # with room for the numbers
 
 
 def _text(group: Any, field: str, form: str) -> str:

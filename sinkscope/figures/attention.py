@@ -223,7 +223,7 @@ def draw_ditto(result: Any) -> go.Figure:
     ]
     fig = panels(titles, spacing=0.035)
     series = (
-        ("intact", "probability", BLUE, "solid"),
+        ("intact", "probability", BLUE, "solid"),  # wide, because the control mostly lies on it
         (f"without the {ablated} heads of largest induction score", "ablated", RED, "dash"),
         (f"without {ablated} other heads (median of draws)", "control", GREY, "dot"),
     )
@@ -233,7 +233,7 @@ def draw_ditto(result: Any) -> go.Figure:
             y=getattr(curve, field),
             name=name,
             mode="lines+markers",
-            line={"color": color, "dash": dash},
+            line={"color": color, "dash": dash, "width": 5 if field == "probability" else 2},
             showlegend=col == 1 and ablated > 0,
             row=1,
             col=col,

@@ -133,7 +133,7 @@ def repeat_attention(result: Any) -> go.Figure:
     axes(fig, x=counted("layer", len(layers)), y=shares("share of attention", 0, 1.02))
     if across > 1:
         tails = [v for sequence in result.sequences for v in sequence.tail_ratio or ()]
-        axes(fig, 1, left + 1, x=counted("layer", len(layers)), y=powers("ratio of attention", tails))
+        axes(fig, 1, left + 1, x=counted("layer", len(layers)), y=powers(None, tails))
     bar = {
         "title": {"text": "share of attention<br>(queries of a row,<br>keys of a column)"},
         "tickvals": [-3, -2, -1, 0],
@@ -191,7 +191,7 @@ def convergence(result: Any) -> go.Figure:
     titles = ["First layer: distance to the token alone", f"Its heads at n = {result.counts[-1]}"]
     fig = panels([*titles, *(["Every layer (median over tokens)"] if deep else [])], spacing=0.075)
     for i, whole in enumerate(result.wholes()):
-        _whole(fig, result, whole, COLOURS[i % len(COLOURS)])
+        _whole(fig, result, whole, COLOURS[i % len(COLOURS)], max(1.5, 6 - 1.5 * i))
     if result.outside is None:
         note = {"name": "dotted: bound, sum over heads", "line": {"color": GREY, "dash": "dot"}}
         fig.add_scatter(x=[None], y=[None], mode="lines", **note, row=1, col=1)
@@ -220,13 +220,13 @@ def convergence(result: Any) -> go.Figure:
     return finished(fig, result, width=1400 if deep else 1000, height=480, legend=legend, legend2=legend2)
 
 
-def _whole(fig: Any, result: Any, whole: Any, color: str) -> None:
-    """The curve of a token in the first layer, and its heads."""
+def _whole(fig: Any, result: Any, whole: Any, color: str, width: float) -> None:
+    """The curve of a token in the first layer, and its heads; curves that lie on each other get thinner."""
     label = html.escape(repr(whole.token), quote=False)
     label += "" if len(result.prefixes) == 1 else f", k = {result.prefixes[whole.prefix].k}"
     style: dict[str, Any] = {"x": result.counts, "row": 1, "col": 1, "mode": "lines"}
     y = [d if d > 0 else None for d in whole.distance]
-    fig.add_scatter(y=y, name=label, line={"color": color, "width": 2.5}, **style)
+    fig.add_scatter(y=y, name=label, line={"color": color, "width": width}, **style)
     if whole.bound is not None:
         line = {"color": color, "dash": "dot", "width": 1.5}
         fig.add_scatter(y=whole.bound, line=line, showlegend=False, name=f"{label}: bound", **style)

@@ -294,12 +294,13 @@ def write_png(figure: Any, path: str | os.PathLike[str]) -> Path:
     return write_atomic(path, png(figure))
 
 
-def png(figure: Any, scale: float = 2) -> bytes:
-    """A plotly figure as a PNG of 256 colours, which is a third of the size and looks the same.
+def png(figure: Any, scale: float = 2, most: int = 200_000) -> bytes:
+    """A plotly figure as a PNG of at most 256 colours, which is a third of the size and looks the same.
 
     Args:
         figure: what is drawn.
         scale: pixels of the picture for a pixel of the figure.
+        most: bytes; with fewer colours if it needs more, down to 16.
 
     Raises:
         SinkscopeError: there is no kaleido, no Pillow or no browser, or it does not start.
@@ -313,7 +314,11 @@ def png(figure: Any, scale: float = 2) -> bytes:
     except Exception as error:  # a browser can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works", page="png") from error
-    packed = io.BytesIO()
-    few = image.open(io.BytesIO(drawn)).convert("RGB").quantize(256, dither=0)
-    few.save(packed, "PNG", optimize=True, pnginfo=notes)
+    whole, packed = image.open(io.BytesIO(drawn)).convert("RGB"), io.BytesIO()
+    for colours in (256, 64, 16):
+        packed = io.BytesIO()
+        few = whole.quantize(colours, method=image.Quantize.MAXCOVERAGE, dither=0)  # a thin line keeps its colour
+        few.save(packed, "PNG", optimize=True, pnginfo=notes)
+        if packed.tell() <= most:
+            break
     return packed.getvalue()
