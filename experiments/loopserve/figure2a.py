@@ -55,9 +55,12 @@ def apart(lines: dict[str, list[int]]) -> float:
     return len(second - set(lines["first_slash"])) / max(1, len(second))
 
 
-def telling(lines: dict[str, list[int]]) -> float:
-    """How well a head shows what the figure is about: it has slash lines in both halves, and they differ."""
-    return min(len(lines["first_slash"]), len(lines["second_slash"]), 4) + apart(lines)
+def telling(lines: dict[str, list[int]], probs: torch.Tensor) -> float:
+    """How well a head shows what the figure is about: its attention is not on the first token alone, it has slash lines
+    in both halves, and they differ.
+    """
+    both = min(len(lines["first_slash"]), len(lines["second_slash"]), 4)
+    return float(1 - probs[:, 0].mean()) * (both + apart(lines))
 
 
 def figure(data: dict[str, Any]) -> Any:
@@ -113,9 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with scores_of(target, see, list(range(target.n_layers))):
         target.forward(ids[None])
-    layer, head = (
-        (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(found[k][0]))
-    )
+    layer, head = (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(*found[k]))
     lines, probs = found[layer, head]
     shares = [" ".join(str(round(1000 * share)) for share in row[: i + 1]) for i, row in enumerate(probs.tolist())]
     every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}

@@ -93,7 +93,7 @@ def draw_training(result: Any) -> go.Figure:
     )
     axes(fig, None, None, x={"type": "category", "categoryorder": "array", "categoryarray": names})
     axes(fig, 1, 1, y=shares("share of heads") | {"rangemode": "tozero"})
-    axes(fig, 1, 2, y={"title_text": "over the typical norm", "type": "log"})
+    axes(fig, 1, 2, y=powers("over the typical norm"))
     depth = result.model.n_layers
-    axes(fig, 1, 3, y=counted("layer", depth) | {"range": [-0.5, depth - 0.5]})
+    axes(fig, 1, 3, y=by_layer(depth) | {"autorange": False, "range": [depth - 0.5, -0.5]})
     return finished(fig, result, width=1400, height=460, bottom=120)
