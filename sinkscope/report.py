@@ -75,6 +75,9 @@ def write_report(
         out: File to write. By default report.html in the folder.
         assets: Put plotly.js beside the report, once for all pages of that folder, instead of inside of it.
         progress: Called with a stage, what is done and how much there is.
+
+    Example:
+        sinkscope report results --out everything.html
     """
     made = report(folder, out, assets=assets, progress=progress)
     for skipped in made.skipped[:_TOLD]:

@@ -56,11 +56,11 @@ def apart(lines: dict[str, list[int]]) -> float:
 
 
 def telling(lines: dict[str, list[int]], probs: torch.Tensor) -> float:
-    """How well a head shows what the figure is about: its attention is not on the first token alone, it has slash lines
-    in both halves, and they differ.
-    """
-    both = min(len(lines["first_slash"]), len(lines["second_slash"]), 4)
-    return float(1 - probs[:, 0].mean()) * (both + apart(lines))
+    """How well a head shows what the figure is about: what slash lines of the second half alone carry there."""
+    half = len(probs) // 2
+    inside = probs[half:, half:]
+    new = set(lines["second_slash"]) - set(lines["first_slash"])
+    return sum(float(inside.diagonal(-offset).sum()) for offset in new) * bool(lines["first_slash"])
 
 
 def figure(data: dict[str, Any]) -> Any:
@@ -101,7 +101,7 @@ def figure(data: dict[str, Any]) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.figure2a", description=__doc__)
     parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--head", default="", help="LAYER.HEAD; by default one with slash lines in both halves")
+    parser.add_argument("--head", default="", help="LAYER.HEAD; by default the one with the heaviest new slash lines")
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()

@@ -90,6 +90,12 @@ def table(sources: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def title(sources: Sequence[dict[str, Any]]) -> str:
+    """What the last window finds in each source, with the question at the end and at the beginning."""
+    found = [f"{each['name']} {each['shown']['end']:.0%} and {each['shown']['begin']:.0%}" for each in sources]
+    return f"Found by the last window, question at the end and at the beginning: {'; '.join(found)}"
+
+
 def figure(data: dict[str, Any]) -> Any:
     """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
     sources = data["result"]["sources"]
@@ -137,13 +143,7 @@ def figure(data: dict[str, Any]) -> Any:
     for at, said in enumerate(("eta", "eta", "eta", "question", "block", "blocks apart")):
         fig.update_xaxes(title_text=said, row=at // 3 + 1, col=at % 3 + 1)
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    told = [
-        f"{each['weights']['mass'][at]:.0%} in {each['name']} (random lines {each['weights']['random_mass'][at]:.0%})"
-        for each in sources
-        for at in (each["weights"]["etas"].index(0.1),)
-    ]
-    found = "The heaviest 10 % of the lines carry " + ", ".join(told) + " of the attention"
-    return finished(fig, None, found, width=1500, height=900, legend=-0.1)
+    return finished(fig, None, title(sources), width=1500, height=900, legend=-0.1)
 
 
 def rewritten(page: str, made: str) -> str:
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--topics", type=Path, required=True, help="LongEval's 5_topics.jsonl")
     parser.add_argument("--lines", type=Path, required=True, help="LongEval's 200_lines.jsonl")
     parser.add_argument("--model", default="bundled")
-    parser.add_argument("--count", type=int, default=4, help="prompts of each file, pieces of ordinary text")
+    parser.add_argument("--count", type=int, default=12, help="prompts of each file, pieces of ordinary text")
     parser.add_argument("--length", type=int, default=512, help="most tokens of each; longer ones lose their middle")
     parser.add_argument("--new", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--out", type=Path, default=Path("figures"))

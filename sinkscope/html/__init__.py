@@ -58,8 +58,10 @@ def page(result: Result, *more: Result, assets: bool = False) -> str:
 
     All text is escaped: names, tokens and settings come from files. `more` results follow the first.
     """
-    sections = [result_section(one) for one in (result, *more)]
-    return document(f"{result.kind}: {result.model.name}", sections, assets=assets)
+    beside = result.beside()
+    about = f"{len(beside)} results" if beside else ""
+    sections = [result_section(one) for one in (result, *beside, *more)]
+    return document(f"{result.kind}: {result.model.name}", sections, about, assets=assets)
 
 
 def save_html(result: Result, path: str | os.PathLike[str], *more: Result, assets: bool = False) -> Path:
