@@ -61,6 +61,7 @@ def deliver(
     also: Mapping[str, Any] | None = None,
     *,
     wide: bool = False,
+    assets: bool = False,
 ) -> None:
     """Standard output first: what cannot be written to a file is at least seen.
 
@@ -72,6 +73,7 @@ def deliver(
         csv: file for all rows and columns of its table.
         also: further results, printed below; in the JSON each is a key beside the envelope's own.
         wide: whether tables show every column, however wide.
+        assets: whether plotly.js lies beside the HTML file instead of inside of it.
     """
     more = also or {}
     if "-" not in (json, csv):
@@ -86,7 +88,7 @@ def deliver(
     if html is not None:
         from sinkscope.html import save_html
 
-        save_html(result, html, *more.values())
+        save_html(result, html, *more.values(), assets=assets)
     if png is not None:
         from sinkscope.html import save_png
 
@@ -112,7 +114,7 @@ _FILES = {
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
     "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
 }
-
+_ASSETS = "With --html: plotly.js lies beside the page, once for all pages of its folder, instead of inside of each."
 
 _ABOUT = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
@@ -121,20 +123,24 @@ _ABOUT = {
 }
 
 
+_SECTIONS = ("Sinks", "Repetition", "Loops", "Dialogues", "Look")
+
+
 class Groups(TyperGroup):
     """Commands in the help, one section for each group."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections in the order in which groups first appear."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """Write the sections: those of sinkscope in their order, then those of other packages."""
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for name in self.list_commands(ctx):
             found = self.get_command(ctx, name)
             if found is not None and not found.hidden:
                 panel = getattr(found, "rich_help_panel", None) or "Other"
                 sections.setdefault(str(panel), []).append((name, found.get_short_help_str(formatter.width - 24)))
         for title, rows in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def command_line(words: Sequence[str] | None = None) -> typer.Typer:
@@ -147,8 +153,10 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
     app = typer.Typer(
         name="sinkscope",
         cls=Groups,
-        help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
-        add_completion=False,
+        help=(
+            "Find the attention sink of a language model, verify it by ablation, and repair what it breaks.\n\n"
+            + _examples(("sinkscope demo", "sinkscope scan MODEL"), "docs/cli.md")
+        ),
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -165,9 +173,17 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
             app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
         parts.sort(key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several")))
         run = Command(parts) if words is None or {*command.split()} <= {*words} else _listed
-        help = parts[0].doc.split("\n\nArgs:")[0]
+        shown = [line for part in parts for line in part.examples]
+        place = f"docs/cli.md#sinkscope-{command.replace(' ', '-')}"
+        help = f"{parts[0].help}\n\n{_examples(shown, place)}"
         groups[home].command(name, help=help, rich_help_panel=parts[0].group)(run)
     return app
+
+
+def _examples(lines: Sequence[str], place: str) -> str:
+    """The end of a help: examples, which are not wrapped, and where to read on."""
+    some = [f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)] if lines else []
+    return "\b\n" + "\n".join([*some, f"Documentation: {place}"])
 
 
 def _listed() -> None:
@@ -222,11 +238,15 @@ class Command:
             added.append(_option(name, str, default, metavar="FILE", help=text))
         added += [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
         wide = "Show every column of the tables, however wide they become."
-        return added + [_option("wide", bool, False, help=wide)] * bool(self.files)
+        switches = {"wide": wide, "assets": _ASSETS} if self.files else {}
+        return added + [_option(name, bool, False, help=text) for name, text in switches.items()]
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
-        files, wide = {name: values.pop(name) for name in self.files}, bool(self.files and values.pop("wide"))
+        files = {name: values.pop(name) for name in self.files}
+        wide, assets = (bool(self.files and values.pop(name)) for name in ("wide", "assets"))
+        if assets and files["html"] is None:
+            raise SinkscopeError("--assets puts plotly.js beside the page of --html: give --html, too, or leave it out")
         written = {name: values.pop(name) for name, _, _ in self.outputs}
         check_outputs(**files, **written)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
@@ -245,7 +265,7 @@ class Command:
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
-            deliver(result, **files, also=more, wide=wide)
+            deliver(result, **files, also=more, wide=wide, assets=assets)
         saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
             if path is not None and isinstance(said := saves[name](result, path), str):
@@ -337,7 +357,14 @@ def _read(parameter: Parameter, words: Any) -> Any:
         return values
     if not any(values):
         raise SinkscopeError(f"{parameter.flag} {' '.join(words)}: no name is given; give names with commas between")
-    return [one for part in values for one in part]
+    found = [one for part in values for one in part]
+    if parameter.type not in (int, float):
+        return found
+    try:
+        return [parameter.type(one) for one in found]
+    except ValueError:
+        what = "whole numbers" if parameter.type is int else "numbers"
+        raise SinkscopeError(f"{parameter.flag} {','.join(found)}: expected {what} with commas between") from None
 
 
 def _kind(parameter: Parameter) -> Any:
@@ -393,6 +420,7 @@ def _root(
 
 __all__ = ["command_line", "main"]
 
+_COMPLETE = "_SINKSCOPE_COMPLETE"  # in the environment of a shell that asks how a command goes on
 _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
 
@@ -411,7 +439,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-        code = command_line(words)(args=words, prog_name="sinkscope", standalone_mode=False)
+        code = command_line(None if _COMPLETE in os.environ else words)(
+            args=words, prog_name="sinkscope", standalone_mode=False
+        )
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
             raise KeyboardInterrupt

@@ -39,13 +39,14 @@ class ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done."""
+        """Show how much of a stage is done; what stands behind a colon in its name may change."""
         gc.enable()  # the command line turns it off while libraries are imported
         if self._bar is None:
             return
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total)
-        self._bar.update(self._tasks[stage], completed=done, total=total)
+        name = stage.partition(":")[0]
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._tasks[name], description=stage, completed=done, total=total)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:

@@ -290,6 +290,10 @@ class Result:
         """Lines of plain text that stand below the conclusion; a subclass overrides it."""
         return []
 
+    def beside(self) -> tuple[Result, ...]:
+        """Further results that stand on its page; a subclass overrides it."""
+        return ()
+
     def summary(self) -> str:
         """The conclusion, the model, the details and warnings, as lines of plain text."""
         told, m = self.conclusion(), self.model

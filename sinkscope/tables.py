@@ -208,7 +208,8 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
         names: of the columns.
         own: explanations that come before those.
     """
-    found = [described(inspect.getdoc(one) or "", "Attributes") for one in (*_parts(cls), cls)]
+    classes = (base for one in (*_parts(cls), cls) for base in one.__mro__)
+    found = [described(inspect.cleandoc(one.__doc__ or ""), "Attributes") for one in classes]
     found.sort(key=lambda known: -len(known.keys() & {*names}))  # words of the class that the rows are made of win
     told: dict[str, str] = {}
     for name in dict.fromkeys(names):

@@ -23,6 +23,7 @@ from typer.main import get_command
 
 import sinkscope as ss
 from sinkscope import cli, results
+from sinkscope.cards.card import facts_of, numbers_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement
@@ -205,6 +206,24 @@ def test_the_public_name_and_the_signature(entry: Entry) -> None:
     assert isinstance(measure, Measurement) and entry.name in dir(ss)
     names = list(inspect.signature(measure).parameters)
     assert names[0] == "model" and {"bos", "text", "seed", "progress", "tokenizer"} <= set(names)
+
+
+SCANNED = pytest.mark.parametrize("entry", [e for e in ALL if e.scan], ids=lambda entry: entry.name)
+
+
+@SCANNED
+def test_its_mark_fits_the_scan(entry: Entry) -> None:
+    """Arguments that it takes, and paths that lead somewhere; every number has a control."""
+    mark = entry.scan
+    assert mark is not None and len(mark.seconds) == 2
+    assert {*(mark.quick or {}), *mark.full} <= {p.name for p in entry.parameters}
+    entry.load().refuse({**(mark.quick or {})})
+    result = measured(entry.name)
+    assert all(len(paths) in (2, 3) and len(label) <= 42 for label, paths in mark.numbers.items())
+    found = {n.label: n for n in numbers_of(entry, result)}
+    assert all(n.control is not None for n in found.values())
+    assert found or not mark.numbers
+    assert len(facts_of(entry, result)) >= len(mark.facts) / 2
 
 
 STRANGER = Path(__file__).parent / "fixtures" / "attention_entropy.py"

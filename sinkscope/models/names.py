@@ -12,6 +12,8 @@ BUNDLED = "bundled"
 """Name of the model inside the package."""
 RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
+TWO_HOPS = "recall-2hop"
+"""The recall model with another circuit, which answers over two hops; its weights are made while it is loaded."""
 ORGANISM = "organism"
 """Name of the model inside the package whose loops are held by copies in the cache; it repeats nothing else."""
 

@@ -201,6 +201,9 @@ def massive_activations(setup: Setup, *, bos: bool | None = None) -> MassiveActi
 
     Args:
         bos: Whether texts begin with BOS. By default both are measured, where the tokenizer has a BOS token.
+
+    Example:
+        sinkscope find-sinks --all --model llama-2-7b
     """
     rows, length = setup.ids.shape
     conditions = [_condition(setup.target, setup.ids, setup.bos is not None, setup.progress)]

@@ -241,6 +241,9 @@ def token_positions(
         chat: Put the text into the tokenizer's chat template, as the user's words.
         layer: Layer that the table speaks of. By default the sink layer.
         neurons: Neuron to show, such as L1.N338, or L3.E2.N7 in a mixture. By default those that make the sink.
+
+    Example:
+        sinkscope positions "Sch Com" --model llama-2-7b --no-bos
     """
     target = setup.target
     if layer is not None and layer >= target.n_layers:

@@ -165,6 +165,14 @@ def _verdict(separator: Separator, by: str = "plane") -> str:
     figure="sinkscope.figures.first_token:draw_separability",
     command="separate",
     quick={"count": 128, "texts": 32},
+    scan={
+        "order": 25,
+        "seconds": [2.0, 4.0],
+        "quick": {"count": 128, "texts": 32},
+        "numbers": {
+            "AUROC of a plane, first against later": ["separators.1.auroc", "separators.1.shuffled_auroc"],
+        },
+    },
 )
 def separability(
     setup: Setup,
@@ -191,6 +199,9 @@ def separability(
             best one. A number alone is a neuron of `layer`.
         expert: Expert of a mixture that the neuron is of.
         batch_size: Sequences of a pass.
+
+    Example:
+        sinkscope separate --model llama-2-7b --layer 0
     """
     target, bos = setup.target, setup.bos
     if neuron is not None:

@@ -162,6 +162,9 @@ def sinks_over_training(
 
     Raises:
         SinkscopeError: Nothing could be measured, or there are several models and several revisions.
+
+    Example:
+        sinkscope find-sinks --model pythia-1.4b --revision step1000 --revision main
     """
     started, found = time.perf_counter(), list[Checkpoint]()
     several = len(set(models or ())) > 1

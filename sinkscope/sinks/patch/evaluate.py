@@ -151,6 +151,9 @@ def evaluate_patch(
         pieces: Pieces of held-out text.
         length: Tokens of a piece.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope patch eval --model llama-2-7b --patch patch.json
     """
     edit = _read(patch)
     _check_made_for(setup, edit)
