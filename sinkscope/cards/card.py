@@ -110,6 +110,7 @@ class SinkCard(Result):
         changes: what is different from the other card, or the same.
     """
 
+    page: ClassVar[str] = "scan"
     kind: ClassVar[str] = "sink-card"
 
     quick: bool

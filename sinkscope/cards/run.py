@@ -115,6 +115,7 @@ class CardOf(Keyed):
 class SinkCards(Result):
     """The cards of several models."""
 
+    page: ClassVar[str] = "scan"
     kind: ClassVar[str] = "sink-cards"
 
     cards: tuple[CardOf, ...]
