@@ -223,8 +223,9 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_bad_input_is_refused(given: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = SMALL | {"methods": ["full"]} | given
     with pytest.raises(SinkscopeError, match=message):
-        run_needle(model(), **({**SMALL, "methods": ["full"]} | given))
+        run_needle(model(), **options)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
