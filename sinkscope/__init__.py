@@ -28,6 +28,7 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "generate": "sinkscope.generate",
     "needle": "sinkscope.bench.commands",
     "report": "sinkscope.report",
+    "scan": "sinkscope.cards.run",
     "sinks_over_training": "sinkscope.sinks.first_token.training",
     "Result": "sinkscope.results",
     "SinkscopeError": "sinkscope.errors",

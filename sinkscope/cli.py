@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from sinkscope import __version__
 from sinkscope.console import ProgressBar, emit, note, print_result
 from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.notation import read_head
 from sinkscope.output import check_writable, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
@@ -29,16 +30,22 @@ Backend = Literal["bridge", "hf", "nnsight"]
 """Kinds of model object."""
 
 
-def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
+def check_outputs(
+    json: str | None = None,
+    html: str | None = None,
+    png: str | None = None,
+    csv: str | None = None,
+    **more: str | None,
+) -> None:
     """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
-    paths = (json, html, png, *more.values())
+    paths = (json, csv, html, png, *more.values())
     files = [path for path in paths if path not in (None, "-")]
     written = [str(check_writable(path)) for path in files if path is not None]
     for path in written:
         if written.count(path) > 1 and not path.startswith("/dev/"):
             raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
-    if "-" in paths[1:]:
-        raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
+    if "-" in paths[2:] or json == csv == "-":
+        raise SinkscopeError("only --json writes to standard output with -, or --csv: give the name of a file")
     if png is not None:
         from sinkscope.html import check_png
 
@@ -46,7 +53,14 @@ def check_outputs(json: str | None = None, html: str | None = None, png: str | N
 
 
 def deliver(
-    result: Any, json: str | None, html: str | None, png: str | None, also: Mapping[str, Any] | None = None
+    result: Any,
+    json: str | None,
+    html: str | None,
+    png: str | None,
+    csv: str | None = None,
+    also: Mapping[str, Any] | None = None,
+    *,
+    wide: bool = False,
 ) -> None:
     """Standard output first: what cannot be written to a file is at least seen.
 
@@ -55,16 +69,20 @@ def deliver(
         json: file for it.
         html: file for it.
         png: file for its figure.
+        csv: file for all rows and columns of its table.
         also: further results, printed below; in the JSON each is a key beside the envelope's own.
+        wide: whether tables show every column, however wide.
     """
     more = also or {}
-    if json != "-":
-        print_result(result)
+    if "-" not in (json, csv):
+        print_result(result, wide=wide)
         for other in more.values():
             print()
-            print_result(other)
+            print_result(other, wide=wide)
     if json is not None:
         emit(json, result.to_json(**more))
+    if csv is not None:
+        emit(csv, result.to_csv())
     if html is not None:
         from sinkscope.html import save_html
 
@@ -73,14 +91,6 @@ def deliver(
         from sinkscope.html import save_png
 
         save_png(result, png)
-
-
-def layer_head(name: str) -> tuple[int, int]:
-    """What `--head LAYER.HEAD` names."""
-    layer, dot, head = name.partition(".")
-    if not (dot and layer.isdigit() and head.isdigit()):
-        raise SinkscopeError(f"--head {name!r}: expected layer and head with a dot between, such as 5.3")
-    return int(layer), int(head)
 
 
 def read_prompt(name: str) -> str:
@@ -93,13 +103,14 @@ def read_prompt(name: str) -> str:
 
 _READS: dict[str | None, Callable[[Any], Any]] = {
     "text": read_prompt,
-    "head": layer_head,
+    "head": read_head,
     "commas": lambda text: [word.strip() for word in text.split(",") if word.strip()],
 }
 _FILES = {
     "json": ("FILE|-", "Write the result as JSON; - is standard output."),
     "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
+    "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
 }
 
 
@@ -110,20 +121,24 @@ _ABOUT = {
 }
 
 
+_SECTIONS = ("Sinks", "Repetition", "Loops", "Dialogues", "Look")
+
+
 class Groups(TyperGroup):
     """Commands in the help, one section for each group."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections in the order in which groups first appear."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """Write the sections: those of sinkscope in their order, then those of other packages."""
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for name in self.list_commands(ctx):
             found = self.get_command(ctx, name)
             if found is not None and not found.hidden:
                 panel = getattr(found, "rich_help_panel", None) or "Other"
                 sections.setdefault(str(panel), []).append((name, found.get_short_help_str(formatter.width - 24)))
         for title, rows in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def command_line(words: Sequence[str] | None = None) -> typer.Typer:
@@ -136,8 +151,10 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
     app = typer.Typer(
         name="sinkscope",
         cls=Groups,
-        help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
-        add_completion=False,
+        help=(
+            "Find the attention sink of a language model, verify it by ablation, and repair what it breaks.\n\n"
+            + _examples(("sinkscope demo", "sinkscope scan MODEL"), "docs/cli.md")
+        ),
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -154,9 +171,17 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
             app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
         parts.sort(key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several")))
         run = Command(parts) if words is None or {*command.split()} <= {*words} else _listed
-        help = parts[0].doc.split("\n\nArgs:")[0]
+        shown = [line for part in parts for line in part.examples]
+        place = f"docs/cli.md#sinkscope-{command.replace(' ', '-')}"
+        help = f"{parts[0].help}\n\n{_examples(shown, place)}"
         groups[home].command(name, help=help, rich_help_panel=parts[0].group)(run)
     return app
+
+
+def _examples(lines: Sequence[str], place: str) -> str:
+    """The end of a help: examples, which are not wrapped, and where to read on."""
+    some = [f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)] if lines else []
+    return "\b\n" + "\n".join([*some, f"Documentation: {place}"])
 
 
 def _listed() -> None:
@@ -209,11 +234,13 @@ class Command:
         for name, text, required in self.outputs:
             default = inspect.Parameter.empty if required else None
             added.append(_option(name, str, default, metavar="FILE", help=text))
-        return added + [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        added += [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        wide = "Show every column of the tables, however wide they become."
+        return added + [_option("wide", bool, False, help=wide)] * bool(self.files)
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
-        files = {name: values.pop(name) for name in self.files}
+        files, wide = {name: values.pop(name) for name in self.files}, bool(self.files and values.pop("wide"))
         written = {name: values.pop(name) for name, _, _ in self.outputs}
         check_outputs(**files, **written)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
@@ -232,7 +259,7 @@ class Command:
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
-            deliver(result, **files, also=more)
+            deliver(result, **files, also=more, wide=wide)
         saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
             if path is not None and isinstance(said := saves[name](result, path), str):
@@ -387,6 +414,7 @@ def _root(
 
 __all__ = ["command_line", "main"]
 
+_COMPLETE = "_SINKSCOPE_COMPLETE"  # in the environment of a shell that asks how a command goes on
 _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
 
@@ -405,7 +433,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-        code = command_line(words)(args=words, prog_name="sinkscope", standalone_mode=False)
+        code = command_line(None if _COMPLETE in os.environ else words)(
+            args=words, prog_name="sinkscope", standalone_mode=False
+        )
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
             raise KeyboardInterrupt

@@ -69,6 +69,9 @@ def write_report(
         folder: Folder of results; those below it are read too.
         out: File to write. By default report.html in the folder.
         progress: Called with a stage, what is done and how much there is.
+
+    Example:
+        sinkscope report results --out everything.html
     """
     made = report(folder, out, progress=progress)
     for skipped in made.skipped[:_TOLD]:

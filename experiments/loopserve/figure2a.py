@@ -54,9 +54,12 @@ def apart(lines: dict[str, list[int]]) -> float:
     return len(second - set(lines["first_slash"])) / max(1, len(second))
 
 
-def telling(lines: dict[str, list[int]]) -> float:
-    """How well a head shows what the figure is about: it has slash lines in both halves, and they differ."""
-    return min(len(lines["first_slash"]), len(lines["second_slash"]), 4) + apart(lines)
+def telling(lines: dict[str, list[int]], probs: torch.Tensor) -> float:
+    """How well a head shows what the figure is about: what slash lines of the second half alone carry there."""
+    half = len(probs) // 2
+    inside = probs[half:, half:]
+    new = set(lines["second_slash"]) - set(lines["first_slash"])
+    return sum(float(inside.diagonal(-offset).sum()) for offset in new) * bool(lines["first_slash"])
 
 
 def figure(lines: dict[str, list[int]], probs: torch.Tensor, title: str) -> Any:
@@ -96,7 +99,7 @@ def figure(lines: dict[str, list[int]], probs: torch.Tensor, title: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.figure2a", description=__doc__)
     parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--head", default="", help="LAYER.HEAD; by default one with slash lines in both halves")
+    parser.add_argument("--head", default="", help="LAYER.HEAD; by default the one with the heaviest new slash lines")
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
@@ -111,9 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with scores_of(target, see, list(range(target.n_layers))):
         target.forward(ids[None])
-    layer, head = (
-        (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(found[k][0]))
-    )
+    layer, head = (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(*found[k]))
     lines, probs = found[layer, head]
     title = f"{target.name}, layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
     every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}

@@ -90,6 +90,12 @@ def table(sources: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def title(sources: Sequence[dict[str, Any]]) -> str:
+    """What the last window finds in each source, with the question at the end and at the beginning."""
+    found = [f"{each['name']} {each['shown']['end']:.0%} and {each['shown']['begin']:.0%}" for each in sources]
+    return f"Found by the last window, question at the end and at the beginning: {'; '.join(found)}"
+
+
 def figure(sources: Sequence[dict[str, Any]], title: str) -> Any:
     """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
     from plotly.subplots import make_subplots
@@ -139,11 +145,11 @@ def figure(sources: Sequence[dict[str, Any]], title: str) -> Any:
     return fig.update_layout(
         title={"text": html.escape(title), "x": 0.01, "xanchor": "left"},
         template="plotly_white",
-        width=1500,
-        height=860,
+        width=1400,
+        height=800,
         font={"size": 13},
         margin={"l": 60, "r": 20, "t": 110, "b": 60},
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12},
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.09},
     )
 
 
@@ -160,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--topics", type=Path, required=True, help="LongEval's 5_topics.jsonl")
     parser.add_argument("--lines", type=Path, required=True, help="LongEval's 200_lines.jsonl")
     parser.add_argument("--model", default="bundled")
-    parser.add_argument("--count", type=int, default=4, help="prompts of each file, pieces of ordinary text")
+    parser.add_argument("--count", type=int, default=12, help="prompts of each file, pieces of ordinary text")
     parser.add_argument("--length", type=int, default=512, help="most tokens of each; longer ones lose their middle")
     parser.add_argument("--new", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--out", type=Path, default=Path("figures"))
@@ -177,8 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
     settings = {"model": args.model, **options, "window": 8, "files": digests, "origin": origin}
     text = record("loopserve-longeval", {"sources": sources}, settings, started=started)
-    title = f"LoopServe's observations on LongEval's files, at most {args.length} tokens ({args.model})"
-    save("loopserve_longeval", text, figure(sources, title), args.out)
+    save("loopserve_longeval", text, figure(sources, title(sources)), args.out)
     print(made := table(sources))
     if args.page is not None:
         args.page.write_text(rewritten(args.page.read_text(encoding="utf-8"), made), encoding="utf-8")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEXT = "text"
 
 
-@command(group="Benchmarks", command="loopbench run")
+@command(group="Loops", command="loopbench run")
 def loopbench_run(
     *,
     out: Annotated[Path, Option(metavar="DIR")],
@@ -67,6 +67,9 @@ def loopbench_run(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loopbench run --methods full,loopguard --out runs
     """
     from sinkscope.bench.loopbench.prompts import honest_texts, load_prompts
     from sinkscope.bench.methods import check_methods, parse_budget
@@ -105,7 +108,7 @@ def loopbench_run(
     return tabulate([folder])
 
 
-@command(group="Benchmarks", command="dialogues run")
+@command(group="Dialogues", command="dialogues run")
 def dialogues_run(
     *,
     out: Annotated[Path, Option(metavar="DIR")],
@@ -159,6 +162,9 @@ def dialogues_run(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues run --methods full,h2o --budget 128 --out runs
     """
     names, share = _methods_of(methods, settings, budget)
     some = _dialogues_of(dialogues, count, seed)
@@ -185,7 +191,7 @@ def dialogues_run(
     return tabulate_dialogues([folder])
 
 
-@command(group="Benchmarks", command="dialogues fidelity")
+@command(group="Dialogues", command="dialogues fidelity")
 def dialogues_fidelity(
     *,
     out: Annotated[Path, Option(metavar="DIR")],
@@ -239,6 +245,9 @@ def dialogues_fidelity(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues fidelity --dialogues text --out near
     """
     names, share = _methods_of(methods, settings, budget)
 
@@ -277,7 +286,7 @@ def dialogues_fidelity(
     return tabulate_fidelity([folder])
 
 
-@command(group="Benchmarks", command="dialogues table")
+@command(group="Dialogues", command="dialogues table")
 def dialogues_table(
     folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
 ) -> Dialogues | Fidelity:
@@ -285,6 +294,9 @@ def dialogues_table(
 
     Args:
         folders: Folders of runs, or of fidelity.
+
+    Example:
+        sinkscope dialogues table runs --json table.json
     """
     from sinkscope.bench.dialogues.tables import FIDELITY, tabulate_dialogues, tabulate_fidelity
 

@@ -55,7 +55,10 @@ def page(result: Result, *more: Result) -> str:
 
     All text is escaped: names, tokens and settings come from files. `more` results follow the first.
     """
-    return document(f"{result.kind}: {result.model.name}", [result_section(one) for one in (result, *more)])
+    beside = result.beside()
+    about = f"{len(beside)} results" if beside else ""
+    sections = [result_section(one) for one in (result, *beside, *more)]
+    return document(f"{result.kind}: {result.model.name}", sections, about)
 
 
 def save_html(result: Result, path: str | os.PathLike[str], *more: Result) -> Path:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
 
-from sinkscope.bench.dialogues.run import AskedTurn, answer_anew, batch_of, encode
-from sinkscope.bench.dialogues.tables import Said, mean_known, written
+from sinkscope.bench.dialogues.run import AskedTurn, answer_anew, encode
+from sinkscope.bench.dialogues.tables import Said, written
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import SHARE, at_settings, check_methods, check_whole, order_of
 from sinkscope.bench.needle.prompts import FORMS, TASKS, NeedlePrompt, form_of, needle_prompt
-from sinkscope.bench.runner import ask, check_can, run_batches
+from sinkscope.bench.runner import Batch, ask, check_can, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.parallel import Tally, check_workers
-from sinkscope.rate import wilson
+from sinkscope.rate import mean_known, wilson
 from sinkscope.results import ModelInfo, Result, provenance
 
 METHODS = "full streaming h2o snapkv adakv tova loopserve loopserve-p loopserve-d a-shape minference".split()
@@ -201,7 +201,7 @@ def run_needle(
     settings: dict[str, Any] = {"version": VERSION, "command": "needle", **to.settings(), "form": form, "seed": seed}
     tally = Tally("needles", len(chosen) * len(prompts), progress)
     parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    batches = [batch_of(to, [method], part) for part in parts for method in chosen]
+    batches = [Batch(to.fingerprint, (method,), tuple(part)) for part in parts for method in chosen]
     with open_folder(out, settings, prompts, Said) as kept:
         run_batches(to, [batches], answer_anew, kept, tally, model=model, workers=workers, ray=ray)
         records = list(kept.records.values())

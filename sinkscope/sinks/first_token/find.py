@@ -250,6 +250,12 @@ class FindSinks(Result):
         """The smallest set of neurons found whose ablation takes the spike away."""
         return next((s for s in self.causal_sets if s.kind == "minimal"), None)
 
+    @property
+    def typical_ratio(self) -> float | None:
+        """The 95 % line of typical tokens at the sink layer over their median."""
+        high = None if self.sink_layer is None else self.typical_high[self.sink_layer]
+        return high and high / (self.typical_norm[self.sink_layer or 0] or high)
+
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
         spike, sink, minimal = self.norm_spike, self.attention_sink, self.minimal
@@ -448,7 +454,34 @@ def _carried(sink: AttentionSink) -> str:
 
 
 @measurement(
-    group="Sinks", figure="sinkscope.figures.first_token:draw_find_sinks", loading="enough", quick={"max_repeats": 64}
+    group="Sinks",
+    figure="sinkscope.figures.first_token:draw_find_sinks",
+    loading="enough",
+    quick={"max_repeats": 64},
+    scan={
+        "order": 0,
+        "seconds": [1.2, 1.5],
+        "full": {"all_layers": True},
+        "numbers": {
+            "norm lost without the neurons": [
+                "minimal.drop_sink_layer",
+                "minimal.control",
+                "minimal.control",
+            ],
+            "attention to the first token without them": [
+                "attention.ablated",
+                "attention.control",
+                "attention.intact - attention.control",
+            ],
+            "first token's norm over the typical one": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
+        },
+        "facts": {
+            "sink layer": "sink_layer",
+            "neurons that make the spike": "minimal.sites",
+            "what carries the attention sink": "attention_sink.carried_by",
+            "matches what is published": "published.matches",
+        },
+    },
 )
 def find_sinks(
     setup: Setup,
@@ -468,6 +501,9 @@ def find_sinks(
         all_layers: Read every layer of a model that is not in memory, too: late stages, sink rate, the notebook's rule.
         top_k: Candidate neurons of the sink layer, each of which is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
     ids = setup.ids
     if top_k > (width := setup.target.d_mlp):

@@ -171,17 +171,9 @@ class SinkAtlas(Result):
         columns = (self.ids, self.tokens, self.repeats, self.norm, self.frequency, self.embedding_norm, self.head)
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        head = ["head", "tokens", "resist", "median repeats"]
-        return (head if self.by_head else []), [
-            [
-                "none" if r.head is None else str(r.head),
-                str(r.tokens),
-                str(r.resisting),
-                "-" if r.median_repeats is None else f"{r.median_repeats:.0f}",
-            ]
-            for r in self.by_head
-        ]
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """One row per head of layer 0."""
+        return [{"layer": 0, **vars(r), "head": "none" if r.head is None else r.head} for r in self.by_head]
 
     def to_html(self) -> str:
         """Summary, table by head, and a table of all tokens that can be searched."""
@@ -223,12 +215,19 @@ class SinkAtlas(Result):
     command="atlas",
     quick={"tokens": ["the", "of"], "max_repeats": 32},
     check=refuse_workers,
+    scan={
+        "order": 44,
+        "seconds": [1.1, 12.0],
+        "quick": {"sample": 48, "max_repeats": 512},
+        "full": {"sample": 1000},
+    },
 )
 def sink_atlas(
     setup: Setup,
     *,
     tokens: Sequence[str] | None = None,
     max_repeats: Positive | None = None,
+    sample: Positive | None = None,
     batch_size: Positive = 4096,
     workers: Positive = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
@@ -243,13 +242,18 @@ def sink_atlas(
     Args:
         tokens: Token to repeat. By default the whole vocabulary.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+        sample: Only as many of these tokens, drawn at random.
         batch_size: Positions in a pass.
         workers: Processes; more than one run over Ray.
         resume: Keep finished parts in this folder, and go on from those that are there.
+
+    Example:
+        sinkscope atlas --model llama-2-7b --sample 1000
     """
     target, folder = setup.target, None if resume is None else Path(resume)
     limit = room(target, max_repeats, 1)
     ids = vocabulary(target, tokens)
+    ids = ids if sample is None else sorted(draw(ids, sample, setup.seed))
     layer, neurons = causal_neurons(setup)
     setup.record(max_repeats=limit)
     text = setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]
