@@ -378,8 +378,7 @@ def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
 def draw_needle(result: Any) -> go.Figure:
     """A map of depth over length for every task (rows) and method (columns), on one scale."""
     methods, tasks = result.methods(), list(dict.fromkeys(g.task for g in result.groups))
-    heads = [html.escape(name.replace(":", "<br>", 1)) for name in methods]
-    titles = [f"{name}<br>{result.mean(method):.0%}" for name, method in zip(heads, methods, strict=True)]
+    titles = [f"{html.escape(name).replace(':', '<br>')}<br>{result.mean(name):.0%}" for name in methods]
     shared: dict[str, Any] = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1 / len(tasks)}
     fig = panels(titles, rows=len(tasks), cols=len(methods), spacing=0.06 / len(methods), row_titles=tasks, **shared)
     for row, task in enumerate(tasks, 1):
@@ -405,6 +404,7 @@ def draw_needle(result: Any) -> go.Figure:
     wide = 240 + 80 * len(methods)
     colours = {"colorscale": scale, "cmin": 0, "cmax": 1, "colorbar": bar}
     told = [html.escape(line) for line in wrap(result.conclusion(), wide // 9)]
-    high = 180 + 22 * len(told) + 85 * len(tasks)
-    fig = finished(fig, None, "", width=wide, height=high, top=80 + 22 * len(told), bottom=80, coloraxis=colours)
-    return fig.update_layout(title={"text": "<br>".join(told), "font": {"size": 16}}, font={"size": 11})
+    top = 80 + 22 * len(told) + 18 * max(title.count("<br>") for title in titles)
+    fig = finished(fig, None, "", width=wide, height=top + 80 + 85 * len(tasks), top=top, bottom=80, coloraxis=colours)
+    title = {"text": "<br>".join(told), "font": {"size": 16}, "y": 0.98, "yanchor": "top"}
+    return fig.update_layout(title=title, font={"size": 11}).update_annotations(font_size=13)
