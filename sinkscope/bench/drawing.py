@@ -406,5 +406,5 @@ def draw_needle(result: Any) -> go.Figure:
     told = [html.escape(line) for line in wrap(result.conclusion(), wide // 9)]
     top = 80 + 22 * len(told) + 18 * max(title.count("<br>") for title in titles)
     fig = finished(fig, None, "", width=wide, height=top + 80 + 85 * len(tasks), top=top, bottom=80, coloraxis=colours)
-    title = {"text": "<br>".join(told), "font": {"size": 16}, "y": 0.98, "yanchor": "top"}
+    title = {"text": "<br>".join(told), "font": {"size": 16}, "y": 0.97, "yanchor": "top"}
     return fig.update_layout(title=title, font={"size": 11}).update_annotations(font_size=13)
