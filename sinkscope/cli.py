@@ -61,6 +61,7 @@ def deliver(
     also: Mapping[str, Any] | None = None,
     *,
     wide: bool = False,
+    assets: bool = False,
 ) -> None:
     """Standard output first: what cannot be written to a file is at least seen.
 
@@ -72,6 +73,7 @@ def deliver(
         csv: file for all rows and columns of its table.
         also: further results, printed below; in the JSON each is a key beside the envelope's own.
         wide: whether tables show every column, however wide.
+        assets: whether plotly.js lies beside the HTML file instead of inside of it.
     """
     more = also or {}
     if "-" not in (json, csv):
@@ -86,7 +88,7 @@ def deliver(
     if html is not None:
         from sinkscope.html import save_html
 
-        save_html(result, html, *more.values())
+        save_html(result, html, *more.values(), assets=assets)
     if png is not None:
         from sinkscope.html import save_png
 
@@ -112,7 +114,7 @@ _FILES = {
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
     "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
 }
-
+_ASSETS = "With --html: plotly.js lies beside the page, once for all pages of its folder, instead of inside of each."
 
 _ABOUT = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
@@ -236,11 +238,15 @@ class Command:
             added.append(_option(name, str, default, metavar="FILE", help=text))
         added += [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
         wide = "Show every column of the tables, however wide they become."
-        return added + [_option("wide", bool, False, help=wide)] * bool(self.files)
+        switches = {"wide": wide, "assets": _ASSETS} if self.files else {}
+        return added + [_option(name, bool, False, help=text) for name, text in switches.items()]
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
-        files, wide = {name: values.pop(name) for name in self.files}, bool(self.files and values.pop("wide"))
+        files = {name: values.pop(name) for name in self.files}
+        wide, assets = (bool(self.files and values.pop(name)) for name in ("wide", "assets"))
+        if assets and files["html"] is None:
+            raise SinkscopeError("--assets puts plotly.js beside the page of --html: give --html, too, or leave it out")
         written = {name: values.pop(name) for name, _, _ in self.outputs}
         check_outputs(**files, **written)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
@@ -259,7 +265,7 @@ class Command:
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
-            deliver(result, **files, also=more, wide=wide)
+            deliver(result, **files, also=more, wide=wide, assets=assets)
         saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
             if path is not None and isinstance(said := saves[name](result, path), str):

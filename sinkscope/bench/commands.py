@@ -384,7 +384,7 @@ def needle(
     )
 
 
-def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:
+def _named(model: Any, backend: str, **options: str | None) -> NamedModel:
     """A model that each process opens for itself."""
     from sinkscope.bench.runner import NamedModel
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from textwrap import wrap
 from typing import Any
 
 import plotly.graph_objects as go
@@ -22,11 +22,13 @@ from sinkscope.figures.style import (
     GREY,
     ORANGE,
     RED,
+    at_place,
     axes,
     finished,
     intervals,
     level,
     panels,
+    powers,
     shares,
 )
 from sinkscope.loops.signals import THETA_TTR
@@ -69,8 +71,8 @@ def draw_shown(result: Any) -> go.Figure:
     level(fig, THETA_TTR, color=GREY)
     ratio = {"title_text": "type-token ratio", "range": [0, 1.02]}
     axes(fig, x={"title_text": "new tokens", "rangemode": "tozero"}, y=ratio)
-    found = f"{result.model.name}, prompt {result.prompt}: diversity of the last window (triangles: interventions)"
-    return finished(fig, None, found, width=1100, height=520, top=70, bottom=60, legend=_BESIDE)
+    found = f"prompt {result.prompt}: diversity of the last window (triangles: interventions)"
+    return finished(fig, result, found, width=1100, height=520, top=70, bottom=60, legend=_BESIDE)
 
 
 def draw_loopbench(result: Any) -> go.Figure:
@@ -81,7 +83,7 @@ def draw_loopbench(result: Any) -> go.Figure:
     some, both = bool(result.groups or not result.planted), len({g.model for g in guards}) > 1
     every: list[tuple[Any, str, Callable[..., None]]] = [
         (some, "Loop rate (diamond: the paper's)", _rates),
-        (some, "Runs that have not collapsed, both sets", _survival),
+        (result.ablation, "Runs that have not collapsed, both sets", _survival),
         (guards, "Interventions per run", partial(_interventions, guards, both, _counts, "interventions")),
         (guards, "Where they were", partial(_interventions, guards, both, _places, "new tokens")),
         (any(g.temperature for g in result.groups), "Loop rate over temperature", _temperatures),
@@ -94,9 +96,8 @@ def draw_loopbench(result: Any) -> go.Figure:
         drawn(fig, result, colours, {"row": i // 2 + 1, "col": i % 2 + 1})
     if not result.groups and not result.planted:
         fig.add_annotation(text="nothing was run", x=0.5, y=0.5, xref="paper", yref="paper", showarrow=False)
-    told = f"LoopBench: {result.model.name}"
     more: dict[str, Any] = {"legend": _BESIDE, "bottom": 90, "barmode": "group", "bargap": 0.1}
-    return finished(fig, None, told, width=1400, height=140 + 380 * rows, **more)
+    return finished(fig, result, "LoopBench", width=1400, height=140 + 380 * rows, **more)
 
 
 def _rates(fig: Any, result: Any, _colours: dict[str, str], at: dict[str, int]) -> None:
@@ -172,11 +173,14 @@ def _survival(fig: Any, result: Any, colours: dict[str, str], at: dict[str, int]
         if g.method != "full" if several else block_of(g.method) == "stopper":
             continue  # whoever is stopped early never collapses
         colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if several else colours[g.method]
+        width = max(
+            1.5, 9 - 2 * sum(isinstance(trace, go.Scatter) for trace in fig.data)
+        )  # curves can lie on each other
         fig.add_scatter(
             x=[0, *g.steps],
             y=[1.0, *g.survival],
             mode="lines",
-            line={"color": colour, "shape": "hv"},
+            line={"color": colour, "shape": "hv", "width": width},
             name=html.escape(g.model) if several else g.method,
             hovertemplate="%{x}: %{y:.1%}<extra>%{fullData.name}</extra>",
             **at,
@@ -252,10 +256,12 @@ def draw_fidelity(result: Any) -> go.Figure:
         row_heights=heights,
     )
     for row, mine in enumerate(rows, 1):
+        nats = _nats(mine)
         for col, (field, name, colour, form) in enumerate(_PANELS, 1):
+            least = 10.0 ** nats["range"][0] if field == "kl" else 0.0  # a logarithmic axis has no place for 0
             fig.add_bar(
                 y=[html.escape(g.label) for g in mine],
-                x=[getattr(g, field) for g in mine],
+                x=[None if (value := getattr(g, field)) is None else max(value, least) for g in mine],
                 name=name,
                 orientation="h",
                 marker_color=colour,
@@ -268,11 +274,19 @@ def draw_fidelity(result: Any) -> go.Figure:
                 row=row,
                 col=col,
             )
-            nats = {"range": [0, 1.4 * max(g.kl for g in mine) or 1]}
             axes(fig, row, col, x=nats if field == "kl" else shares(None, 0, 1.15), y={"autorange": "reversed"})
+    told = "beside full attention, along the same text"
     margin = {"l": 20, "r": 50, "t": 110, "b": 50}
-    told = "Beside full attention, along the same text"
-    return finished(fig, None, told, width=1300, height=130 + 30 * sum(heights), margin=margin)
+    return finished(fig, result, told, width=1300, height=130 + 30 * sum(heights), margin=margin)
+
+
+def _nats(groups: Sequence[Any]) -> dict[str, Any]:
+    """The axis of a divergence: logarithmic, because a method can lose a thousand times as much as another."""
+    low, high = min((g.kl for g in groups if g.kl > 0), default=1.0), max([g.kl for g in groups] or [1.0])
+    low, high = math.floor(math.log10(low)), math.log10(high or 1.0)
+    every = math.ceil((high - low) / 5)
+    ticks = {"tickvals": [10.0**n for n in range(low, math.ceil(high) + 1, every)]}
+    return powers() | ticks | {"range": [low, high + 0.6 * (high - low) + 0.1]}  # with room for the numbers
 
 
 def _text(group: Any, field: str, form: str) -> str:
@@ -286,7 +300,7 @@ def draw_positions(result: Any) -> go.Figure:
     there = [share for share in result.places if share.share is not None]
     fig = panels([""])
     fig.add_bar(
-        x=[html.escape(share.position) for share in there],
+        x=[html.escape(at_place(share.position)) for share in there],
         y=[share.share for share in there],
         name="this log",
         marker_color=BLUE,
@@ -295,7 +309,7 @@ def draw_positions(result: Any) -> go.Figure:
         hovertemplate="%{x}: %{y:.1%}, %{customdata} messages<extra></extra>",
     )
     fig.add_scatter(
-        x=[html.escape(share.position) for share in result.places],
+        x=[html.escape(at_place(share.position)) for share in result.places],
         y=[share.paper_share for share in result.places],
         mode="markers",
         name="paper: LMSYS-Chat-1M",
@@ -304,8 +318,7 @@ def draw_positions(result: Any) -> go.Figure:
         hovertemplate="%{x}, paper: %{y:.1%}, %{customdata} messages<extra></extra>",
     )
     axes(fig, y=shares("share of messages", 0, 1.03))
-    told = f"Where questions stand in {result.model.name}"
-    return finished(fig, None, told, width=800, height=460, top=70, bottom=50, legend=_BESIDE)
+    return finished(fig, result, "where questions stand", width=800, height=460, top=70, bottom=50, legend=_BESIDE)
 
 
 _PLACES: dict[str, str] = dict(zip(POSITIONS, (BLUE, ORANGE, GREEN), strict=True))
@@ -358,8 +371,8 @@ def draw_dialogues(result: Any) -> go.Figure:
         axes(fig, row, None, y=shares(None, -0.05, 1.08))
     entries = {trace.legendgroup for trace in fig.data} | {*POSITIONS}
     height = max(130 + 380 * len(parts), 200 + 31 * len(entries))
-    told = "Dialogues, by position of the question"
-    return finished(fig, None, told, width=1300, height=height, legend=_BESIDE, bottom=90, barmode="group")
+    told = "scores by position of the question"
+    return finished(fig, result, told, width=1300, height=height, legend=_BESIDE, bottom=90, barmode="group")
 
 
 def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
@@ -403,8 +416,7 @@ def draw_needle(result: Any) -> go.Figure:
     bar = {"title": "score", "tickformat": ".0%", "thickness": 14, "len": 0.8}
     wide = 240 + 80 * len(methods)
     colours = {"colorscale": scale, "cmin": 0, "cmax": 1, "colorbar": bar}
-    told = [html.escape(line) for line in wrap(result.conclusion(), wide // 9)]
-    top = 80 + 22 * len(told) + 18 * max(title.count("<br>") for title in titles)
-    fig = finished(fig, None, "", width=wide, height=top + 80 + 85 * len(tasks), top=top, bottom=80, coloraxis=colours)
-    title = {"text": "<br>".join(told), "font": {"size": 16}, "y": 0.97, "yanchor": "top"}
-    return fig.update_layout(title=title, font={"size": 11}).update_annotations(font_size=13)
+    top = 75 + 18 * max(title.count("<br>") for title in titles)
+    size: dict[str, Any] = {"width": wide, "height": top + 80 + 85 * len(tasks), "top": top, "bottom": 80}
+    fig = finished(fig, None, result.conclusion(), coloraxis=colours, font={"size": 11}, **size)
+    return fig.update_annotations(font_size=13)

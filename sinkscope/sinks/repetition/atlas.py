@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +27,11 @@ _SHOWN = 200  # rows on the page at a time: a browser is slow with a hundred tho
 
 # Texts go in by textContent and never become HTML.
 _SCRIPT = """
-(()=>{
-const box=document.currentScript.parentElement, data=JSON.parse(box.querySelector('script[type]').textContent);
+(async()=>{
+const box=document.currentScript.parentElement, packed=atob(box.querySelector('script[type]').textContent);
+const bytes=new Blob([Uint8Array.from(packed,c=>c.charCodeAt(0))]).stream();
+const columns=await new Response(bytes.pipeThrough(new DecompressionStream('gzip'))).json();
+const data=columns[0].map((_,i)=>columns.map(c=>c[i]));
 const body=box.querySelector('tbody'), find=box.querySelector('input[type=search]'), count=box.querySelector('output');
 const only=box.querySelector('input[type=checkbox]');
 let column=2, up=true;
@@ -45,6 +50,8 @@ const draw=()=>{
 };
 find.oninput=only.onchange=draw;
 box.querySelectorAll('th').forEach((th,i)=>{th.style.cursor='pointer';
+ th.tabIndex=0;
+ th.onkeydown=e=>{if(e.key==='Enter'||e.key===' '){e.preventDefault();th.click();}};
  th.onclick=()=>{up=column===i?!up:true;column=i;draw();};});
 draw();
 })();
@@ -148,6 +155,11 @@ class SinkAtlas(Result):
     """
 
     kind: ClassVar[str] = "atlas"
+    glossary: ClassVar[dict[str, str]] = {
+        "tokens": "number of tokens that this head of layer 0 serves",
+        "resisting": "those of them that repetition does not make a sink",
+        "median_repeats": "median number of repetitions that make the others a sink",
+    }
 
     sink_layer: int | None
     max_repeats: int
@@ -189,8 +201,9 @@ class SinkAtlas(Result):
         every = len(self.ids)
         when = "" if self.median is None else f", in the median after {self.median:.0f} repetitions"
         return (
-            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}; {self.unreached} never "
-            f"become one within {self.max_repeats} repetitions."
+            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}. Without repetition "
+            f"{self.repeats.count(1)} are one, and {self.unreached} never become one within {self.max_repeats} "
+            "repetitions."
         )
 
     def details(self) -> list[str]:
@@ -200,12 +213,13 @@ class SinkAtlas(Result):
         lines = [f"A token is a sink where its norm in layer {self.sink_layer} is half of the first token's."]
         lines += at_once_line([t for t, n in zip(self.tokens, self.repeats, strict=True) if n == 1])
         lines += [
-            f"Resisting tokens, {p.name}: {p.resisting:.3g} against {p.reached:.3g} (AUROC {p.auroc:.2f})."
+            f"Resisting tokens have {p.name} {p.resisting:.3g}, and the others {p.reached:.3g} (AUROC {p.auroc:.2f})."
             for p in self.shared
         ]
         resisting = [(-f, t) for f, t, n in zip(self.frequency, self.tokens, self.repeats, strict=True) if n is None]
         if resisting:
-            lines.append("Those most frequent in the text: " + " ".join(repr(t) for _, t in sorted(resisting)[:12]))
+            words = ", ".join(repr(t) for _, t in sorted(resisting)[:12])
+            lines.append(f"The resisting tokens that are most frequent in the text are {words}.")
         return lines
 
 
@@ -363,13 +377,15 @@ def _table(rows: list[dict[str, Any]]) -> str:
     """All tokens as a table of HTML that can be searched and sorted and needs nothing from elsewhere."""
     if not rows:
         return ""
-    # "<" as an escape of JSON: no token can end the script or begin a comment in it.
-    data = json.dumps([list(row.values()) for row in rows], allow_nan=False).replace("<", "\\u003c")
+    columns = zip(*(row.values() for row in rows), strict=True)
+    cut = [[float(f"{v:.4g}") if isinstance(v, float) else v for v in column] for column in columns]
+    packed = gzip.compress(json.dumps(cut, allow_nan=False, separators=(",", ":")).encode(), mtime=0)
+    data = base64.b64encode(packed).decode()  # a vocabulary of 128,000 stays below 3 MB
     names = ("id", "token", "repeats", "largest norm", "in the text", "embedding norm", "head")
     head = "".join(f"<th>{name}</th>" for name in names)
     return (
         '<div class="sinkscope"><p><input type="search" placeholder="search a token or an id" size="30"> '
         '<label><input type="checkbox"> only those that resist</label> <output></output></p>'
         f"<table><thead><tr>{head}</tr></thead><tbody></tbody></table>"
-        f'<script type="application/json">{data}</script><script>{_SCRIPT}</script></div>'
+        f'<script type="application/gzip">{data}</script><script>{_SCRIPT}</script></div>'
     )
