@@ -193,7 +193,7 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def counted(to: Any, batch: Any) -> Any:
             if len(asked) >= most:
                 raise KeyboardInterrupt
-            asked.append((batch.methods[0].name, *(row.name for row, _ in batch.rows)))
+            asked.append((batch.methods[0].name, *(row.dialogue for row, _ in batch.rows)))
             return answer(to, batch)
 
         return counted

@@ -81,7 +81,7 @@ class Needle(Result):
     kind: ClassVar[str] = "needle"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_needle"
     percent: ClassVar[tuple[str, ...]] = ("score", "read", "cells", *TASKS)
-    columns: ClassVar[tuple[str, ...]] = ("method", "score", "cells", *TASKS, "read")
+    columns: ClassVar[tuple[str, ...]] = ("method", "score", *TASKS, "cells", "read")
     glossary: ClassVar[dict[str, str]] = {
         **{task: f"score of the task {task}" for task in TASKS},
         "cells": "share of a prompt's causal cells that attention covers; -: the method leaves prompts to the model",
