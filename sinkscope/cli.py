@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 
 from sinkscope import __version__
 from sinkscope.console import ProgressBar, emit, note, print_result
-from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory
 from sinkscope.output import check_writable, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
@@ -451,6 +451,8 @@ def _quiet() -> None:
             reconfigure(errors="backslashreplace")  # tokens need not fit the terminal's encoding
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    warnings.simplefilter("once", SinkscopeWarning)
+    warnings.showwarning = lambda message, *_: note(f"note: {message}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():

@@ -217,7 +217,7 @@ _ENVELOPE = ("model", "settings", "provenance")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Which model was measured. The fingerprint is made of headers and configuration; no weights are read for it."""
+    """Which model was measured. The fingerprint is made of the configuration and a sample of the weights."""
 
     name: str
     family: str

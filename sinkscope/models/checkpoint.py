@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -39,6 +40,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_SAMPLE = 1 << 20  # bytes of weights that a fingerprint reads, as far as every tensor gives some
+_PLACES = 256  # places of a file without a list of tensors that are read for it
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in order of preference; of each, shards before a single file
 
 
@@ -509,11 +512,12 @@ class SafetensorsSource:
 
 
 def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
-    """Identify a checkpoint without reading its weights.
+    """Identify a checkpoint by its configuration, its tensors and a sample of their bytes.
 
-    The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration and of the
-    safetensors headers (names, dtypes, shapes and places of tensors). For a live model, names, dtypes and shapes of its
-    parameters are hashed instead; for files of other formats, their names and sizes.
+    The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
+    dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (of files that are no
+    safetensors: from places all over the file). About a megabyte is read of a model of any size. The parameters of a
+    live model are sampled in the same way, so its fingerprint changes with its weights; it is not that of its files.
     """
     if isinstance(source, SafetensorsSource):
         if source.commit:
@@ -521,15 +525,48 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
         source = source.folder
     if isinstance(source, nn.Module):
         config = source.config.to_dict()  # type: ignore[union-attr, operator]
-        parts: Any = {name: (str(p.dtype), list(p.shape)) for name, p in source.named_parameters()}
-    elif source.is_file():
-        config, parts = {}, {source.name: source.stat().st_size}
+        live = dict(source.named_parameters())
+        share = _share(len(live))
+        parts: Any = {name: (str(p.dtype), list(p.shape), _sampled(p, share)) for name, p in live.items()}
     else:
-        config = read_json(source / "config.json")
-        parts = {
-            f.name: read_header(f) if f.suffix == ".safetensors" else f.stat().st_size for f in _weight_files(source)
-        }
+        config = {} if source.is_file() else read_json(source / "config.json")
+        files = [source] if source.is_file() else _weight_files(source)
+        headers = {f: read_header(f) if f.suffix == ".safetensors" else {} for f in files}
+        share = _share(sum(len(header) or _PLACES for header in headers.values()))
+        parts = {f.name: (header or f.stat().st_size, _sampled_file(f, header, share)) for f, header in headers.items()}
     # The library that wrote the file, and the place it came from, say nothing about the model.
     config = {k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")}
     text = json.dumps([config, parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _share(places: int) -> int:
+    """Bytes that each of so many places gives to a fingerprint."""
+    return max(64, _SAMPLE // max(1, places))
+
+
+@torch.no_grad()
+def _sampled(parameter: Tensor, share: int) -> str:
+    """Digest of the middle of a parameter; of one whose weights are elsewhere, nothing."""
+    if parameter.is_meta:
+        return ""
+    flat = parameter.detach()
+    while flat.ndim > 1 and not flat.is_contiguous():  # it is not worth a copy
+        flat = flat[len(flat) // 2]
+    flat = flat.reshape(-1)
+    count = share // flat.itemsize
+    start = max(0, (len(flat) - count) // 2)
+    return hashlib.sha256(flat[start : start + count].cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def _sampled_file(file: Path, header: dict[str, Any], share: int) -> str:
+    """Digest of the middle of each tensor of a file, or of places all over it."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with file.open("rb") as opened:
+        begin = 8 + int.from_bytes(opened.read(8), "little")
+        spans = [[begin + at for at in entry["data_offsets"]] for entry in header.values()]
+        spans = spans or [[size * i // _PLACES, size * (i + 1) // _PLACES] for i in range(_PLACES)]
+        for start, end in spans:
+            opened.seek(max(start, (start + end - share) // 2))
+            digest.update(opened.read(min(share, end - start)))
+    return digest.hexdigest()

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
-from sinkscope.models.checkpoint import Local, ModelSource, local_files, locate, no_permission
+from sinkscope.models.checkpoint import Local, ModelSource, fingerprint, local_files, locate, no_permission
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
@@ -96,6 +96,7 @@ def load(
             tok = tokenizer if tokenizer is not None else read_tokenizer(source.name, local.folder, **files)
             options = {"device_map": device_map, "quantization_config": quantization_config}
             hf = _weights(source, local, config, wanted_dtype, options, trust_remote_code)
+            files_are = local.commit or fingerprint(local.folder / (local.gguf or ""))
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = local.commit
@@ -106,6 +107,8 @@ def load(
         model = wrap(hf, tok, backend or "bridge")
         if probe:
             prove(model)
+        if quantization_config is None:
+            hf.sinkscope_origin = files_are, fingerprint(hf)
     return model
 
 
