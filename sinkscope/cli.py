@@ -22,24 +22,36 @@ from typer.core import TyperGroup
 from sinkscope import __version__
 from sinkscope.console import ProgressBar, emit, note, print_result
 from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory
-from sinkscope.output import check_writable, read_text
+from sinkscope.output import FIGURE, PAGE, check_losses, check_output, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
 Backend = Literal["bridge", "hf", "nnsight"]
 """Kinds of model object."""
 
 
-def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
-    """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
-    paths = (json, html, png, *more.values())
-    files = [path for path in paths if path not in (None, "-")]
-    written = [str(check_writable(path)) for path in files if path is not None]
-    for path in written:
-        if written.count(path) > 1 and not path.startswith("/dev/"):
-            raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
-    if "-" in paths[1:]:
+def check_outputs(outputs: Mapping[str, str | None], values: Mapping[Parameter, Any]) -> None:
+    """Refuse, before anything is imported, outputs that cannot be written or would replace an input.
+
+    Args:
+        outputs: files that are written from the result, by option.
+        values: what was given for parameters; some name files or folders that are written, too.
+
+    Raises:
+        SinkscopeError: one of them is refused.
+    """
+    if "-" in [path for flag, path in outputs.items() if flag != "--json"]:
         raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
-    if png is not None:
+    inputs: dict[str, Any] = {}
+    places: dict[bool, dict[str, Any]] = {False: dict(outputs), True: {}}
+    for one, value in values.items():
+        if one.option.writes:
+            places[one.option.metavar == "DIR"][one.flag] = value
+        else:
+            name = str(one.option.metavar) if one.option.argument else one.flag
+            inputs[name] = value if one.many and value else [value]
+    files, folders = ({f: p for f, p in some.items() if p is not None and str(p) != "-"} for some in places.values())
+    check_losses(files, inputs, folders)
+    if outputs.get("--png") is not None:
         from sinkscope.html import check_png
 
         check_png()
@@ -96,6 +108,7 @@ _READS: dict[str | None, Callable[[Any], Any]] = {
     "head": layer_head,
     "commas": lambda text: [word.strip() for word in text.split(",") if word.strip()],
 }
+_MARKS = {"html": [PAGE], "png": [FIGURE]}
 _FILES = {
     "json": ("FILE|-", "Write the result as JSON; - is standard output."),
     "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
@@ -215,7 +228,8 @@ class Command:
         """Run the command with the values of its options."""
         files = {name: values.pop(name) for name in self.files}
         written = {name: values.pop(name) for name, _, _ in self.outputs}
-        check_outputs(**files, **written)
+        given = {one: values[one.name] for one in self.parameters.values() if one.name in values}
+        check_outputs({f"--{name.replace('_', '-')}": path for name, path in (files | written).items()}, given)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
         main, also = self._main(chosen)
         backend = values.pop("backend", None) if self.measures else None
@@ -228,14 +242,18 @@ class Command:
         self._refuse_unused([main, *also], given)
         if any(files.values()) and _returns_none(main):
             raise SinkscopeError(f"--{main.marks.get('flag', main.name)} has no result to write: leave out the files")
+        makes = {o.name: o for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
+        for name, path in (files | written).items():
+            if path not in (None, "-"):
+                own_kind = [makes[name].kind] if name in makes else _MARKS.get(name)
+                check_output(path, *filter(None, own_kind or [f"json {kind}" for kind in main.kinds()]))
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
             deliver(result, **files, also=more)
-        saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
-            if path is not None and isinstance(said := saves[name](result, path), str):
+            if path is not None and isinstance(said := makes[name].save(result, path), str):
                 note(said)
 
     def _main(self, chosen: list[Entry]) -> tuple[Entry, list[Entry]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @command(group="Look", command="models")
-def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="FILE|-")] = None) -> None:
+def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="FILE|-", writes=True)] = None) -> None:
     """List the short names of public models, and where papers found their sinks.
 
     Args:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sinkscope.output import write_atomic
+from sinkscope.output import write_output
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`."""
@@ -64,7 +64,7 @@ def emit(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
     else:
-        write_atomic(path, text)
+        write_output(path, text)
 
 
 def print_result(result: Any) -> None:

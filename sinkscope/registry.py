@@ -45,6 +45,7 @@ class Option:
         hidden: whether only Python callers can give it.
         required: whether the command line asks for it although it has a default in Python.
         own: whether it is the measurement's alone, although an option that opens the model has the same name.
+        writes: whether it names a file or folder that is written; the command line refuses one that would be a loss.
     """
 
     name: str | None = None
@@ -56,6 +57,7 @@ class Option:
     hidden: bool = False
     required: bool = False
     own: bool = False
+    writes: bool = False
 
 
 Positive = Annotated[int, Option(min=1)]
@@ -220,6 +222,12 @@ class Entry:
             for arg, default, keyword in pairs
         )
 
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the results that it returns; this imports their modules."""
+        classes = None if self.node.returns is None else self._value(self.node.returns)
+        self.load()  # a measurement gives the class of its result the kind
+        return tuple(kind for cls in get_args(classes) or [classes] if (kind := getattr(cls, "kind", None)))
+
     def load(self) -> Any:
         """The function itself; this imports its module."""
         return getattr(import_module(self.module), self.name)
@@ -245,7 +253,7 @@ class Entry:
         line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
         for value in _literal(line[1]) if line else []:  # far quicker than to parse the whole file
             return value
-        for node in ast.parse(self.text).body:
+        for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
                 for value in _literal(node.value):
                     return value

@@ -15,7 +15,7 @@ from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import ENVELOPE, Section, document, picture, result_section, save_document, section
 from sinkscope.measure import Option, command
-from sinkscope.output import check_writable
+from sinkscope.output import PAGE, check_output, check_writable
 from sinkscope.registry import Hidden, kinds
 from sinkscope.results import SCHEMA, Result, cell, html_table, known_kinds, read_json
 
@@ -60,7 +60,7 @@ class Report:
 def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
-    out: Annotated[Path | None, Option(metavar="FILE")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", writes=True)] = None,
     progress: Hidden = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
@@ -93,7 +93,7 @@ def report(
 
     Args:
         folder: folder of the results.
-        out: the file to write; by default `report.html` in the folder. An old file is replaced.
+        out: the file to write; by default `report.html` in the folder. An old page of sinkscope is replaced.
         progress: called with a stage, what is done and how much there is.
 
     Returns:
@@ -111,6 +111,7 @@ def report(
     files, skipped = _listed(root)
     if target in {path.resolve() for path in files}:
         raise SinkscopeError(f"{out} is one of the files to be read: give the report another name")
+    check_output(target, PAGE)
     sections: list[Section] = []
     for i, path in enumerate(files):
         if progress is not None:

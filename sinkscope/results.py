@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sinkscope._plain import build, pathless, plain
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
+from sinkscope.output import write_output
 from sinkscope.registry import kinds
 
 if TYPE_CHECKING:
@@ -294,12 +294,12 @@ class Result:
         return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `to_json` to `path`, whole or not at all.
+        """Write `to_json` to `path`, whole or not at all. It may replace an earlier result, but no other file.
 
         Raises:
-            SinkscopeError: the file cannot be written; an old file of that name is then untouched.
+            SinkscopeError: the file cannot be written, or holds something else; it is then untouched.
         """
-        return write_atomic(path, self.to_json())
+        return write_output(path, self.to_json())
 
     @classmethod
     def load(cls: type[R], path: str | os.PathLike[str]) -> R:

@@ -61,6 +61,7 @@ class Folder(Generic[R]):
         self._kind, self._also, self._option = kind, also or {}, option
         self._settings = plain(settings, scrub=True)
         self._lock: Any = None
+        self._new: list[Path] = []  # folders that were made for it
 
     def __enter__(self: F) -> F:
         if self.folder is None:
@@ -75,6 +76,7 @@ class Folder(Generic[R]):
         from filelock import FileLock, Timeout
 
         try:
+            self._new = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.folder / LOCK)  # the system drops it when the process ends, however it ends
             self._lock.acquire(blocking=False)
@@ -98,13 +100,24 @@ class Folder(Generic[R]):
                 self.records = {record.key: record for record in found}
                 if whole < runs.stat().st_size:  # a kill cut the last line short; the next must not be glued to it
                     os.truncate(runs, whole)
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
+    def __exit__(self, *raised: object) -> None:
+        """Release the folder; one that was made for a work that failed before its first record is removed."""
+        if self._lock is None or self.folder is None:
+            return
+        try:
+            if self._new and raised and raised[0] is not None and not self.records:
+                for name in (SETTINGS, *self._also, LOCK):
+                    (self.folder / name).unlink(missing_ok=True)
+                for folder in self._new:
+                    folder.rmdir()
+        except OSError:  # what is in the way is not ours
+            pass
+        finally:
             self._lock.release()
 
     def _check_settings(self, found: Any, shown: str) -> None:

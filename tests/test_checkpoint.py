@@ -202,9 +202,12 @@ def test_fingerprint_of_a_large_file_reads_little_of_it(folder: Path, monkeypatc
         file.unlink()
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     save_file({f"layers.{i}.w": torch.zeros(1 << 20) for i in range(8)}, folder / "model.safetensors")
-    monkeypatch.setattr(
-        Path, "open", lambda self, mode="r", *a, **k: Counting(real(self, mode)) if "b" in mode else real(self, mode, *a, **k)
-    )
+
+    def opened(self: Path, mode: str = "r", *more: Any, **named: Any) -> Any:
+        file = real(self, mode, *more, **named)
+        return Counting(file) if "b" in mode else file
+
+    monkeypatch.setattr(Path, "open", opened)
     fingerprint(folder)
     assert 0 < count[0] <= (1 << 20) + 10_000
 

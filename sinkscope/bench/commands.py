@@ -25,7 +25,7 @@ TEXT = "text"
 @command(group="Benchmarks", command="loopbench run")
 def loopbench_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -107,7 +107,7 @@ def loopbench_run(
 @command(group="Benchmarks", command="dialogues run")
 def dialogues_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str = "recall",
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -187,7 +187,7 @@ def dialogues_run(
 @command(group="Benchmarks", command="dialogues fidelity")
 def dialogues_fidelity(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",

@@ -112,6 +112,8 @@ def check_out(out: str | os.PathLike[str], *, force: bool = False) -> None:
         check_writable(path)
         if path.is_file() and not force:
             raise SinkscopeError(f"{path.name} is there already: give another --out, or --force to replace it")
+    if Path(out).is_file() and not manifest_path(out).is_file():
+        raise SinkscopeError(f"{Path(out).name} has no manifest, so it is no set of sinkscope: give another --out")
 
 
 def write_set(

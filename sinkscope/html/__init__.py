@@ -24,7 +24,7 @@ from typing import Any
 from sinkscope import __version__
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
+from sinkscope.output import write_output
 from sinkscope.results import Result
 
 ENVELOPE = ("model", "settings", "provenance")
@@ -68,13 +68,13 @@ def save_html(result: Result, path: str | os.PathLike[str], *more: Result) -> Pa
 
 
 def save_document(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page, whole or not at all.
+    """Write a page, whole or not at all; it may replace an earlier page.
 
     Raises:
-        SinkscopeError: the file cannot be written.
+        SinkscopeError: the file cannot be written, or holds something else.
     """
     # a lone surrogate, which a token may hold, has no UTF-8
-    return write_atomic(path, text.encode(errors="backslashreplace"))
+    return write_output(path, text.encode(errors="backslashreplace"))
 
 
 def result_section(result: Result, file: str = "") -> Section:
@@ -246,4 +246,4 @@ def save_png(result: Result, path: str | os.PathLike[str]) -> Path:
     except Exception as error:  # a browser can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works", page="png") from error
-    return write_atomic(path, image)
+    return write_output(path, image)

@@ -21,7 +21,7 @@ from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, W
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
-from sinkscope.output import write_atomic
+from sinkscope.output import write_output
 from sinkscope.records import Number, Whole, conform
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
@@ -136,14 +136,14 @@ class SinkPatch(NeuronEdit):
         return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=info)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write patch.json, at once or not at all.
+        """Write patch.json, at once or not at all. It may replace an earlier patch or result, but no other file.
 
         Raises:
-            SinkscopeError: the path cannot be written.
+            SinkscopeError: the path cannot be written, or holds something else.
         """
         sites = [{**s._asdict(), "calibrated": self.calibrated.get(s)} for s in self.checked_sites]
         content = {"model": self.model, "site": self.site, "value": self.value, "sites": sites}
-        write_atomic(path, json.dumps({"schema": SCHEMA, "kind": KIND, **content}, indent=2) + "\n")
+        write_output(path, json.dumps({"schema": SCHEMA, "kind": KIND, **content}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -158,7 +158,7 @@ class SinkPatch(NeuronEdit):
         return cls(sites=tuple(values), calibrated=calibrated, **content)
 
     def prepared(self, target: Target) -> SinkPatch:
-        """The patch with a calibrated value for each site, where they can be measured; it must be made for this model."""
+        """The patch with a calibrated value for each site, where they can be measured."""
         self.check_made_for(target)
         missing = [site for site in self.checked_sites if site not in self.calibrated]
         if self.value != "second" or not missing or is_edited(target):

@@ -33,12 +33,15 @@ class Output:
         save: called with the result and the path; it writes the file whole or not at all. Text that it returns is a
             note for standard error.
         required: whether the option must be given.
+        kind: mark of the earlier outputs that the file may replace: "json sink-patch", or one of `sinkscope.output`;
+            None: any file of sinkscope. Files in a format that carries no mark are never replaced.
     """
 
     name: str
     help: str
     save: Callable[[Any, str], object]
     required: bool = False
+    kind: str | None = None
 
 
 class Measurement(Generic[P, R]):

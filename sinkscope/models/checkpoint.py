@@ -556,7 +556,9 @@ def _sampled(parameter: Tensor, share: int) -> str:
     flat = flat.reshape(-1)
     count = share // flat.itemsize
     start = max(0, (len(flat) - count) // 2)
-    return hashlib.sha256(flat[start : start + count].cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(
+        flat[start : start + count].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def _sampled_file(file: Path, header: dict[str, Any], share: int) -> str:

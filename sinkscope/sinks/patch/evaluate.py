@@ -197,6 +197,11 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
 
 
+def _paired(before: Tensor, after: Tensor) -> Change:
+    first, second = float(before.mean()), float(after.mean())
+    return Change(first, second, second - first, standard_error(after - before))
+
+
 def _score(task: str, metric: str, samples: int, patched: Change, control: Change) -> Score:
     return Score(
         task,
