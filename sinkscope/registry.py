@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -148,13 +149,17 @@ class Parameter:
             SinkscopeError: the value is too small, too large, or not a number.
         """
         low, high = self.option.min, self.option.max
-        if value is None or (low is None and high is None):
+        if value is None or self.type not in (int, float):
             return
+        declared = low is not None or high is not None
+        if self.type is int and high is None:
+            high = (1 << 63 if self.name == "seed" else 1 << 31) - 1
         for one in value if self.many else (value,):
-            fits = isinstance(one, int | float) and not isinstance(one, bool)
-            if self.type is int:
-                fits = fits and isinstance(one, int)
-            if not (fits and (low is None or one >= low) and (high is None or one <= high)):
+            fits = isinstance(one, int if self.type is int else int | float) and not isinstance(one, bool)
+            fits = fits or not declared
+            if isinstance(one, int | float):  # NaN and infinity are neither above nor below
+                fits = fits and (-math.inf if low is None else low) <= one <= (1e300 if high is None else high)
+            if not fits:
                 what = "a whole number" if self.type is int else "a number"
                 bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
                 wanted = " and ".join(bound for bound in bounds if bound)

@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sinkscope._plain import build, pathless, plain
+from sinkscope._plain import build, parse_json, pathless, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_output
 from sinkscope.registry import kinds
@@ -441,7 +441,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except UnicodeDecodeError:
         raise SinkscopeError(f"{name} is not a JSON file: expected what --json or .save() wrote") from None
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise SinkscopeError(f"{name} is not a JSON file ({error}): expected what --json or .save() wrote") from None
 

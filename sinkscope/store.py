@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sinkscope._plain import build, pathless, plain
+from sinkscope._plain import build, parse_json, pathless, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
 
@@ -175,7 +175,7 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     found: list[R] = []
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
         try:
-            found.append(build(kind, json.loads(line), ""))
+            found.append(build(kind, parse_json(line), ""))
         except (ValueError, RecursionError):
             raise SinkscopeError(
                 f"{name}/{path.name} line {number} is damaged: delete that line, and run the same command again"
@@ -190,7 +190,7 @@ def read_json(path: Path, name: str) -> Any:
         SinkscopeError: it cannot be read.
     """
     try:
-        return json.loads(path.read_text("utf-8"))
+        return parse_json(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise SinkscopeError(f"{name}/{path.name} cannot be read ({error}): give another folder") from None
 

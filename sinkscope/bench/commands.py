@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import ORGANISM
 from sinkscope.published import SETS
@@ -288,7 +288,7 @@ def dialogues_table(
     from sinkscope.bench.dialogues.tables import FIDELITY, tabulate_dialogues, tabulate_fidelity
 
     try:
-        settings = json.loads((folders[0] / "settings.json").read_bytes())
+        settings = parse_json((folders[0] / "settings.json").read_bytes())
     except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
         settings = None
     fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY

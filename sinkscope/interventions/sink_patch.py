@@ -15,6 +15,7 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.interventions.base import Run, is_edited
 from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
@@ -315,7 +316,7 @@ def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
     """
     name = Path(path).name
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SinkscopeError(
             f"cannot read {path}: {error.strerror or error}; make a patch with `sinkscope patch make`", page=_PAGE

@@ -25,6 +25,7 @@ from sinkscope.models.checkpoint import (
     TOKENIZER_FILES,
     ModelSource,
     SafetensorsSource,
+    check_depth,
     fingerprint,
     locate,
     optional_file,
@@ -35,6 +36,7 @@ from sinkscope.models.config import (
     parse_device,
     parse_dtype,
     read_config,
+    read_json,
     read_tokenizer,
     without_cache,
 )
@@ -243,6 +245,7 @@ def open_stream(
         raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
+    check_depth(source.name, read_json(source.folder / "config.json"), source.weight_map)
     whole = read_config(name or source.name, source.folder)
     config = whole.get_text_config()
     adapter = adapter_for(config.model_type)

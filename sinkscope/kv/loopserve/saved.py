@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sinkscope._plain import build, plain
+from sinkscope._plain import build, parse_json, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.interventions.positions import Memory, Sequence
@@ -236,7 +236,7 @@ def read(
 
 def _content(folder: Path) -> _Content:
     try:
-        data = json.loads((folder / NAME).read_text(encoding="utf-8"))
+        data = parse_json((folder / NAME).read_text(encoding="utf-8"))
     except OSError as error:
         raise SinkscopeError(
             f"cannot read {NAME} in {folder}: {(error.strerror or str(error)).lower()}; give a folder that "
