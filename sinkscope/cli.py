@@ -234,6 +234,8 @@ class Command:
         main, also = self._main(chosen)
         backend = values.pop("backend", None) if self.measures else None
         given = self._given(values)
+        for name, value in given.items():
+            self.parameters[name].check(value)
         lone = [f"--{part.marks['flag']}" for part in chosen] + ["--backend"] * (backend is not None)
         main = self._series(given, lone) or main
         own = {p.name for p in main.parameters}
@@ -412,10 +414,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
         stderr), 3 a stream with a loop, 130 interrupted.
     """
-    _quiet()
+    closed = _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
+        if closed:
+            raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        for word in words:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise SinkscopeError(f"the word {word!r} is not UTF-8: type it in another way") from None
         code = command_line(words)(args=words, prog_name="sinkscope", standalone_mode=False)
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
@@ -448,7 +457,7 @@ def _drop_output() -> None:
 
 
 def _refuse(message: str, code: int = 2) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    note(f"error: {' '.join(message.split())}")
     return code
 
 
@@ -462,8 +471,15 @@ def _usage(error: typer.TyperException) -> str:
     return f"{message} (see {context.command_path if context else 'sinkscope'} --help)"
 
 
-def _quiet() -> None:
-    """Other libraries' notes and bars stay off: what matters is said by sinkscope itself."""
+def _quiet() -> bool:
+    """Other libraries' notes and bars stay off: what matters is said by sinkscope itself.
+
+    Returns:
+        Whether standard output is closed; what is closed is replaced, so that no file takes its number.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     for stream in (sys.stdout, sys.stderr):
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")  # tokens need not fit the terminal's encoding
@@ -475,3 +491,4 @@ def _quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return "stdout" in closed

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sinkscope._plain import visible
 from sinkscope.output import write_output
 
 Progress = Callable[[str, int, int], None]
@@ -56,7 +57,7 @@ __all__ = ["Progress", "emit", "note", "print_result", "print_rows"]
 
 def note(message: str) -> None:
     """A line for the reader, not for the next program."""
-    print(message, file=sys.stderr)
+    print(visible(message), file=sys.stderr)
 
 
 def emit(path: str, text: str) -> None:
@@ -70,7 +71,7 @@ def emit(path: str, text: str) -> None:
 def print_result(result: Any) -> None:
     """A rich table on a terminal, plain aligned text anywhere else."""
     if not sys.stdout.isatty():
-        print(result.text())
+        print(visible(result.text()))
         return
     from rich.console import Console
 

@@ -95,7 +95,7 @@ def generate(
     tok = target.need_tokenizer()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
-    _check_loaded(target)
+    target.check_loaded()
     rows = [_encode(tok, i, prompt, bos, target.name) for i, prompt in enumerate(prompts)]
     edit = edit_of(patch=patch, policy=policy, guard=guard is True, interventions=interventions)
     if isinstance(guard, LoopGuard):
@@ -208,14 +208,5 @@ def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_siz
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
-            page="generate",
-        )
-
-
-def _check_loaded(target: Target) -> None:
-    if next(target.hf.parameters()).is_meta:
-        raise SinkscopeError(
-            f"{target.name} holds no weights yet: load it with sinkscope.load(...), or make it with "
-            "dispatch=True (nnsight)",
             page="generate",
         )

@@ -14,7 +14,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sinkscope._plain import build, parse_json, pathless, plain
+from sinkscope._plain import build, parse_json, pathless, plain, visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_output
 from sinkscope.registry import kinds
@@ -394,7 +394,7 @@ class Result:
         from rich.text import Text
 
         grids = [part for grid in self._grids() for part in ([Text("")] if grid.title else []) + [grid]]
-        return Group(Text(self.summary()), *grids)
+        return Group(Text(visible(self.summary())), *grids)
 
     def __str__(self) -> str:
         return self.text()
@@ -456,4 +456,4 @@ def cell(value: Any, *, percent: bool = False) -> str:
         if percent:
             return f"{value:.1%}".replace("-0.0%", "0.0%")
         return f"{value:.4g}" if abs(value) < 1e4 or abs(value) >= 1e7 else f"{value:.0f}"
-    return str(value).replace("\n", "\\n")
+    return visible(str(value)).replace("\n", "\\n")
