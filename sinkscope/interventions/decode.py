@@ -46,7 +46,7 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     neutral = config._get_default_generation_params()
     own = {k: v for k, v in config.to_diff_dict().items() if k not in _TOKENS and not k.startswith("_")}
     settled = {**{name: neutral.get(name) for name in own}, **ours}
-    left = {name: value for name, value in own.items() if settled[name] != value}
+    left = {name: value for name, value in own.items() if (settled[name] or None) != (value or None)}
     stated = {name: settled.get(name, neutral.get(name)) for name in _STATED}
     if not stated["do_sample"]:
         stated |= dict.fromkeys(("temperature", "top_k", "top_p"))
