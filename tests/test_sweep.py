@@ -62,7 +62,7 @@ def _bad_values(parameter: Parameter) -> Iterator[str]:
     elif get_origin(parameter.type) is Literal:
         yield from ("nonsense", "", get_args(parameter.type)[0] + "x")
     elif option.metavar and option.metavar.split("|")[0] in ("FILE", "DIR", "DIR...") and not option.writes:
-        yield from DAMAGED[:3] if option.reads or "DIR" in option.metavar else DAMAGED
+        yield from DAMAGED[:3] if option.reads or parameter.name == "file" or "DIR" in option.metavar else DAMAGED
     elif parameter.name == "model":
         yield from ("", "./missing", "missing.gguf", "words.txt", "binary", "llama-2-77b", "org/missing", "\x1b[2J")
     elif parameter.name in ("device", "dtype", "policy", "methods", "budget", "bench", "dialogues", "heads", "metrics"):
