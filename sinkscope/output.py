@@ -10,7 +10,6 @@ import stat
 import struct
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -37,13 +36,18 @@ def _mark(data: bytes) -> str | None:
 
 
 def _marked(data: bytes) -> bytes:
-    """A PNG or a zip archive with our mark in it; results and pages say themselves what they are."""
-    if data.startswith(_PNG):
-        chunk = struct.pack(">I", len(_CHUNK) - 4) + _CHUNK + struct.pack(">I", zlib.crc32(_CHUNK))
-        return data[:_HEAD] + chunk + data[_HEAD:]
+    """A zip archive with our mark in it; all else says itself what it is."""
     if data.startswith(b"PK"):  # it ends with the length of a comment
         return data[:-2] + struct.pack("<H", len(_COMMENT)) + _COMMENT
     return data
+
+
+def _mark_of(file: Path) -> str | None:
+    with suppress(OSError), file.open("rb") as opened:  # what cannot be read is nobody knows what
+        start = opened.read(1 << 12)
+        opened.seek(max(0, file.stat().st_size - 64))
+        return _mark(start + opened.read())
+    return None
 
 
 def check_output(path: str | os.PathLike[str], *kinds: str) -> Path:
@@ -58,16 +62,9 @@ def check_output(path: str | os.PathLike[str], *kinds: str) -> Path:
         SinkscopeError: as `check_writable`, and if the file holds anything else.
     """
     target = check_writable(path)
-    there = None
-    try:
-        if not target.exists() or _is_device(target) or not target.stat().st_size:
-            return target
-        with target.open("rb") as file:
-            start = file.read(1 << 12)
-            file.seek(max(0, target.stat().st_size - 64))
-            there = _mark(start + file.read())
-    except OSError:  # it may be written and not read: then nobody knows what it is
-        pass
+    if not target.exists() or _is_device(target) or not target.stat().st_size:
+        return target
+    there = _mark_of(target)
     if there is None or (kinds and not any(f"{there} ".startswith(f"{kind} ") for kind in kinds)):
         found = "something that sinkscope did not write" if there is None else there.replace("json ", "a result of ")
         wanted = " or ".join(kind.replace("json ", "result of ") for kind in kinds) or "output"
@@ -131,8 +128,9 @@ def _same(target: Path, file: str) -> bool:
 
 def _foreign(file: Path) -> bool:
     """Whether a file in the folder of a run is none of the run's; parts of a long work are runs inside."""
-    ours = file.name in _RUN or file.name.startswith(".sinkscope-") or (file.is_dir() and "run" in _belongs(file))
-    return not ours
+    if file.is_dir():
+        return "run" not in _belongs(file)
+    return not (file.name in _RUN or file.name.startswith(".sinkscope-") or _mark_of(file))
 
 
 def _belongs(folder: Path) -> str:

@@ -37,6 +37,7 @@ ORDER = (
     "bench",
     "html",
     "report",
+    "cards",
     "commands",
     "cli",
     "__main__",

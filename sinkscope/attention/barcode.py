@@ -303,6 +303,9 @@ def barcode(
         raw: Keep a column per position instead, for up to four heads.
         control: Record ordinary text of the same length as well.
         live: Show the mean over the heads while it grows, on a terminal or in a notebook.
+
+    Example:
+        sinkscope barcode --live --html barcode.html
     """
     kept = _chosen(setup, layers, heads)
     if raw and len(kept) > RAW_HEADS:

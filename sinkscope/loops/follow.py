@@ -363,6 +363,9 @@ def follow_loops(
         variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
         metrics: With --follow: serve counts to Prometheus at this port.
         first: With --follow: end at the first loop.
+
+    Example:
+        tail -f server.log | sinkscope loops --follow
     """
     import typer
 

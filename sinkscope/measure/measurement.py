@@ -162,6 +162,7 @@ def measurement(
     outputs: Sequence[Output] = (),
     sets: dict[str, Any] | None = None,
     check: Callable[..., object] | None = None,
+    scan: dict[str, Any] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Make a measurement of a function that takes a `Setup` and returns a `Result`.
 
@@ -182,6 +183,7 @@ def measurement(
         sets: With `flag`: arguments that the option gives to the other measurement, too.
         check: Called with the measurement's own arguments, by name, before a model is opened; it raises
             `SinkscopeError` for what their types and ranges do not tell.
+        scan: Makes it a part of `sinkscope scan`; the registry reads it (`sinkscope.registry.ScanMark`).
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:

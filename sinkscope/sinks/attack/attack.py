@@ -214,6 +214,9 @@ def cluster_attack(
         batch: Sequences in a pass.
         workers: Processes; more than one run over Ray (the searches run in one).
         resume: Keep finished parts in this folder, and go on from those that are there.
+
+    Example:
+        sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
     layer, neurons = causal_neurons(setup)
     lengths = sorted(set(lengths))

@@ -336,6 +336,9 @@ def token_clusters(
         batch_size: Rows in a pass; a token takes two more than there are heads.
         workers: Processes; more than one run over Ray.
         resume: Keep finished parts in this folder, and go on from those that are there.
+
+    Example:
+        sinkscope clusters --model llama-2-7b --resume clusters
     """
     ids = vocabulary(setup.target, tokens)
     layer, neurons = causal_neurons(setup)

@@ -84,6 +84,7 @@ class AttackDetection(Result):
         detections: one for each context, length, attack, harmless text and rule.
     """
 
+    page: ClassVar[str] = "measure/attack"
     kind: ClassVar[str] = "attack-detection"
     percent: ClassVar[tuple[str, ...]] = ("detected", "detected_here", "false_alarms")
 
@@ -234,6 +235,9 @@ def detect_attack(
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
         batch: Sequences in a pass.
+
+    Example:
+        sinkscope attack --detect --model llama-2-7b
     """
     if not rules:
         raise SinkscopeError("rules: none is given; give pairs of hits and window, such as (2, 4)")

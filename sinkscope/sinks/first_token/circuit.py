@@ -138,7 +138,21 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
     return layer, Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
 
 
-@measurement(group="Sinks", figure="sinkscope.figures.circuit:draw_circuit", quick={"max_repeats": 64})
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.circuit:draw_circuit",
+    quick={"max_repeats": 64},
+    scan={
+        "order": 10,
+        "seconds": [4.5, 6.0],
+        "quick": {"max_repeats": 300},
+        "numbers": {
+            "effect lost without a step, median": ["steps.*.necessity", "steps.*.necessity_control"],
+            "attention without what carries it": ["attention.without", "attention.control"],
+        },
+        "facts": {"what the reading heads need": "carried_by"},
+    },
+)
 def circuit(
     setup: Setup, *, token: str | None = None, heads: Positive = 6, max_repeats: Positive | None = None
 ) -> Circuit:
@@ -152,6 +166,9 @@ def circuit(
         token: The token that is repeated. By default one of five words of the text, drawn by the seed.
         heads: Reading heads that are listed, those with most attention first.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope circuit --model llama-2-7b --html circuit.html
     """
     found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     layer, made = _opened(setup, found)

@@ -34,6 +34,7 @@ from sinkscope.sinks.first_token.walk import (
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
+LEAST = 1e-9  # a typical norm: a model made by hand can have 0, which nothing can be divided by
 LATER = 3  # tokens behind the first position whose spikes are examined
 
 
@@ -250,6 +251,12 @@ class FindSinks(Result):
         """The smallest set of neurons found whose ablation takes the spike away."""
         return next((s for s in self.causal_sets if s.kind == "minimal"), None)
 
+    @property
+    def typical_ratio(self) -> float | None:
+        """The 95 % line of typical tokens at the sink layer over their median."""
+        high = None if self.sink_layer is None else self.typical_high[self.sink_layer]
+        return high and high / (self.typical_norm[self.sink_layer or 0] or high)
+
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
         spike, sink, minimal = self.norm_spike, self.attention_sink, self.minimal
@@ -448,7 +455,34 @@ def _carried(sink: AttentionSink) -> str:
 
 
 @measurement(
-    group="Sinks", figure="sinkscope.figures.first_token:draw_find_sinks", loading="enough", quick={"max_repeats": 64}
+    group="Sinks",
+    figure="sinkscope.figures.first_token:draw_find_sinks",
+    loading="enough",
+    quick={"max_repeats": 64},
+    scan={
+        "order": 0,
+        "seconds": [1.2, 1.5],
+        "full": {"all_layers": True},
+        "numbers": {
+            "norm lost without the neurons": [
+                "minimal.drop_sink_layer",
+                "minimal.control",
+                "minimal.control",
+            ],
+            "attention to the first token without them": [
+                "attention.ablated",
+                "attention.control",
+                "attention.intact - attention.control",
+            ],
+            "first token's norm over the typical one": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
+        },
+        "facts": {
+            "sink layer": "sink_layer",
+            "neurons that make the spike": "minimal.sites",
+            "what carries the attention sink": "attention_sink.carried_by",
+            "matches what is published": "published.matches",
+        },
+    },
 )
 def find_sinks(
     setup: Setup,
@@ -468,6 +502,9 @@ def find_sinks(
         all_layers: Read every layer of a model that is not in memory, too: late stages, sink rate, the notebook's rule.
         top_k: Candidate neurons of the sink layer, each of which is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
     ids = setup.ids
     if top_k > (width := setup.target.d_mlp):
@@ -549,7 +586,7 @@ def _spike(setup: Setup, seen: Walk, sets: Found, later: tuple[LaterSink, ...]) 
         positions=tuple(sorted(places)),
         step_up=tuple(stages or seen.steps(1)),
         step_down=tuple(seen.steps(-1)),
-        ratio=max(a / b for a, b in zip(seen.spike, seen.usual, strict=True)),
+        ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
         plateau=(standing[0], standing[-1]),
         made_by="MLP" if stages else maker(setup.target, setup.ids[:2, :32], standing[0], seen.shared),
         triggers=triggers(setup.target, setup.ids, sets.minimal),
@@ -569,7 +606,7 @@ def _later(setup: Setup, seen: Walk, heard: Received, generator: torch.Generator
     ids, found = setup.ids, list[LaterSink]()
     for token, _ in Counter(ids[high].tolist()).most_common(LATER):
         row, at = max((high & (ids == token)).nonzero().tolist(), key=lambda place: -place[1])
-        ratio = max(float(n[row, at]) / u for n, u in zip(seen.norms, seen.usual, strict=True))
+        ratio = max(float(n[row, at]) / max(u, LEAST) for n, u in zip(seen.norms, seen.usual, strict=True))
         heads = _attending(setup.target, ids[row], at, len(seen.first))
         made = later_set(setup.target, ids, (row, at), seen, heads, generator)
         found.append(LaterSink(setup.tokenizer.decode([token]), at, ratio, made))

@@ -173,7 +173,24 @@ class MarkingHeads(Result):
         return lines
 
 
-@measurement(group="Sinks", figure="sinkscope.figures.first_token:draw_heads", command="heads", quick={"count": 2})
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.first_token:draw_heads",
+    command="heads",
+    quick={"count": 2},
+    scan={
+        "order": 20,
+        "seconds": [0.4, 0.5],
+        "numbers": {
+            "mark lost without the marking heads": [
+                "first_tokens.*.set_drop",
+                "first_tokens.*.control_drop",
+                "first_tokens.*.control_drop",
+            ]
+        },
+        "facts": {"marking layer": "marking_layer"},
+    },
+)
 def marking_heads(
     setup: Setup,
     *,
@@ -192,6 +209,9 @@ def marking_heads(
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
         count: Tokens of the text to put first.
         batch_size: Rows of a pass. By default as many as a bounded memory allows.
+
+    Example:
+        sinkscope heads --model llama-2-7b --count 8
     """
     words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
     layer, neurons = causal_neurons(setup)

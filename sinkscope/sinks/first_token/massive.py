@@ -120,6 +120,7 @@ class Condition:
 class MassiveActivations(Result):
     """What `massive_activations` returns: a `Condition` with BOS and one without, or one of them."""
 
+    page: ClassVar[str] = "measure/massive"
     percent: ClassVar[tuple[str, ...]] = ("share",)
 
     texts: int
@@ -183,6 +184,9 @@ def massive_activations(setup: Setup, *, bos: bool | None = None) -> MassiveActi
 
     Args:
         bos: Whether texts begin with BOS. By default both are measured, where the tokenizer has a BOS token.
+
+    Example:
+        sinkscope find-sinks --all --model llama-2-7b
     """
     rows, length = setup.ids.shape
     conditions = [_condition(setup.target, setup.ids, setup.bos is not None, setup.progress)]

@@ -139,14 +139,15 @@ class TokenPositions(Result):
             for i, token in enumerate(self.tokens)
         ]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        head, cells = super()._cells()
-        if len(cells) <= SHOWN:
-            return head, cells
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The rows of the tokens with the largest norm, and of those that receive most attention."""
+        rows = self.rows()
+        if len(rows) <= SHOWN:
+            return rows
         most = np.argsort(-self.norm[self.layer])[: SHOWN // 2].tolist()
         given = np.argsort(-np.nan_to_num(self.received[0])).tolist()
         kept = [*most, *(i for i in given if i not in most)][:SHOWN]
-        return head, [cells[i] for i in sorted(kept)]
+        return [rows[i] for i in sorted(kept)]
 
     def conclusion(self) -> str:
         """Which tokens' norms spike, beside the others and typical text."""
@@ -204,10 +205,9 @@ class TokenPositions(Result):
             )
         return lines
 
-    def to_html(self) -> str:
-        """Summary, the text with its tokens shaded by norm, attention or neuron, and the table; everything escaped."""
-        head, end, table = super().to_html().partition("</pre>")  # the text stands between summary and table
-        return head + end + _page(self) + table
+    def inset(self) -> str:
+        """The text with its tokens shaded by norm, attention or neuron."""
+        return _page(self)
 
 
 @measurement(
@@ -238,6 +238,9 @@ def token_positions(
         chat: Put the text into the tokenizer's chat template, as the user's words.
         layer: Layer that the table speaks of. By default the sink layer.
         neurons: Neuron to show, as LAYER.NEURON or LAYER.EXPERT.NEURON. By default those that make the sink.
+
+    Example:
+        sinkscope positions "Sch Com" --model llama-2-7b --no-bos
     """
     target = setup.target
     if layer is not None and layer >= target.n_layers:

@@ -102,7 +102,16 @@ def _name(c: Candidate) -> str:
 
 
 @measurement(
-    group="Sinks", figure="sinkscope.figures.looks:draw_screen", command="find-sinks", flag="screen", loading="stream"
+    group="Sinks",
+    figure="sinkscope.figures.looks:draw_screen",
+    command="find-sinks",
+    flag="screen",
+    loading="stream",
+    scan={
+        "order": 30,
+        "seconds": [0.1, 0.1],
+        "numbers": {"first candidate's reach, in deviations": ["candidates.0.z", "candidates.1.z"]},
+    },
 )
 def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
     """Rank all neurons by the norm that their weights let them write, without a forward pass; this is no proof.
@@ -112,6 +121,9 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
 
     Args:
         top_k: Candidates shown.
+
+    Example:
+        sinkscope find-sinks --screen --model ./checkpoint
     """
     target, layers, found = setup.target, list[LayerReach](), list[Candidate]()
     neurons = 0

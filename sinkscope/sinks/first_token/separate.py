@@ -155,6 +155,14 @@ def _named(s: Separator) -> str:
     figure="sinkscope.figures.first_token:draw_separability",
     command="separate",
     quick={"count": 128, "texts": 32},
+    scan={
+        "order": 25,
+        "seconds": [2.0, 4.0],
+        "quick": {"count": 128, "texts": 32},
+        "numbers": {
+            "AUROC of a plane, first against later": ["separators.1.auroc", "separators.1.shuffled_auroc"],
+        },
+    },
 )
 def separability(
     setup: Setup,
@@ -180,6 +188,9 @@ def separability(
         neuron: Look at this neuron, at its gate and at its up factor, instead of searching for the best one.
         expert: Expert of a mixture that the neuron is of.
         batch_size: Sequences of a pass.
+
+    Example:
+        sinkscope separate --model llama-2-7b --layer 0
     """
     target, bos = setup.target, setup.bos
     if layer >= target.n_layers:

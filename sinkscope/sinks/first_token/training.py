@@ -65,6 +65,7 @@ class Checkpoint(Keyed):
 class SinksOverTraining(Result):
     """What `find_sinks` says of each checkpoint, in the order in which they were given."""
 
+    page: ClassVar[str] = "measure/training"
     kind: ClassVar[str] = "sinks-over-training"
     percent: ClassVar[tuple[str, ...]] = ("rate", "set_drop", "control_drop")
     drawing: ClassVar[Any] = "sinkscope.figures.looks:draw_training"
@@ -151,6 +152,9 @@ def sinks_over_training(
 
     Raises:
         SinkscopeError: Nothing could be measured, or there are several models and several revisions.
+
+    Example:
+        sinkscope find-sinks --model pythia-1.4b --revision step1000 --revision main
     """
     started, found = time.perf_counter(), list[Checkpoint]()
     several = len(set(models or ())) > 1

@@ -70,6 +70,7 @@ class PatchEvaluation(Result):
         shots: examples before each question, by task; as the task's own file says where none was asked for.
     """
 
+    page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-eval"
 
     scores: tuple[Score, ...]
@@ -145,6 +146,9 @@ def evaluate_patch(
         pieces: Pieces of held-out text.
         length: Tokens of a piece.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope patch eval --model llama-2-7b --patch patch.json
     """
     edit = _read(patch)
     edit.check_made_for(setup.target)

@@ -154,6 +154,7 @@ class PatchMade(Result):
         limit: largest relative rise of the perplexity that is accepted.
     """
 
+    page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-make"
 
     verdict: Verdict
@@ -284,6 +285,13 @@ def _write(made: PatchMade, path: str) -> str | None:
     outputs=[
         Output("out", "Where the patch is written, if one is made.", _write, required=True, kind="json sink-patch")
     ],
+    scan={
+        "order": 48,
+        "seconds": [2.6, 12.0],
+        "quick": {"words": 2, "pieces": 4, "length": 64},
+        "numbers": {"repeated token's norm under the patch": ["held_out.*.patched", "held_out.*.intact"]},
+        "facts": {"a patch repairs repetition": "verdict"},
+    },
 )
 def make_patch(
     setup: Setup,
@@ -313,6 +321,9 @@ def make_patch(
         pieces: Pieces of held-out text.
         length: Tokens of a piece.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
     most = repeat_limit(target, max_repeats)

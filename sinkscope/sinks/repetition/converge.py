@@ -147,7 +147,17 @@ class Convergence(Result):
 
 
 @measurement(
-    group="Repetition", figure="sinkscope.figures.repetition:convergence", command="converge", quick={"max_repeats": 24}
+    group="Repetition",
+    figure="sinkscope.figures.repetition:convergence",
+    command="converge",
+    quick={"max_repeats": 24},
+    scan={
+        "order": 46,
+        "seconds": [0.2, 0.6],
+        "quick": {"max_repeats": 128},
+        "numbers": {"distance from the lone token at the end": ["curves.*.distance.-1", "curves.*.distance.0"]},
+        "facts": {"theorem 4.1 holds": "holds"},
+    },
 )
 def convergence(
     setup: Setup,
@@ -171,6 +181,9 @@ def convergence(
         max_repeats: Largest n. By default 500, or what the context holds.
         all_layers: Read every layer of a model that is not in memory, too, and not only the first.
         batch_size: Tokens in a pass.
+
+    Example:
+        sinkscope converge --model llama-2-7b --token cat
     """
     target = setup.target
     texts = [prefix] if isinstance(prefix, str) else list(prefix)

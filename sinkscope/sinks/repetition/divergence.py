@@ -259,6 +259,9 @@ def divergence(
         index: File that keeps the index of the corpus. By default it is kept beside the corpus.
         controls: Ordinary prompts to compare with, 64 tokens of held-out text each.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope divergence --token poem --corpus ./texts
     """
     edit = SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch
     target = setup.target

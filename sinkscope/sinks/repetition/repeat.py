@@ -183,6 +183,20 @@ class RepeatNorms(Result):
     figure="sinkscope.figures.repetition:repeat_norms",
     command="repeat",
     quick={"max_repeats": 24, "ablate": True},
+    scan={
+        "order": 40,
+        "seconds": [1.5, 1.5],
+        "quick": {"ablate": True},
+        "full": {"ablate": True},
+        "numbers": {
+            "norm after the last repetition": ["sequences.*.curves.0.norms.-1", "typical_norm", "typical_high"],
+            "norm then lost without the neurons": [
+                "sequences.*.curves.-2.last_drop",
+                "sequences.*.curves.-1.last_drop",
+                "sequences.*.curves.-1.last_drop",
+            ],
+        },
+    },
 )
 def repeat_norms(
     setup: Setup,
@@ -205,6 +219,9 @@ def repeat_norms(
         ablate: Measure again with the largest sink neuron zeroed, with all causal ones, and with as many random ones
             (Fig. 3 and 7), for each token and for the cycle of all, because the caption can be read both ways.
         batch_size: Sequences in a pass.
+
+    Example:
+        sinkscope repeat --model llama-2-7b --ablate --html repeat.html
     """
     target = setup.target
     words, replaced = choose(setup, tokens, prefix, CYCLE if ablate else ())

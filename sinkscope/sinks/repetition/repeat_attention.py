@@ -94,6 +94,7 @@ class RepeatAttention(Result):
         sequences: natural text, then one per repeated token.
     """
 
+    page: ClassVar[str] = "measure/repeat"
     kind: ClassVar[str] = "repeat-attention"
     percent: ClassVar[tuple[str, ...]] = (
         "to_first",
@@ -183,6 +184,12 @@ class RepeatAttention(Result):
     command="repeat",
     flag="attention",
     quick={"max_repeats": 24, "batch_size": 2},
+    scan={
+        "order": 42,
+        "seconds": [0.3, 1.2],
+        "quick": {"max_repeats": 256},
+        "numbers": {"attention to position 0 when repeating": ["sequences.1.first", "sequences.0.first"]},
+    },
 )
 def repeat_attention(
     setup: Setup,
@@ -205,6 +212,9 @@ def repeat_attention(
         layers: Layer to draw. By default the two after the sink layer, one past the middle, and the last (of 32 layers
             with the sink in layer 1 those are the paper's 2, 3, 17 and 31).
         batch_size: Sequences in a pass.
+
+    Example:
+        sinkscope repeat --attention --model llama-2-7b
     """
     target = setup.target
     if layers and max(layers) >= target.n_layers:
