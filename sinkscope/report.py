@@ -16,7 +16,7 @@ from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import ENVELOPE, Section, document, picture, plot, result_section, save_document, section
 from sinkscope.measure import Option, command
-from sinkscope.output import check_writable
+from sinkscope.output import PAGE, check_output, check_writable
 from sinkscope.registry import Hidden, entries, kinds
 from sinkscope.results import SCHEMA, Result, known_kinds, read_json
 from sinkscope.store import LOCK, RECORDS, SETTINGS
@@ -64,7 +64,7 @@ class Report:
 def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
-    out: Annotated[Path | None, Option(metavar="FILE")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", writes=True)] = None,
     assets: bool = False,
     progress: Hidden = None,
 ) -> None:
@@ -104,7 +104,7 @@ def report(
 
     Args:
         folder: folder of the results.
-        out: the file to write; by default `report.html` in the folder. An old file is replaced.
+        out: the file to write; by default `report.html` in the folder. An old page of sinkscope is replaced.
         assets: whether plotly.js lies beside the report instead of inside of it.
         progress: called with a stage, what is done and how much there is.
 
@@ -123,6 +123,7 @@ def report(
     files, skipped = _listed(root)
     if target in {path.resolve() for path in files}:
         raise SinkscopeError(f"{out} is one of the files to be read: give the report another name")
+    check_output(target, PAGE)
     sections: list[Section] = []
     for i, path in enumerate(files):
         if progress is not None:

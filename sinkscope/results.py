@@ -15,9 +15,9 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sinkscope._plain import build, pathless, plain
+from sinkscope._plain import build, parse_json, pathless, plain, visible
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
+from sinkscope.output import write_output
 from sinkscope.registry import kinds
 from sinkscope.tables import WIDTH, Grid, cell, glossary, strings
 
@@ -141,7 +141,7 @@ _ENVELOPE = ("model", "settings", "provenance")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Which model was measured. The fingerprint is made of headers and configuration; no weights are read for it."""
+    """Which model was measured. The fingerprint is made of the configuration and a sample of the weights."""
 
     name: str
     family: str
@@ -224,12 +224,12 @@ class Result:
         return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `to_json` to `path`, whole or not at all.
+        """Write `to_json` to `path`, whole or not at all. It may replace an earlier result, but no other file.
 
         Raises:
-            SinkscopeError: the file cannot be written; an old file of that name is then untouched.
+            SinkscopeError: the file cannot be written, or holds something else; it is then untouched.
         """
-        return write_atomic(path, self.to_json())
+        return write_output(path, self.to_json())
 
     @classmethod
     def load(cls: type[R], path: str | os.PathLike[str]) -> R:
@@ -409,12 +409,12 @@ class _OnTerminal:
 
         width = options.max_width
         grids = [grid.fitted(width - 4, between=3) for grid in self.result.grids()]  # rules take four places
-        yield Text(self.result.summary())
+        yield Text(visible(self.result.summary()))
         for grid in grids:
             if grid.title:
                 yield Text("")
             yield grid
-        yield from map(Text, self.result.below(grids, width))
+        yield from (Text(visible(line)) for line in self.result.below(grids, width))
 
 
 def _row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
@@ -447,6 +447,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except UnicodeDecodeError:
         raise SinkscopeError(f"{name} is not a JSON file: expected what --json or .save() wrote") from None
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise SinkscopeError(f"{name} is not a JSON file ({error}): expected what --json or .save() wrote") from None

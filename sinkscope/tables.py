@@ -10,6 +10,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from textwrap import fill, wrap
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from sinkscope._plain import visible
 from sinkscope.notation import head_name, neuron_name
 from sinkscope.registry import described
 
@@ -172,7 +173,7 @@ def cell(value: Any, *, percent: bool = False) -> str:
         return f"{value:.4g}" if abs(value) < 1e4 or abs(value) >= 1e7 else f"{value:.0f}"
     if isinstance(value, list | tuple):
         return ", ".join(cell(one, percent=percent) for one in value)
-    return str(value).replace("\n", "\\n")
+    return visible(str(value)).replace("\n", "\\n")
 
 
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:

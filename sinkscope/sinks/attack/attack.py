@@ -199,7 +199,7 @@ def cluster_attack(
     thresholds: Hidden = THRESHOLDS,
     batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
     workers: Positive = 1,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
     """Try to make sinks with sequences in which no token occurs twice, from the tokens that one head serves.
 

@@ -326,7 +326,7 @@ def token_clusters(
     sample: Count = 64,
     batch_size: Positive = 2048,
     workers: Positive = 1,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> TokenClusters:
     """Find for every token the single head of layer 0 that suffices to fire the sink neuron when it stands first.
 

@@ -23,6 +23,7 @@ from sinkscope.output import read_text
 from sinkscope.sinks.first_token.ablation import flat_number, prove, view_layer
 from sinkscope.sinks.first_token.effects import norm_of
 from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
+from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
@@ -348,14 +349,7 @@ def _template(tokenizer: Any, words: str) -> str:
     Raises:
         SinkscopeError: there is no template, or it fails.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise SinkscopeError("--chat: the tokenizer of this model has no chat template; leave --chat out")
-    try:
-        message = [{"role": "user", "content": words}]
-        return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program, and may fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SinkscopeError(f"--chat: the chat template of this model failed ({reason}); leave --chat out") from None
+    return chat_text(tokenizer, [{"role": "user", "content": words}])
 
 
 def _place(text: str, words: str) -> tuple[int, int]:

@@ -142,7 +142,7 @@ def sinks_over_training(
     tokens: Sequence[str] | None = None,
     top_k: Positive = 8,
     max_repeats: Positive | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
     progress: Hidden = None,
     **options: Any,
 ) -> SinksOverTraining:

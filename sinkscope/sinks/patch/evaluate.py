@@ -156,7 +156,7 @@ def evaluate_patch(
         sinkscope patch eval --model llama-2-7b --patch patch.json
     """
     edit = _read(patch)
-    _check_made_for(setup, edit)
+    edit.check_made_for(setup.target)
     control = random_patch(setup, edit)
     edits = (None, edit, control)
     ids = held_out(setup, pieces, length)
@@ -204,18 +204,6 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
             value = post if patch.site == "post" or up is None else up
             calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
-
-
-def _check_made_for(made: Setup, patch: SinkPatch) -> None:
-    """A fine-tune of the patch's model, or the same one under another name, is fine."""
-    here, there = asdict(made.info()), dict(patch.model or {})
-    odd = [key for key in ("family", "n_layers", "d_model", "d_mlp") if there.get(key, here[key]) != here[key]]
-    if odd:
-        raise SinkscopeError(
-            f"the patch was made for {there.get('name')}, whose {odd[0]} is {there[odd[0]]}, and that of "
-            f"{here['name']} is {here[odd[0]]}: give that model, or make a patch for this one",
-            page="patch-file",
-        )
 
 
 def _paired(before: Tensor, after: Tensor) -> Change:

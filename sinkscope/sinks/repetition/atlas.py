@@ -244,7 +244,7 @@ def sink_atlas(
     sample: Positive | None = None,
     batch_size: Positive = 4096,
     workers: Positive = 1,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> SinkAtlas:
     """Find for every token of the vocabulary the first number of repetitions that makes it a sink.
 

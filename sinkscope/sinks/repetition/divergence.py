@@ -258,7 +258,7 @@ def divergence(
     repeats: Sequence[Annotated[int, Option(name="--repeats", min=1)]] | None = None,
     new_tokens: Positive = 100,
     corpus: Annotated[str | Path | None, Option(metavar="DIR|stdlib")] = None,
-    index: Annotated[str | Path | None, Option(metavar="FILE")] = None,
+    index: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
     controls: Count = 20,
     batch_size: Positive = 8,
 ) -> Divergence:
