@@ -308,14 +308,14 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
     o = organism("llama", 0, kind="none")
     norms = repeat_norms(o.model, tokenizer=o.tokenizer, max_repeats=8, ablate=True)
     assert norms.sink_layer is None and norms.sequences == () and "no attention sink" in str(norms)
-    assert "no sink" in norms.figure().layout.title.text
+    assert "no attention sink" in norms.figure().layout.title.text
     attention = repeat_attention(o.model, tokenizer=o.tokenizer, max_repeats=8)
     assert attention.sink_layer is None and "no attention sink" in str(attention)
     natural = attention.sequences[0]
     assert (natural.high, natural.mass, natural.tail_mass) == (None, None, None) and len(natural.first) == len(
         attention.sequences[1].first
     )
-    assert "no sink" in attention.figure().layout.title.text
+    assert "no attention sink" in attention.figure().layout.title.text
 
 
 @pytest.mark.parametrize("measure", [repeat_norms, repeat_attention])
