@@ -26,6 +26,7 @@ _HOME = {  # public name -> where it lives; measurements come from the registry
     "LoopServe": "sinkscope.kv.loopserve.serve",
     "Conversation": "sinkscope.kv.loopserve.conversation",
     "generate": "sinkscope.generate",
+    "needle": "sinkscope.bench.commands",
     "report": "sinkscope.report",
     "scan": "sinkscope.cards.run",
     "sinks_over_training": "sinkscope.sinks.first_token.training",

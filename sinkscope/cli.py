@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from sinkscope import __version__
 from sinkscope.console import ProgressBar, emit, note, print_result
 from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.notation import read_head
 from sinkscope.output import check_writable, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
@@ -29,16 +30,22 @@ Backend = Literal["bridge", "hf", "nnsight"]
 """Kinds of model object."""
 
 
-def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
+def check_outputs(
+    json: str | None = None,
+    html: str | None = None,
+    png: str | None = None,
+    csv: str | None = None,
+    **more: str | None,
+) -> None:
     """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
-    paths = (json, html, png, *more.values())
+    paths = (json, csv, html, png, *more.values())
     files = [path for path in paths if path not in (None, "-")]
     written = [str(check_writable(path)) for path in files if path is not None]
     for path in written:
         if written.count(path) > 1 and not path.startswith("/dev/"):
             raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
-    if "-" in paths[1:]:
-        raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
+    if "-" in paths[2:] or json == csv == "-":
+        raise SinkscopeError("only --json writes to standard output with -, or --csv: give the name of a file")
     if png is not None:
         from sinkscope.html import check_png
 
@@ -46,7 +53,15 @@ def check_outputs(json: str | None = None, html: str | None = None, png: str | N
 
 
 def deliver(
-    result: Any, json: str | None, html: str | None, png: str | None, also: Mapping[str, Any] | None = None
+    result: Any,
+    json: str | None,
+    html: str | None,
+    png: str | None,
+    csv: str | None = None,
+    also: Mapping[str, Any] | None = None,
+    *,
+    wide: bool = False,
+    assets: bool = False,
 ) -> None:
     """Standard output first: what cannot be written to a file is at least seen.
 
@@ -55,32 +70,29 @@ def deliver(
         json: file for it.
         html: file for it.
         png: file for its figure.
+        csv: file for all rows and columns of its table.
         also: further results, printed below; in the JSON each is a key beside the envelope's own.
+        wide: whether tables show every column, however wide.
+        assets: whether plotly.js lies beside the HTML file instead of inside of it.
     """
     more = also or {}
-    if json != "-":
-        print_result(result)
+    if "-" not in (json, csv):
+        print_result(result, wide=wide)
         for other in more.values():
             print()
-            print_result(other)
+            print_result(other, wide=wide)
     if json is not None:
         emit(json, result.to_json(**more))
+    if csv is not None:
+        emit(csv, result.to_csv())
     if html is not None:
         from sinkscope.html import save_html
 
-        save_html(result, html, *more.values())
+        save_html(result, html, *more.values(), assets=assets)
     if png is not None:
         from sinkscope.html import save_png
 
         save_png(result, png)
-
-
-def layer_head(name: str) -> tuple[int, int]:
-    """What `--head LAYER.HEAD` names."""
-    layer, dot, head = name.partition(".")
-    if not (dot and layer.isdigit() and head.isdigit()):
-        raise SinkscopeError(f"--head {name!r}: expected layer and head with a dot between, such as 5.3")
-    return int(layer), int(head)
 
 
 def read_prompt(name: str) -> str:
@@ -93,15 +105,16 @@ def read_prompt(name: str) -> str:
 
 _READS: dict[str | None, Callable[[Any], Any]] = {
     "text": read_prompt,
-    "head": layer_head,
+    "head": read_head,
     "commas": lambda text: [word.strip() for word in text.split(",") if word.strip()],
 }
 _FILES = {
     "json": ("FILE|-", "Write the result as JSON; - is standard output."),
     "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
+    "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
 }
-
+_ASSETS = "With --html: plotly.js lies beside the page, once for all pages of its folder, instead of inside of each."
 
 _ABOUT = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
@@ -223,11 +236,17 @@ class Command:
         for name, text, required in self.outputs:
             default = inspect.Parameter.empty if required else None
             added.append(_option(name, str, default, metavar="FILE", help=text))
-        return added + [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        added += [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        wide = "Show every column of the tables, however wide they become."
+        switches = {"wide": wide, "assets": _ASSETS} if self.files else {}
+        return added + [_option(name, bool, False, help=text) for name, text in switches.items()]
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
         files = {name: values.pop(name) for name in self.files}
+        wide, assets = (bool(self.files and values.pop(name)) for name in ("wide", "assets"))
+        if assets and files["html"] is None:
+            raise SinkscopeError("--assets puts plotly.js beside the page of --html: give --html, too, or leave it out")
         written = {name: values.pop(name) for name, _, _ in self.outputs}
         check_outputs(**files, **written)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
@@ -246,7 +265,7 @@ class Command:
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
-            deliver(result, **files, also=more)
+            deliver(result, **files, also=more, wide=wide, assets=assets)
         saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
             if path is not None and isinstance(said := saves[name](result, path), str):
@@ -338,7 +357,14 @@ def _read(parameter: Parameter, words: Any) -> Any:
         return values
     if not any(values):
         raise SinkscopeError(f"{parameter.flag} {' '.join(words)}: no name is given; give names with commas between")
-    return [one for part in values for one in part]
+    found = [one for part in values for one in part]
+    if parameter.type not in (int, float):
+        return found
+    try:
+        return [parameter.type(one) for one in found]
+    except ValueError:
+        what = "whole numbers" if parameter.type is int else "numbers"
+        raise SinkscopeError(f"{parameter.flag} {','.join(found)}: expected {what} with commas between") from None
 
 
 def _kind(parameter: Parameter) -> Any:

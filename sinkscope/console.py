@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from shutil import get_terminal_size
 from typing import Any
 
 from sinkscope.output import write_atomic
@@ -52,7 +53,7 @@ class ProgressBar:
             self._bar.stop()
 
 
-__all__ = ["Progress", "emit", "note", "print_result", "print_rows"]
+__all__ = ["Progress", "emit", "note", "print_result"]
 
 
 def note(message: str) -> None:
@@ -68,28 +69,11 @@ def emit(path: str, text: str) -> None:
         write_atomic(path, text)
 
 
-def print_result(result: Any) -> None:
-    """A rich table on a terminal, plain aligned text anywhere else."""
-    if not sys.stdout.isatty():
-        print(result.text())
+def print_result(result: Any, *, wide: bool = False) -> None:
+    """A rich table on a terminal, plain aligned text anywhere else; `wide` shows every column as plain text."""
+    if wide or not sys.stdout.isatty():
+        print(result.text(None if wide else get_terminal_size((80, 24)).columns))
         return
     from rich.console import Console
 
     Console().print(result.table())
-
-
-def print_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows of words: a rich table on a terminal, plain aligned text anywhere else."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*head, header_style="bold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())

@@ -20,6 +20,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
+from sinkscope.kv.loopserve import tokens_read
 from sinkscope.measure.setup import edit_of
 from sinkscope.models.target import Target
 from sinkscope.records import Natural, Number, Whole, conform
@@ -35,6 +36,8 @@ class Generated:
         tokens: ids of the new tokens, up to and with the end of sequence if it came.
         prompt_tokens: length of the prompt, BOS included.
         events: what the interventions did in this row (`row` is the number of the prompt).
+        held: tokens in the cache after a call, mean over calls, layers and kv heads; None: without a cache policy.
+        read: cached tokens that a decoding step attends to; None: all that are held.
     """
 
     prompt: str
@@ -42,6 +45,8 @@ class Generated:
     tokens: list[int]
     prompt_tokens: int
     events: list[Event]
+    held: float | None = None
+    read: float | None = None
 
 
 def generate(
@@ -115,7 +120,9 @@ def generate(
                 text = tok.decode(new, skip_special_tokens=True)
                 if on_text is not None and whole:
                     on_text(start + i, text)
-                results.append(Generated(prompt, text, new, len(ids), own))
+                held = run.usage[-1].mean_tokens[i] if run is not None and run.usage else None
+                read = tokens_read(run)[-1][i] if run is not None and tokens_read(run) else None
+                results.append(Generated(prompt, text, new, len(ids), own, held, read))
     return results
 
 

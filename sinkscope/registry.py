@@ -253,7 +253,7 @@ class Entry:
     def parameters(self) -> tuple[Parameter, ...]:
         """Its parameters, without the `Setup` of a measurement."""
         args = self.node.args
-        helps = _arguments(self.doc)
+        helps = described(self.doc, "Args")
         first = 1 if self.decorator == "measurement" else 0
         positional = args.args[first:]
         padding = [None] * (len(positional) - len(args.defaults))
@@ -419,9 +419,9 @@ def _outputs(node: ast.expr) -> list[tuple[str, str, bool]]:
     return found
 
 
-def _arguments(doc: str) -> dict[str, str]:
-    """Parameter descriptions of the section "Args" of a docstring."""
-    section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
+def described(doc: str, title: str) -> dict[str, str]:
+    """What a section of a docstring, such as "Args" or "Attributes", says of each name."""
+    section = re.search(rf"^{title}:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
     found: dict[str, list[str]] = {}
     for line in (section[1] if section else "").splitlines():
         if entry := re.match(r"    (\w+): (.*)", line):

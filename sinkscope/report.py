@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from sinkscope._plain import visible
+from sinkscope.bench.files import PROMPTS
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.html import ENVELOPE, Section, document, picture, result_section, save_document, section
+from sinkscope.html import ENVELOPE, Section, document, picture, plot, result_section, save_document, section
 from sinkscope.measure import Option, command
 from sinkscope.output import check_writable
-from sinkscope.registry import Hidden, kinds
+from sinkscope.registry import Hidden, entries, kinds
 from sinkscope.results import SCHEMA, Result, cell, html_table, known_kinds, read_json
+from sinkscope.store import LOCK, RECORDS, SETTINGS
 
 _BESIDE = {".html", ".png"}  # files that commands write next to their JSON
+_OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
 _ROOMS = ("sinkscope.sinks.first_token", "sinkscope.sinks", "sinkscope")  # in this order
 _TOLD = 20  # skipped files that the command names
 _SHOWN = 5  # skipped files that an error names
@@ -61,19 +65,21 @@ def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
     out: Annotated[Path | None, Option(metavar="FILE")] = None,
+    assets: bool = False,
     progress: Hidden = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
     Args:
-        folder: Folder of results; those below it are read too.
+        folder: Folder of results and runs; those below it are read too.
         out: File to write. By default report.html in the folder.
+        assets: Put plotly.js beside the report, once for all pages of that folder, instead of inside of it.
         progress: Called with a stage, what is done and how much there is.
 
     Example:
         sinkscope report results --out everything.html
     """
-    made = report(folder, out, progress=progress)
+    made = report(folder, out, assets=assets, progress=progress)
     for skipped in made.skipped[:_TOLD]:
         note(f"left out: {skipped}")
     if len(made.skipped) > _TOLD:
@@ -86,17 +92,20 @@ def report(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
+    assets: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Write all results found in a folder, and in the folders below it, as one HTML file that needs nothing else.
 
-    Results are the files that `--json` and `.save()` write. An envelope of a kind without a class, such as those of
-    `experiments/` or your own, is shown as tables of its data. Other files are left out and named; hidden files, and
+    Results are the files that `--json` and `.save()` write, and the folders that `loopbench run`, `dialogues run` and
+    `dialogues fidelity` write, which are shown as their tables. An envelope of a kind without a class, such as those
+    of `experiments/` or your own, is shown as tables of its data. Other files are left out and named; hidden files, and
     the HTML and PNG that commands write beside their JSON, are left out silently.
 
     Args:
         folder: folder of the results.
         out: the file to write; by default `report.html` in the folder. An old file is replaced.
+        assets: whether plotly.js lies beside the report instead of inside of it.
         progress: called with a stage, what is done and how much there is.
 
     Returns:
@@ -131,12 +140,13 @@ def report(
         raise SinkscopeError(f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote")
     sections.sort(key=lambda s: (_place(s.kind), s.file))
     about = f"{len(sections)} result{'s' if len(sections) != 1 else ''}"
-    whole = document(visible(root.resolve().name), sections, about, [(s.file, s.reason) for s in skipped])
+    left = [(s.file, s.reason) for s in skipped]
+    whole = document(visible(root.resolve().name), sections, about, left, assets=assets)
     return Report(save_document(target, whole), tuple(s.file for s in sections), tuple(skipped))
 
 
 def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
-    """The JSON files below `root`, sorted, and the other files."""
+    """The JSON files and the folders of runs below `root`, sorted, and the other files."""
     files: list[Path] = []
     skipped: list[Skipped] = []
 
@@ -145,9 +155,12 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
 
     for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if {SETTINGS, RECORDS} <= {*names}:
+            files.append(Path(folder))
+            names = [name for name in names if name not in _OF_RUNS]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             suffix = path.suffix.lower()
-            if suffix in _BESIDE:
+            if suffix in _BESIDE or re.fullmatch(r"plotly-[\d.]+\.min\.js", path.name):
                 continue
             if suffix != ".json":
                 skipped.append(Skipped(_name(path, root), "is no .json file"))
@@ -168,12 +181,26 @@ def _place(kind: str) -> tuple[int, int]:
 def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
     """A file's result and those under further keys; for a file that is not JSON, the error."""
     try:
-        data = read_json(path)
+        data = _runs(path, name) if path.is_dir() else read_json(path)
     except SinkscopeError as error:
         return [(name, error)]
     beside = data.items() if isinstance(data, dict) else ()
     nested = [(key, v) for key, v in beside if isinstance(v, dict) and "schema" in v and "kind" in v]
     return [(name, data), *((f"{name}, {visible(key)}", v) for key, v in nested)]
+
+
+def _runs(folder: Path, name: str) -> dict[str, Any]:
+    """The tables of a folder of runs, as the benchmark's own command prints them."""
+    settings = read_json(folder / SETTINGS)
+    words = str(settings.get("command", "loopbench") if isinstance(settings, dict) else settings).split(" ")[0]
+    table = next((e for e in entries().values() if e.command == f"{words} table"), None)
+    if table is None:
+        raise SinkscopeError(f"{name} is no folder of `loopbench run`, `dialogues run` or `dialogues fidelity`")
+    made: Result = table.load()([folder])
+    data = made.to_dict()
+    data["provenance"] |= {"argv": ["sinkscope", words, "table", name], "seconds": 0.0, "peak_memory_bytes": None}
+    data["settings"]["runs"][0]["folder"] = name
+    return data
 
 
 def _section(data: Any, name: str, path: Path) -> Section:
@@ -229,20 +256,22 @@ class RecordTable(NamedTuple):
         return title + html_table(self.head, self.rows)
 
 
-def record_section(data: dict[str, Any], file: str, path: Path) -> Section | None:
-    """An envelope whose kind no class belongs to, with the PNG beside it; None if `data` is no envelope.
+def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = None) -> Section | None:
+    """An envelope whose kind no class belongs to, with its figure; None if `data` is no envelope.
 
     Args:
         data: what the file holds.
         file: name of the file as it is shown.
         path: the file itself.
+        figure: of plotly; None: the PNG beside the file, if there is one.
     """
     lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
     result = data.get("result")
     if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or "provenance" not in lists:
         return None
     shown = "\n".join(part.to_html() for part in tables(result))
-    return section(str(data["kind"]), file, lists, _picture(path.with_suffix(".png")) + shown)
+    drawn = _picture(path.with_suffix(".png")) if figure is None else plot(figure)
+    return section(str(data["kind"]), file, lists, drawn + shown)
 
 
 def _picture(path: Path) -> str:

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -251,9 +252,10 @@ def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["schema"], data["kind"]) == (1, "models")
-    assert [line.split()[0] for line in lines[1:]] == [entry["name"] for entry in data["result"]]
+    assert [line.split()[0] for line in lines[3:]] == [entry["name"] for entry in data["result"]]
     row = next(line for line in lines if line.startswith("llama-2-7b "))
-    assert "1:7890, 1:10411" in row
+    assert main(["models", "--wide"]) == 0
+    assert "meta-llama/Llama-2-7b-hf  L1.N7890, L1.N10411" in re.sub("   +", "  ", capsys.readouterr().out)
     assert "meta-llama/Llama-2-7b-hf" in row
 
 

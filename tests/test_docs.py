@@ -233,3 +233,18 @@ def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
     assert len(medians) >= 3 and all(re.search(rf"\b{number}\b", told) for number in medians)
     for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
         assert f"(../../figures/{name}.png)" in page and (ROOT / f"figures/{name}.png").exists()
+
+
+_IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
+PAGES = sorted([*(ROOT / "docs/measure").glob("*.md"), *(ROOT / "docs/papers").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    images = list(_IMAGE.finditer(text))
+    assert images
+    for image in images:
+        assert (page.parent / image[1]).is_file(), image[1]
+        around = text[max(0, image.start() - 250) : image.end() + 60]
+        assert "How to read" in around, image[1]

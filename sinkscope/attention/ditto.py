@@ -94,6 +94,15 @@ class Ditto(Result):
     """
 
     percent: ClassVar[tuple[str, ...]] = ("increased", "likeliest")
+    columns: ClassVar[tuple[str, ...]] = (
+        "unit",
+        "copies",
+        "probability",
+        "ablated",
+        "control",
+        "increased",
+        "likeliest",
+    )
 
     after: int
     first: float

@@ -115,7 +115,9 @@ class LineWeights(Weights, Result):
         picture: the attention map of one of them with its lines.
     """
 
+    page: ClassVar[str] = "measure/lines"
     percent: ClassVar[tuple[str, ...]] = (*_NAMES, "vertical")
+    columns: ClassVar[tuple[str, ...]] = ("head", "mass", "random_mass", "cells", "vertical", "line_sums", "eta")
 
     etas: tuple[float, ...]
     inputs: tuple[Input, ...]

@@ -157,6 +157,16 @@ class Locking(Result):
     """
 
     kind: ClassVar[str] = "locking"
+    columns: ClassVar[tuple[str, ...]] = (
+        "head",
+        "score",
+        "healthy_score",
+        "gain",
+        "mass",
+        "stability",
+        "onset",
+        "width",
+    )
 
     tokens: int
     prompt_tokens: int

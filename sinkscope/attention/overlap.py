@@ -163,7 +163,9 @@ class LineOverlap(Overlap, Result):
         tokens: observation 4; None: it was not asked for, or the texts have no questions.
     """
 
+    page: ClassVar[str] = "measure/overlap"
     percent: ClassVar[tuple[str, ...]] = _NAMES
+    columns: ClassVar[tuple[str, ...]] = ("head", "inputs", "inputs_random", *_NAMES[3:], "inputs_paper", "eta")
 
     etas: tuple[float, ...]
     texts: tuple[Input, ...]

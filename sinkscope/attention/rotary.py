@@ -184,6 +184,10 @@ class RotaryInvariance(Result):
     """
 
     kind: ClassVar[str] = "rotary"
+    columns: ClassVar[tuple[str, ...]] = (
+        *("layer", "spread", "change", "other_change", "healthy_change", "bound", "tail_mass", "drift", "step_drift"),
+        *("contraction", "tightness", "error"),
+    )
 
     tokens: int
     prompt_tokens: int

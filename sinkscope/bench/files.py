@@ -169,12 +169,12 @@ class Contents(Generic[R]):
 
 
 def open_folder(
-    folder: str | os.PathLike[str], settings: Mapping[str, Any], prompts: Iterable[Any], kind: type[R]
+    folder: str | os.PathLike[str] | None, settings: Mapping[str, Any], prompts: Iterable[Any], kind: type[R]
 ) -> Folder[R]:
     """A run's folder, to be written; use it in a `with`.
 
     Args:
-        folder: new, empty, or of an earlier run with the same settings.
+        folder: new, empty, or of an earlier run with the same settings; None: records are kept in memory alone.
         settings: everything that decides the records.
         prompts: all of them, as dataclasses or dicts with an "id".
         kind: class of the records.

@@ -118,7 +118,7 @@ class Asked:
             return made[:, ids.shape[1] :].tolist(), [] if run is None else run.events
 
 
-def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
+def ask(model: object, tokenizer: Any, new: int, budget: Budget, chat: bool = False) -> Asked:
     """The model, ready to be asked.
 
     Args:
@@ -126,9 +126,10 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
         tokenizer: where the model carries none.
         new: most tokens of an answer.
         budget: of methods that have none of their own.
+        chat: prompts are wrapped in its chat template.
 
     Raises:
-        SinkscopeError: it carries no tokenizer.
+        SinkscopeError: it carries no tokenizer, or no chat template.
     """
     target = Target.of(model.open() if isinstance(model, NamedModel) else model, tokenizer)
     if target.tokenizer is None:
@@ -136,6 +137,8 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
             f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
             page="no-tokenizer",
         )
+    if chat and not getattr(target.tokenizer, "chat_template", None):
+        raise SinkscopeError(f"the tokenizer of {target.name} has no chat template: leave out chat")
     return Asked(target, fingerprint_of(target), *ends_and_pad(target), new, budget)
 
 
@@ -162,21 +165,22 @@ class Batch:
     Attributes:
         model: fingerprint of the model.
         methods: that answer.
-        prompts: names of the prompts in the folder.
-        rows: what the benchmark knows of each prompt.
-        size: of it in the progress.
+        rows: the prompts, which have an `id`, each with what else the benchmark knows of it.
     """
 
     model: str
     methods: tuple[Method, ...]
-    prompts: tuple[str, ...]
-    rows: tuple[Any, ...]
-    size: int
+    rows: tuple[tuple[Any, Any], ...]
 
     @property
-    def keys(self) -> tuple[tuple[str, str, str], ...]:
+    def size(self) -> int:
+        """Of it in the progress."""
+        return len(self.methods) * len(self.rows)
+
+    @property
+    def keys(self) -> tuple[tuple[Any, ...], ...]:
         """Keys of the records that it makes."""
-        return tuple((self.model, method.spec, prompt) for method in self.methods for prompt in self.prompts)
+        return tuple((self.model, method.spec, each.id) for method in self.methods for each, _ in self.rows)
 
 
 Answer = Callable[[Asked, Batch], Sequence[Any]]

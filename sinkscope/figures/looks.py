@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, axes, counted, finished, panels, powers, shares
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, axes, by_layer, counted, finished, panels, powers, shares
 from sinkscope.results import cell
 
 
@@ -36,7 +36,7 @@ def draw_screen(result: Any) -> go.Figure:
     )
     written = {"title_text": "largest norm written", "rangemode": "tozero"}
     axes(fig, 1, 2, x={"type": "category", "tickangle": 0}, y=written)
-    return finished(fig, result, "neurons by their weights", width=1200, height=460)
+    return finished(fig, result, width=1200, height=460)
 
 
 def draw_positions(result: Any) -> go.Figure:
@@ -65,11 +65,10 @@ def draw_positions(result: Any) -> go.Figure:
             row=1,
             col=col,
         )
-        axes(fig, 1, col, x="position", y="layer")
+        axes(fig, 1, col, x="position", y=by_layer(len(layers)))
         if len(names) <= 40:
             axes(fig, 1, col, x={"tickvals": places, "ticktext": names, "tickangle": -60, "tickfont": {"size": 10}})
-    found = f"norms and attention of {len(names)} tokens"
-    return finished(fig, result, found, width=1400, height=520, bottom=150 if len(names) <= 40 else 80)
+    return finished(fig, result, width=1400, height=520, bottom=150 if len(names) <= 40 else 80)
 
 
 def draw_training(result: Any) -> go.Figure:
@@ -94,7 +93,7 @@ def draw_training(result: Any) -> go.Figure:
     )
     axes(fig, None, None, x={"type": "category", "categoryorder": "array", "categoryarray": names})
     axes(fig, 1, 1, y=shares("share of heads") | {"rangemode": "tozero"})
-    axes(fig, 1, 2, y={"title_text": "over the typical norm", "type": "log"})
+    axes(fig, 1, 2, y=powers("over the typical norm"))
     depth = result.model.n_layers
-    axes(fig, 1, 3, y=counted("layer", depth) | {"range": [-0.5, depth - 0.5]})
-    return finished(fig, result, f"{len(known)} checkpoints", width=1400, height=460, bottom=120)
+    axes(fig, 1, 3, y=by_layer(depth) | {"autorange": False, "range": [depth - 0.5, -0.5]})
+    return finished(fig, result, width=1400, height=460, bottom=120)

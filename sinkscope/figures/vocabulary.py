@@ -58,9 +58,8 @@ def clusters(result: Any) -> go.Figure:
         _strengths(fig, result)
     if result.pairs is not None:
         _pairs(fig, result.pairs)
-    said = f"clusters of {len(result.ids):,} tokens" if result.ids else "no sink neuron, no clusters"
     width = 1400 if shown == 3 else 1000
-    return finished(fig, result, said, width=width, height=480, legend=-0.22, barmode="overlay")
+    return finished(fig, result, width=width, height=480, legend=-0.22, barmode="overlay")
 
 
 def _bars(fig: Any, result: Any) -> None:
@@ -139,9 +138,8 @@ def atlas(result: Any) -> go.Figure:
     if result.ids:
         _histogram(fig, result)
         _shared(fig, result)
-    said = f"repetition of {len(result.ids):,} tokens" if result.ids else "no sink"
     more: dict[str, Any] = {"legend": -0.3, "bottom": 130, "barmode": "stack", "bargap": 0.05}
-    return finished(fig, result, said, width=1300, height=520, **more)
+    return finished(fig, result, width=1300, height=520, **more)
 
 
 def _histogram(fig: Any, result: Any) -> None:
@@ -212,8 +210,7 @@ def attack(result: Any) -> go.Figure:
         for row, (x, y) in enumerate(zip(below, _SUCCESS, strict=True), 1):
             axes(fig, row, column, x=x, y=shares(y if column == 1 else None, -0.03, 1.03))
         fig.add_vline(result.success, line={"color": GREY, "dash": "dot", "width": 1}, row=3, col=column)
-    title = f"sinks after layer {result.sink_layer} without a repeated token"
-    return finished(fig, result, title, width=420 * len(contexts) + 120, height=960, legend=-0.09)
+    return finished(fig, result, width=420 * len(contexts) + 120, height=960, legend=-0.09)
 
 
 def _columns(contexts: list[str], **more: Any) -> Any:
@@ -245,7 +242,7 @@ def _nothing(result: Any) -> go.Figure:
     fig.add_annotation(text=html.escape(result.conclusion()), showarrow=False, font={"size": 16})
     fig.update_xaxes(visible=False)
     fig.update_yaxes(visible=False)
-    return finished(fig, result, "nothing to draw", width=900, height=260)
+    return finished(fig, result, width=900, height=260)
 
 
 def detection(result: Any) -> go.Figure:
@@ -277,8 +274,7 @@ def detection(result: Any) -> go.Figure:
     axes(fig, 1, 1, y="attacks detected")
     axes(fig, 2, 1, y=f"pieces that raise the alarm<br>at threshold {result.threshold:g}")
     more: dict[str, Any] = {"legend": -0.12, "bottom": 120, "barmode": "group"}
-    title = "attacks seen in sink neurons at later positions"
-    return finished(fig, result, title, width=420 * len(contexts) + 120, height=760, **more)
+    return finished(fig, result, width=420 * len(contexts) + 120, height=760, **more)
 
 
 def _detected(fig: Any, result: Any, drawn: list[Any], rules: list[tuple[int, int]], column: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.config import check_kind, read_json
-from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, find, resolve
+from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, resolve
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -252,12 +252,14 @@ class ModelSource:
         where: path of the folder or file, or hub id.
         name: what reports call it: a short name, hub id, or base name.
         revision: branch, tag or commit of a hub id.
+        planted: whether a circuit is written into the weights after they were read (`sinkscope.models.two_hops`).
     """
 
     kind: Literal["folder", "gguf", "hub"]
     where: Path | str
     name: str
     revision: str | None = None
+    planted: bool = False
 
 
 def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
@@ -289,6 +291,8 @@ def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> ModelSour
         return ModelSource("folder", Path(__file__).with_name("bundled"), BUNDLED)
     if x in (RECALL, ORGANISM):
         return ModelSource("folder", Path(__file__).with_name(str(x)), str(x))
+    if x == TWO_HOPS:
+        return ModelSource("folder", Path(__file__).with_name(RECALL), TWO_HOPS, planted=True)
     text = os.fspath(x)
     path = Path(text).expanduser()
     if not text.strip():

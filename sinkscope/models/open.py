@@ -317,7 +317,7 @@ def open_target(
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(Target.of(model, tokenizer), needed)
     source = None if model is None else locate(model, revision)
-    if source is not None and source.kind != "gguf" and not trust_remote_code:
+    if source is not None and source.kind != "gguf" and not source.planted and not trust_remote_code:
         try:
             with quiet(), explained(source):
                 return _stream(source, tokenizer, dtype, device)

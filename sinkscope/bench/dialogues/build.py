@@ -27,10 +27,11 @@ from sinkscope.bench.dialogues.published import build_published, published_file
 from sinkscope.bench.dialogues.recall import TASK as RECALL
 from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.bench.files import BuiltSet, check_out, write_set
-from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, open_tokenizer, read_longbench
+from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, read_longbench
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
+from sinkscope.models.load import open_tokenizer
 from sinkscope.published import set_of
 
 Form = Literal["faithful", "repaired"]

@@ -54,11 +54,17 @@ class _Plan:
 class _Sampled(Batch):
     """Some prompts by one method at one temperature, with random numbers of one seed."""
 
+    new: int
     temperature: float
     seed: int
 
     @property
-    def keys(self) -> tuple[Any, ...]:
+    def size(self) -> int:
+        """New tokens."""
+        return len(self.rows) * self.new
+
+    @property
+    def keys(self) -> tuple[tuple[Any, ...], ...]:
         """Keys of the records that it makes."""
         return tuple((*key, self.temperature, self.seed) for key in super().keys)
 
@@ -138,9 +144,9 @@ def run_loopbench(
     draws = [(t, seed + i) for t in dict.fromkeys(map(float, temperatures)) for i in range(seeds if t else 1)]
     tally = Tally("new tokens", len(draws) * len(chosen) * len(written) * new, progress)
     stages = [
-        [_some(to, Method(TEXT), [row], 0, 0.0, seed) for row in texts],
+        [_Sampled(to.fingerprint, (Method(TEXT),), (row,), 0, 0.0, seed) for row in texts],
         [
-            _some(to, each, written[start : start + batch_size], new, *draw)
+            _Sampled(to.fingerprint, (each,), tuple(written[start : start + batch_size]), new, *draw)
             for draw in draws
             for each in chosen
             for start in range(0, len(written), batch_size)
@@ -176,12 +182,6 @@ def _rows(
         _check_length(each.id, len(ids), to.new, to)
     check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
     return [(each, ids) for each, ids in rows if isinstance(each, Honest)], written
-
-
-def _some(
-    to: Asked, method: Method, rows: Sequence[tuple[BenchPrompt | Honest, list[int]]], new: int, *draw: Any
-) -> _Sampled:
-    return _Sampled(to.fingerprint, (method,), tuple(each.id for each, _ in rows), tuple(rows), len(rows) * new, *draw)
 
 
 def _edited(method: Method) -> bool:

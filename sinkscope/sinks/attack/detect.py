@@ -84,6 +84,7 @@ class AttackDetection(Result):
         detections: one for each context, length, attack, harmless text and rule.
     """
 
+    page: ClassVar[str] = "measure/attack"
     kind: ClassVar[str] = "attack-detection"
     percent: ClassVar[tuple[str, ...]] = ("detected", "detected_here", "false_alarms")
 

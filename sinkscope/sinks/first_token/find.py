@@ -34,6 +34,7 @@ from sinkscope.sinks.first_token.walk import (
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
+LEAST = 1e-9  # a typical norm: a model made by hand can have 0, which nothing can be divided by
 LATER = 3  # tokens behind the first position whose spikes are examined
 
 
@@ -585,7 +586,7 @@ def _spike(setup: Setup, seen: Walk, sets: Found, later: tuple[LaterSink, ...]) 
         positions=tuple(sorted(places)),
         step_up=tuple(stages or seen.steps(1)),
         step_down=tuple(seen.steps(-1)),
-        ratio=max(a / b for a, b in zip(seen.spike, seen.usual, strict=True)),
+        ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
         plateau=(standing[0], standing[-1]),
         made_by="MLP" if stages else maker(setup.target, setup.ids[:2, :32], standing[0], seen.shared),
         triggers=triggers(setup.target, setup.ids, sets.minimal),
@@ -605,7 +606,7 @@ def _later(setup: Setup, seen: Walk, heard: Received, generator: torch.Generator
     ids, found = setup.ids, list[LaterSink]()
     for token, _ in Counter(ids[high].tolist()).most_common(LATER):
         row, at = max((high & (ids == token)).nonzero().tolist(), key=lambda place: -place[1])
-        ratio = max(float(n[row, at]) / u for n, u in zip(seen.norms, seen.usual, strict=True))
+        ratio = max(float(n[row, at]) / max(u, LEAST) for n, u in zip(seen.norms, seen.usual, strict=True))
         heads = _attending(setup.target, ids[row], at, len(seen.first))
         made = later_set(setup.target, ids, (row, at), seen, heads, generator)
         found.append(LaterSink(setup.tokenizer.decode([token]), at, ratio, made))

@@ -120,6 +120,7 @@ class Condition:
 class MassiveActivations(Result):
     """What `massive_activations` returns: a `Condition` with BOS and one without, or one of them."""
 
+    page: ClassVar[str] = "measure/massive"
     percent: ClassVar[tuple[str, ...]] = ("share",)
 
     texts: int

@@ -138,14 +138,15 @@ class TokenPositions(Result):
             for i, token in enumerate(self.tokens)
         ]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        head, cells = super()._cells()
-        if len(cells) <= SHOWN:
-            return head, cells
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The rows of the tokens with the largest norm, and of those that receive most attention."""
+        rows = self.rows()
+        if len(rows) <= SHOWN:
+            return rows
         most = np.argsort(-self.norm[self.layer])[: SHOWN // 2].tolist()
         given = np.argsort(-np.nan_to_num(self.received[0])).tolist()
         kept = [*most, *(i for i in given if i not in most)][:SHOWN]
-        return head, [cells[i] for i in sorted(kept)]
+        return [rows[i] for i in sorted(kept)]
 
     def conclusion(self) -> str:
         """Which tokens' norms spike, beside the others and typical text."""
@@ -203,10 +204,9 @@ class TokenPositions(Result):
             )
         return lines
 
-    def to_html(self) -> str:
-        """Summary, the text with its tokens shaded by norm, attention or neuron, and the table; everything escaped."""
-        head, end, table = super().to_html().partition("</pre>")  # the text stands between summary and table
-        return head + end + _page(self) + table
+    def inset(self) -> str:
+        """The text with its tokens shaded by norm, attention or neuron."""
+        return _page(self)
 
 
 @measurement(

@@ -65,6 +65,7 @@ class Checkpoint(Keyed):
 class SinksOverTraining(Result):
     """What `find_sinks` says of each checkpoint, in the order in which they were given."""
 
+    page: ClassVar[str] = "measure/training"
     kind: ClassVar[str] = "sinks-over-training"
     percent: ClassVar[tuple[str, ...]] = ("rate", "set_drop", "control_drop")
     drawing: ClassVar[Any] = "sinkscope.figures.looks:draw_training"

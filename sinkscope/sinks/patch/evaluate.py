@@ -70,6 +70,7 @@ class PatchEvaluation(Result):
         shots: examples before each question, by task; as the task's own file says where none was asked for.
     """
 
+    page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-eval"
 
     scores: tuple[Score, ...]

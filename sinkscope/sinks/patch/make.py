@@ -154,6 +154,7 @@ class PatchMade(Result):
         limit: largest relative rise of the perplexity that is accepted.
     """
 
+    page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-make"
 
     verdict: Verdict

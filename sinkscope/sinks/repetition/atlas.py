@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +27,11 @@ _SHOWN = 200  # rows on the page at a time: a browser is slow with a hundred tho
 
 # Texts go in by textContent and never become HTML.
 _SCRIPT = """
-(()=>{
-const box=document.currentScript.parentElement, data=JSON.parse(box.querySelector('script[type]').textContent);
+(async()=>{
+const box=document.currentScript.parentElement, packed=atob(box.querySelector('script[type]').textContent);
+const bytes=new Blob([Uint8Array.from(packed,c=>c.charCodeAt(0))]).stream();
+const columns=await new Response(bytes.pipeThrough(new DecompressionStream('gzip'))).json();
+const data=columns[0].map((_,i)=>columns.map(c=>c[i]));
 const body=box.querySelector('tbody'), find=box.querySelector('input[type=search]'), count=box.querySelector('output');
 const only=box.querySelector('input[type=checkbox]');
 let column=2, up=true;
@@ -45,6 +50,8 @@ const draw=()=>{
 };
 find.oninput=only.onchange=draw;
 box.querySelectorAll('th').forEach((th,i)=>{th.style.cursor='pointer';
+ th.tabIndex=0;
+ th.onkeydown=e=>{if(e.key==='Enter'||e.key===' '){e.preventDefault();th.click();}};
  th.onclick=()=>{up=column===i?!up:true;column=i;draw();};});
 draw();
 })();
@@ -171,17 +178,9 @@ class SinkAtlas(Result):
         columns = (self.ids, self.tokens, self.repeats, self.norm, self.frequency, self.embedding_norm, self.head)
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        head = ["head", "tokens", "resist", "median repeats"]
-        return (head if self.by_head else []), [
-            [
-                "none" if r.head is None else str(r.head),
-                str(r.tokens),
-                str(r.resisting),
-                "-" if r.median_repeats is None else f"{r.median_repeats:.0f}",
-            ]
-            for r in self.by_head
-        ]
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """One row per head of layer 0."""
+        return [{"layer": 0, **vars(r), "head": "none" if r.head is None else r.head} for r in self.by_head]
 
     def to_html(self) -> str:
         """Summary, table by head, and a table of all tokens that can be searched."""
@@ -371,13 +370,15 @@ def _table(rows: list[dict[str, Any]]) -> str:
     """All tokens as a table of HTML that can be searched and sorted and needs nothing from elsewhere."""
     if not rows:
         return ""
-    # "<" as an escape of JSON: no token can end the script or begin a comment in it.
-    data = json.dumps([list(row.values()) for row in rows], allow_nan=False).replace("<", "\\u003c")
+    columns = zip(*(row.values() for row in rows), strict=True)
+    cut = [[float(f"{v:.4g}") if isinstance(v, float) else v for v in column] for column in columns]
+    packed = gzip.compress(json.dumps(cut, allow_nan=False, separators=(",", ":")).encode(), mtime=0)
+    data = base64.b64encode(packed).decode()  # a vocabulary of 128,000 stays below 3 MB
     names = ("id", "token", "repeats", "largest norm", "in the text", "embedding norm", "head")
     head = "".join(f"<th>{name}</th>" for name in names)
     return (
         '<div class="sinkscope"><p><input type="search" placeholder="search a token or an id" size="30"> '
         '<label><input type="checkbox"> only those that resist</label> <output></output></p>'
         f"<table><thead><tr>{head}</tr></thead><tbody></tbody></table>"
-        f'<script type="application/json">{data}</script><script>{_SCRIPT}</script></div>'
+        f'<script type="application/gzip">{data}</script><script>{_SCRIPT}</script></div>'
     )

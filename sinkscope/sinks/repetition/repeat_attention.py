@@ -94,6 +94,7 @@ class RepeatAttention(Result):
         sequences: natural text, then one per repeated token.
     """
 
+    page: ClassVar[str] = "measure/repeat"
     kind: ClassVar[str] = "repeat-attention"
     percent: ClassVar[tuple[str, ...]] = (
         "to_first",
