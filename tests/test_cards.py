@@ -117,7 +117,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
     assert card.parts[0].problem == "it failed (ZeroDivisionError: <b>by zero</b>)."
     assert card.conclusion() == card.parts[1].conclusion
     page = (tmp_path / "s/card.html").read_text()
-    assert "Missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
+    assert "is missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
     assert "find-sinks` is missing: it failed" in (tmp_path / "s/card.md").read_text()
     monkeypatch.setattr(Measurement, "on", real)
     again = scan(out=tmp_path / "s", quick=True)  # and it is tried again

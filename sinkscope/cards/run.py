@@ -116,6 +116,7 @@ class SinkCards(Result):
     """The cards of several models."""
 
     kind: ClassVar[str] = "sink-cards"
+    page: ClassVar[str] = "scan"
 
     cards: tuple[CardOf, ...]
 
