@@ -308,7 +308,7 @@ def dialogues_table(
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
 
 
-@command(group="Benchmarks", command="needle")
+@command(group="Dialogues", command="needle")
 def needle(
     model: Annotated[object, Option("--model", metavar="NAME")] = None,
     *,
@@ -359,6 +359,9 @@ def needle(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope needle --model recall --lengths 640,1024 --out needle
     """
     from sinkscope.bench.needle.run import run_needle
 

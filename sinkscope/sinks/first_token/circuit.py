@@ -149,6 +149,7 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
         "order": 10,
         "seconds": [4.5, 6.0],
         "quick": {"max_repeats": 300},
+        "streams": False,
         "numbers": {
             "effect lost without a step, median": ["steps.*.necessity", "steps.*.necessity_control"],
             "attention without what carries it": ["attention.without", "attention.control"],
