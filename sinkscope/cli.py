@@ -324,7 +324,14 @@ def _read(parameter: Parameter, words: Any) -> Any:
         return values
     if not any(values):
         raise SinkscopeError(f"{parameter.flag} {' '.join(words)}: no name is given; give names with commas between")
-    return [one for part in values for one in part]
+    found = [one for part in values for one in part]
+    if parameter.type not in (int, float):
+        return found
+    try:
+        return [parameter.type(one) for one in found]
+    except ValueError:
+        what = "whole numbers" if parameter.type is int else "numbers"
+        raise SinkscopeError(f"{parameter.flag} {','.join(found)}: expected {what} with commas between") from None
 
 
 def _kind(parameter: Parameter) -> Any:

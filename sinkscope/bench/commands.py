@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
     from sinkscope.bench.loopbench.tables import LoopBench
     from sinkscope.bench.methods import Budget
+    from sinkscope.bench.needle.run import Needle
     from sinkscope.bench.runner import NamedModel
 
 TEXT = "text"
@@ -293,6 +294,82 @@ def dialogues_table(
         settings = None
     fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
+
+
+@command(group="Benchmarks", command="needle")
+def needle(
+    model: Annotated[object, Option("--model", metavar="NAME")] = None,
+    *,
+    tokenizer: Hidden = None,
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    tasks: Annotated[Sequence[str], Option("--tasks", reads="commas")] = (),
+    lengths: Annotated[Sequence[int], Option("--lengths", reads="commas")] = (640, 1024, 1536, 2048),
+    depths: Annotated[Sequence[float], Option("--depths", reads="commas")] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: Positive = 1,
+    methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = (),
+    budget: float = 0.125,
+    form: Literal["recall", "facts", "ruler"] | None = None,
+    max_new_tokens: Positive | None = None,
+    batch_size: Positive = 1,
+    out: Annotated[Path | None, Option(metavar="DIR")] = None,
+    seed: Count = 0,
+    workers: Positive = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    progress: Hidden = None,
+) -> Needle:
+    """Measure at which depth and length of a prompt each method still finds what is asked for.
+
+    Args:
+        model: A short name, hub id or folder; recall and recall-2hop are the recall models in the package. By default
+            the bundled model.
+        tokenizer: Where a live model carries none.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        tasks: needle, multi-key, key-value, variable-tracking and chain, with commas between. By default all that the
+            form has.
+        lengths: Longest prompts in tokens, with commas between.
+        depths: Where the first statement that the answer needs stands, from 0 to 1, with commas between.
+        samples: Prompts of each task, length and depth.
+        methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
+            package.module:Class. By default full and ten more; an unknown name lists all.
+        budget: Fraction of the context that every method with a size gets.
+        form: Words of the prompts: ruler are RULER's in English, recall those of the recall models, facts sentences
+            that the bundled model knows. By default what suits the model.
+        max_new_tokens: Longest answer. By default RULER's 128, and 8 in the other forms.
+        batch_size: Prompts that run together.
+        out: Where answers are kept. If the folder holds a part of this run, the run continues.
+        seed: Seed of every random choice.
+        workers: Processes that share the work; more than one run over Ray.
+        ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
+        progress: Called as `progress(what, done, total)`.
+    """
+    from sinkscope.bench.needle.run import run_needle
+
+    live = not (model is None or isinstance(model, str))
+    opened = model if live else _named(model, backend, revision=revision, device=device, dtype=dtype)
+    return run_needle(
+        opened,
+        out=out,
+        tokenizer=tokenizer,
+        form=form,
+        tasks=tasks,
+        lengths=lengths,
+        depths=depths,
+        samples=samples,
+        methods=methods,
+        share=budget,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+    )
 
 
 def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:

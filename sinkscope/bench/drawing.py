@@ -399,3 +399,40 @@ def _bars(fig: Any, bars: list[Any], place: str, row: int) -> None:
         row=row,
         col=1,
     )
+
+
+def draw_needle(result: Any) -> go.Figure:
+    """A map of depth over length for every task (rows) and method (columns), on one scale."""
+    methods, tasks = result.methods(), list(dict.fromkeys(g.task for g in result.groups))
+    heads = [html.escape(name.replace(":", "<br>", 1)) for name in methods]
+    titles = [f"{name}<br>{result.mean(method):.0%}" for name, method in zip(heads, methods, strict=True)]
+    shared: dict[str, Any] = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1 / len(tasks)}
+    fig = panels(titles, rows=len(tasks), cols=len(methods), spacing=0.06 / len(methods), row_titles=tasks, **shared)
+    for row, task in enumerate(tasks, 1):
+        for col, method in enumerate(methods, 1):
+            mine = [c for c in result.cells if (c.method, c.task) == (method, task)]
+            fig.add_heatmap(
+                x=[f"{c.length:,}" for c in mine],
+                y=[f"{c.depth:.0%}" for c in mine],
+                z=[c.score for c in mine],
+                coloraxis="coloraxis",
+                xgap=1,
+                ygap=1,
+                hovertemplate="%{x} tokens, depth %{y}: %{z:.0%}<extra></extra>",
+                row=row,
+                col=col,
+            )
+    fig.update_yaxes(autorange="reversed", type="category")
+    fig.update_xaxes(type="category", tickangle=90)
+    axes(fig, 1, 1, y="depth")
+    scale = [[0.0, RED], [0.5, "#f7f3e8"], [1.0, BLUE]]
+    bar = {"title": "score", "tickformat": ".0%", "len": 0.8}
+    return finished(
+        fig,
+        None,
+        result.conclusion(),
+        width=260 + 95 * len(methods),
+        height=190 + 120 * len(tasks),
+        top=110,
+        coloraxis={"colorscale": scale, "cmin": 0, "cmax": 1, "colorbar": bar},
+    )

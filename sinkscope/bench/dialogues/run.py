@@ -145,7 +145,7 @@ def run_dialogues(
             ]
             for stage, groups in enumerate(_stages(ready, dialogues, history, cache, batch_size))
         )
-        answer = partial(_converse, chat=chat, history=history) if cache == "grow" else _answer
+        answer = partial(_converse, chat=chat, history=history) if cache == "grow" else answer_anew
         run_batches(to, stages, answer, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
@@ -214,16 +214,22 @@ def _spoken(to: Asked, task: str, record: Said) -> str:
     return to.target.tokenizer.decode(record.tokens) if task == TASK else record.text
 
 
-def _answer(to: Asked, batch: Batch) -> list[Said]:
-    """Answers to some questions, each of which is read anew."""
+def answer_anew(to: Asked, batch: Batch, kind: Any = Said) -> list[Any]:
+    """Answers to some prompts, each of which is read anew.
+
+    Args:
+        to: the model.
+        batch: its rows are pairs; the first has the `ids` of a prompt, and `heads` for its record.
+        kind: class of the records: what `heads` gives, and the fields of `Said` that say what was answered.
+    """
     (method,), started, count = batch.methods, time.perf_counter(), reads()
     made, events = to.generate([each.ids for each, _ in batch.rows], method.make(to.budget) | count)
     seconds = round(time.perf_counter() - started, 3)
-    records: list[Said] = []
+    records: list[Any] = []
     for i, ((each, _), row) in enumerate(zip(batch.rows, made, strict=True)):
         tokens, ended = to.cut(row)
         records.append(
-            Said(
+            kind(
                 **each.heads(to, method),
                 tokens=tuple(tokens),
                 text=to.text(tokens),
