@@ -326,7 +326,7 @@ def select_lines(
     probs = attention_of(query[:, rows], key, at, scaling)
     if variant == "faithful":
         return _faithful(probs, at, alpha, start)
-    flat = _SCATTERED * _least_share(probs, at, alpha) > dense_above
+    flat = _SCATTERED * _least_share(probs, at, alpha) > (dense_above if dense_above < 1 else math.inf)
     if checked and not bool(flat.all()):
         start.vertical.logical_or_(_sought(query, key, begin, checked, scaling))
     return _exact(probs, at, alpha, start, flat, dense_above, math.inf if sharp is None else sharp)
