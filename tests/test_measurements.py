@@ -70,16 +70,14 @@ def test_its_table_fits_80_columns_and_is_explained(entry: Entry, capsys: pytest
     assert all(len(line) <= 80 for part in (*(grid.text(WIDTH) for grid in grids), *below) for line in part.split("\n"))
     for short, whole in zip(grids, result.grids(), strict=True):
         assert short.head and len(short.cells) == len(whole.cells)
-        assert {*short.columns} <= {*whole.head}, "a column of the class that the table does not have"
+        assert {*short.columns} <= {*whole.head, *result.to_frame().columns}, "the table has no such column"
         cells = {cell for line in whole.cells for cell in line}
         assert {cell for line in short.cells for cell in line} <= cells  # none is cut
     said = "".join(below)
     assert "Not shown" not in result.text(None)
     assert list(pd.read_csv(io.StringIO(result.to_csv())).columns) == list(result.to_frame().columns)
     dark = [n for grid in grids for n in grid.head if n.replace("_", " ") not in said and n not in PLAIN]
-    assert not (dark and entry.module.startswith("sinkscope.sinks.")), f"no docstring or glossary explains {dark}"
-    if dark:
-        pytest.xfail(f"no docstring or glossary explains {dark}")
+    assert [n for n in dark if "." not in n] == []  # such as L1.N338
 
 
 @pytest.mark.parametrize("kind", sorted(kinds()))
@@ -87,8 +85,6 @@ def test_every_kind_concludes_and_has_a_page(kind: str) -> None:
     import_module(kinds()[kind])
     cls = results._KINDS[kind]
     assert (Path(__file__).parents[1] / cls.link()).is_file(), f"{kind}: set `page`"
-    if cls.conclusion is Result.conclusion and not cls.__module__.startswith("sinkscope.sinks."):
-        pytest.xfail("its sentence is being written")
     assert cls.conclusion is not Result.conclusion
     assert cls.summary is Result.summary
 

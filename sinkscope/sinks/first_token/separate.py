@@ -205,11 +205,7 @@ def separability(
     """
     target, bos = setup.target, setup.bos
     if neuron is not None:
-        if isinstance(neuron, str) and not neuron.isdigit():
-            site = read_neuron(neuron)
-        else:
-            site = (layer, *([] if expert is None else [expert]), int(neuron))
-        layer, expert, neuron = site[0], site[1] if len(site) == 3 else None, site[-1]
+        layer, expert, neuron = _place(layer, expert, neuron)
         setup.record(layer=layer, expert=expert, neuron=neuron)
     if layer >= target.n_layers:
         raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
@@ -270,6 +266,14 @@ def separability(
             for i in shown
         ),
     )
+
+
+def _place(layer: int, expert: int | None, neuron: str | int) -> tuple[int, int | None, int]:
+    """Layer, expert and number of a neuron that is given by its name, or by its number in `layer`."""
+    if isinstance(neuron, int) or neuron.isdigit():
+        return layer, expert, int(neuron)
+    site = read_neuron(neuron)
+    return site[0], site[1] if len(site) == 3 else None, site[-1]
 
 
 def _check_neuron(target: Target, layer: int, neuron: int | None, expert: int | None) -> None:
