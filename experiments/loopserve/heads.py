@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 import sinkscope as ss
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.loopserve.runs import options
 from experiments.record import record
 from sinkscope.bench.dialogues.recall import TASK, recall_dialogue
