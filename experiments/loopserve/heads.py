@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     save(
         "loopserve_heads",
         record("loopserve-heads", {"rows": rows}, settings, started=started),
-        draw_turns(chat),
+        lambda _: draw_turns(chat),
         args.out,
     )
 
