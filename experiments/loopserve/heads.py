@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 import sinkscope as ss
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.loopserve.runs import options
 from experiments.record import record
 from sinkscope.bench.dialogues.recall import TASK, recall_dialogue
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     save(
         "loopserve_heads",
         record("loopserve-heads", {"rows": rows}, settings, started=started),
-        draw_turns(chat),
+        lambda _: draw_turns(chat),
         args.out,
     )
 

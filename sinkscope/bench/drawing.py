@@ -393,7 +393,14 @@ def draw_needle(result: Any) -> go.Figure:
     methods, tasks = result.methods(), list(dict.fromkeys(g.task for g in result.groups))
     titles = [f"{html.escape(name).replace(':', '<br>')}<br>{result.mean(name):.0%}" for name in methods]
     shared: dict[str, Any] = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1 / len(tasks)}
-    fig = panels(titles, rows=len(tasks), cols=len(methods), spacing=0.06 / len(methods), row_titles=tasks, **shared)
+    fig = panels(
+        titles,
+        rows=len(tasks),
+        cols=len(methods),
+        spacing=0.06 / len(methods),
+        row_titles=[*map(html.escape, tasks)],
+        **shared,
+    )
     for row, task in enumerate(tasks, 1):
         for col, method in enumerate(methods, 1):
             mine = [c for c in result.cells if (c.method, c.task) == (method, task)]
