@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sinkscope as ss
-from sinkscope.bench.dialogues.equal import shape_at, share_lines
 from sinkscope.bench.methods import at_settings, check_methods, name_of, read_method
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, AdaKV, AShape, Full, MInference, Progressive, SnapKV, StreamingLLM, TriShape
+from sinkscope.kv.shapes import shape_at, share_lines
 from sinkscope.lines.choice import HeadLines, minference_lines
 
 

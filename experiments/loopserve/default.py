@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.dialogues.fidelity import text_dialogues
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogue
 from sinkscope.bench.needle.prompts import form_of, needle_prompt
-from sinkscope.figures.style import BLUE, GREEN, RED
+from sinkscope.figures.style import BLUE, GREEN, RED, finished
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.load import load
@@ -190,8 +190,9 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     return {"grid": points, "choices": choices, "parts": parts, "text": text}
 
 
-def figure(found: dict[str, list[dict[str, Any]]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Right answers, and the divergence on text, over the cells: a curve per number of dense rows."""
+    found = data["result"]
     from plotly.subplots import make_subplots
 
     titles = [*SIZES, *(f"text, {length:,} tokens" for length in LENGTHS)]
@@ -234,14 +235,16 @@ def figure(found: dict[str, list[dict[str, Any]]]) -> Any:
     fig.update_yaxes(type="log", exponentformat="power", dtick=1, row=2)
     fig.update_yaxes(title="right answers", row=1, col=1)
     fig.update_yaxes(title="KL to full attention, nats", row=2, col=1)
-    return fig.update_layout(
-        title={"text": "Recall and text model by alpha (numbers at the blue points) and dense rows", "x": 0.01},
-        template="plotly_white",
+    found = "Recall and text model by alpha (numbers at the blue points) and dense rows"
+    legend = {"orientation": "v", "x": 0.72, "y": 0.36, "xanchor": "left"}
+    return finished(
+        fig,
+        None,
+        found,
         width=1500,
         height=900,
-        font={"size": 13},
-        legend={"x": 0.72, "y": 0.36},
-        margin={"l": 60, "r": 20, "t": 90, "b": 60},
+        legend=legend,
+        bottom=60,
     )
 
 
@@ -261,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "first_seed": FIRST,
         "seeds": SEEDS,
     }
-    save("loopserve_default", record("loopserve-default", found, settings, started=started), figure(found), args.out)
+    save("loopserve_default", record("loopserve-default", found, settings, started=started), figure, args.out)
 
 
 if __name__ == "__main__":

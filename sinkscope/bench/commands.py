@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import ORGANISM
 from sinkscope.published import SETS
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 TEXT = "text"
 
 
-@command(group="Benchmarks", command="loopbench run")
+@command(group="Loops", command="loopbench run")
 def loopbench_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -67,6 +67,9 @@ def loopbench_run(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loopbench run --methods full,loopguard --out runs
     """
     from sinkscope.bench.loopbench.prompts import honest_texts, load_prompts
     from sinkscope.bench.methods import check_methods, parse_budget
@@ -105,10 +108,10 @@ def loopbench_run(
     return tabulate([folder])
 
 
-@command(group="Benchmarks", command="dialogues run")
+@command(group="Dialogues", command="dialogues run")
 def dialogues_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str = "recall",
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -159,6 +162,9 @@ def dialogues_run(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues run --methods full,h2o --budget 128 --out runs
     """
     names, share = _methods_of(methods, settings, budget)
     some = _dialogues_of(dialogues, count, seed)
@@ -185,10 +191,10 @@ def dialogues_run(
     return tabulate_dialogues([folder])
 
 
-@command(group="Benchmarks", command="dialogues fidelity")
+@command(group="Dialogues", command="dialogues fidelity")
 def dialogues_fidelity(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -239,6 +245,9 @@ def dialogues_fidelity(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues fidelity --dialogues text --out near
     """
     names, share = _methods_of(methods, settings, budget)
 
@@ -277,7 +286,7 @@ def dialogues_fidelity(
     return tabulate_fidelity([folder])
 
 
-@command(group="Benchmarks", command="dialogues table")
+@command(group="Dialogues", command="dialogues table")
 def dialogues_table(
     folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
 ) -> Dialogues | Fidelity:
@@ -285,18 +294,21 @@ def dialogues_table(
 
     Args:
         folders: Folders of runs, or of fidelity.
+
+    Example:
+        sinkscope dialogues table runs --json table.json
     """
     from sinkscope.bench.dialogues.tables import FIDELITY, tabulate_dialogues, tabulate_fidelity
 
     try:
-        settings = json.loads((folders[0] / "settings.json").read_bytes())
+        settings = parse_json((folders[0] / "settings.json").read_bytes())
     except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
         settings = None
     fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
 
 
-@command(group="Benchmarks", command="needle")
+@command(group="Dialogues", command="needle")
 def needle(
     model: Annotated[object, Option("--model", metavar="NAME")] = None,
     *,
@@ -314,7 +326,7 @@ def needle(
     form: Literal["recall", "facts", "ruler"] | None = None,
     max_new_tokens: Positive | None = None,
     batch_size: Positive = 1,
-    out: Annotated[Path | None, Option(metavar="DIR")] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
     seed: Count = 0,
     workers: Positive = 1,
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
@@ -330,7 +342,7 @@ def needle(
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        tasks: needle, multi-key, key-value, variable-tracking and chain, with commas between. By default all that the
+        tasks: needle, multi-key, key-value, tracking and chain, with commas between. By default all that the
             form has.
         lengths: Longest prompts in tokens, with commas between.
         depths: Where the first statement that the answer needs stands, from 0 to 1, with commas between.
@@ -347,13 +359,16 @@ def needle(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope needle --model recall --lengths 640,1024 --out needle
     """
     from sinkscope.bench.needle.run import run_needle
 
-    live = not (model is None or isinstance(model, str))
-    opened = model if live else _named(model, backend, revision=revision, device=device, dtype=dtype)
+    if model is None or isinstance(model, str):
+        model = _named(model, backend, revision=revision, device=device, dtype=dtype)
     return run_needle(
-        opened,
+        model,
         out=out,
         tokenizer=tokenizer,
         form=form,
@@ -372,7 +387,7 @@ def needle(
     )
 
 
-def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:
+def _named(model: Any, backend: str, **options: str | None) -> NamedModel:
     """A model that each process opens for itself."""
     from sinkscope.bench.runner import NamedModel
 

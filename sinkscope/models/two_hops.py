@@ -4,11 +4,11 @@
 of weights. Facts and questions are written as for the recall model. The answer to a question about A is the two values
 of the fact that A's fact links to, if that fact was stated before; if A's fact ends in ".", it is A's own values:
 
-    turn1 ... fact boris bell glass . ... fact lotte carpet pipe boris ... ask lotte what was said ... answer
+    turn1 ... fact bruno bell glass . ... fact lotte carpet pipe bruno ... ask lotte what was said ... answer
 
 is continued by "bell glass .". This is variable tracking over two hops, and three rows in two layers take part:
 
-- Layer 1, heads 4 and 5, at the last token of each fact (`boris` in lotte's): they read the first and the second value
+- Layer 1, heads 4 and 5, at the last token of each fact (`bruno` in lotte's): they read the first and the second value
   of the fact that it names, or of its own fact. No other row of the prompt reads them.
 - Layer 1, head 0, at `answer`: the key in the question, as in the recall model.
 - Layer 2, heads 0 and 1, at `answer` and at the first value said: the last token of the fact with that key, for what

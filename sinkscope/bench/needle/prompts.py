@@ -5,19 +5,19 @@ The tasks are those of RULER (Hsieh et al. 2024, arXiv 2404.06654), sections 3.1
 - needle: one statement in a haystack of noise (niah_single_1).
 - multi-key: the same, with three more statements of the kind (niah_multikey_1, here in noise instead of essays).
 - key-value: the haystack itself is statements of the kind (niah_multikey_3).
-- variable-tracking: a value and names that stand for it, one after the other (vt, here without its worked example).
+- tracking: variable tracking, a value and names that stand for it one after the other (vt).
 - chain: ours; the value of the last name of such a chain, in a haystack of other statements.
 
-The form "ruler" writes them in RULER's words, for any model that follows English. "recall" writes them as facts and a
-question for the recall models, where a chain has two facts: the one that is asked about links to the one with the
-answer. "facts" writes sentences such as the bundled model was trained on. The depth of a prompt is that of the first
-statement that the answer needs, as a share of the haystack; further ones are spread evenly from there to its end.
+The form "ruler" writes them in RULER's words, without its worked example, for any model that follows English. "recall"
+writes them as facts and a question for the recall models, where a chain has two facts: the one that is asked about
+links to the one with the answer. "facts" writes sentences such as the bundled model was trained on. The depth of a
+prompt is that of the first statement that the answer needs, as a share of the haystack; further ones are spread evenly
+from there to its end.
 """
 
 from __future__ import annotations
 
 import random
-import re
 import string
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +28,8 @@ from typing import Any
 from sinkscope.bench.dialogues.recall import ANSWER, ASK, END, FACT, FILLER, KEYS, TAIL, TURNS, VALUES
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import BUNDLED, RECALL, TWO_HOPS
-from sinkscope.text import typical_text
 
-TASKS = ("needle", "multi-key", "key-value", "variable-tracking", "chain")
+TASKS = ("needle", "multi-key", "key-value", "tracking", "chain")
 _LINKED, _FULL = TASKS[3:], ("key-value", "chain")  # several statements lead to the answer; other ones are the haystack
 _OTHERS = 3  # statements beside the one that is asked for, multi-key
 _HOPS = 4  # of RULER's chains
@@ -122,11 +121,8 @@ def _facts(task: str, rng: random.Random) -> _Pieces:
     things = [f"{rng.choice(_COLOURS)} {thing}" for thing in rng.sample(_THINGS, len(_THINGS))]
     places = rng.sample(_PLACES, len(_PLACES))
     found = [f"The {thing} was in the {place}." for thing, place in zip(things, places, strict=False)]
-    sentences = [s for s in re.split(r"(?<=[.!?])\s+", typical_text()) if 20 <= len(s) <= 160]
-    start = rng.randrange(len(sentences))
-    filler = cycle([*sentences[start:], *sentences[:start]])
-    tail = f"\nWhere was the {things[0]}? The {things[0]} was in the"
-    return _Pieces("", found[:1], iter(found[1:]), filler, tail, places[:1])
+    tail = f"\nWhere was the {things[0]}? The {things[0]}"  # and not "was in the", so that decoding finds the place
+    return _Pieces("", found[:1], iter(found[1:]), cycle([_NOISE]), tail, places[:1])
 
 
 def _ruler(task: str, rng: random.Random) -> _Pieces:

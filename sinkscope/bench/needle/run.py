@@ -4,69 +4,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean
 from typing import Any, ClassVar
 
-from sinkscope.bench.dialogues.run import answer_anew, batch_of, encode
-from sinkscope.bench.dialogues.tables import mean_known, written
-from sinkscope.bench.files import Finished, open_folder
-from sinkscope.bench.methods import SHARE, Method, at_settings, check_methods, check_whole, order_of
+from sinkscope.bench.dialogues.run import AskedTurn, answer_anew, check_length, encode
+from sinkscope.bench.dialogues.tables import Said, written
+from sinkscope.bench.files import open_folder
+from sinkscope.bench.methods import SHARE, at_settings, check_methods, check_whole, order_of
 from sinkscope.bench.needle.prompts import FORMS, TASKS, NeedlePrompt, form_of, needle_prompt
-from sinkscope.bench.runner import Asked, ask, check_can, run_batches
+from sinkscope.bench.runner import Asked, Batch, ask, check_can, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.parallel import Tally, check_workers
-from sinkscope.rate import wilson
+from sinkscope.rate import mean_known, wilson
 from sinkscope.results import ModelInfo, Result, provenance
 
 METHODS = "full streaming h2o snapkv adakv tova loopserve loopserve-p loopserve-d a-shape minference".split()
 """What is compared by default."""
 FULL = "full"
 VERSION = 1  # of the records and prompts; a change of what they hold is another setting
-
-
-@dataclass(frozen=True)
-class Retrieved(Finished):
-    """What one method said to one prompt.
-
-    Attributes:
-        prompt_tokens: of it, BOS included.
-        tokens: ids of the answer, up to and with the end of sequence if it came.
-        text: the same decoded.
-        ended: by the end of sequence ("eos"), or at the cap of new tokens ("cap").
-        read: cached tokens that a decoding step attends to, mean; None: the answer is one token.
-        cells: share of the prompt's causal cells that attention covered; None: the method leaves prompts to the model.
-        seconds: wall clock of the batch it ran in.
-    """
-
-    prompt_tokens: int
-    tokens: tuple[int, ...]
-    text: str
-    ended: str
-    read: float | None
-    cells: float | None
-    seconds: float
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A prompt as tokens."""
-
-    name: str
-    ids: list[int]
-
-    def heads(self, to: Asked, method: Method) -> dict[str, Any]:
-        """What a record of it says first."""
-        return {
-            "model": to.fingerprint,
-            "method": method.spec,
-            "prompt": self.name,
-            "prompt_tokens": len(self.ids),
-        }
 
 
 @dataclass(frozen=True)
@@ -112,58 +72,63 @@ class Needle(Result):
 
     Attributes:
         form: of the prompts, see `sinkscope.bench.needle.prompts`.
-        chance: mean score of the answers of the full cache against right answers of other prompts of the same task,
-            length and depth or the next; None: the full cache was not run.
+        chance: mean score of the answers of the full cache against the right answers of other prompts of the same
+            task; None: the full cache was not run, or on one prompt alone.
         groups: by task and method.
         cells: by task, method, length and depth.
     """
 
     kind: ClassVar[str] = "needle"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_needle"
-    percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "read", "cells")
+    percent: ClassVar[tuple[str, ...]] = ("score", "read", "cells", *TASKS)
+    columns: ClassVar[tuple[str, ...]] = ("method", "score", *TASKS, "cells", "read")
+    glossary: ClassVar[dict[str, str]] = {
+        **{task: f"score of the task {task}" for task in TASKS},
+        "cells": "share of a prompt's causal cells that attention covers; -: the method leaves prompts to the model",
+    }
 
     form: str
     chance: float | None
     groups: tuple[NeedleScore, ...]
     cells: tuple[NeedleCell, ...]
 
+    def methods(self) -> list[str]:
+        """In the order of tables."""
+        return list(dict.fromkeys(g.method for g in self.groups))
+
     def mean(self, method: str) -> float:
         """Mean score of a method over all its prompts."""
         mine = [g for g in self.groups if g.method == method]
         return sum(g.score * g.prompts for g in mine) / sum(g.prompts for g in mine)
 
-    def methods(self) -> list[str]:
-        """In the order of tables."""
-        return list(dict.fromkeys(g.method for g in self.groups))
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per method: its mean score, that of each task, and what it read."""
+        found: list[dict[str, Any]] = []
+        for name in self.methods():
+            mine = [g for g in self.groups if g.method == name]
+            tasks = {g.task: g.score for g in mine}
+            read = {"cells": mean_known(g.cells for g in mine), "read": mean_known(g.read for g in mine)}
+            found.append({"method": name, "score": self.mean(name), **tasks, **read})
+        return found
 
     def conclusion(self) -> str:
         """Who keeps what the full cache finds, and who loses most, beside the full cache and chance."""
         means = {name: self.mean(name) for name in self.methods()}
         best = means.pop(FULL, None)
-        told = "the full cache was not run" if best is None else f"the full cache finds {best:.0%} of the answers"
+        told = f"On {self.model.name} "
+        told += "the full cache was not run" if best is None else f"the full cache finds {best:.0%} of the answers"
         told += "" if self.chance is None else f" (chance {self.chance:.0%})"
         if not means:
-            return f"On {self.model.name} {told}."
-        worst = min(means, key=lambda name: means[name])
+            return f"{told}."
         kept = [] if best is None else [name for name in means if means[name] >= 0.95 * best]
-        who = f"{', '.join(kept)} keep" if len(kept) > 1 else f"{kept[0] if kept else 'no other method'} keeps"
-        return f"On {self.model.name} {told}, {who} at least 95 % of that, and {worst} finds least, {means[worst]:.0%}."
-
-    def details(self) -> list[str]:
-        """Where each method loses most."""
-        lines = [f"{'method':<24} {'all':>5}  weakest depth, weakest task"]
-        for name in self.methods():
-            mine = [c for c in self.cells if c.method == name]
-            at = _least(mine, lambda c: c.depth)
-            what = _least(mine, lambda c: c.task)
-            lines.append(f"{name:<24} {self.mean(name):>5.0%}  {at[0]:.0%} ({at[1]:.0%}), {what[0]} ({what[1]:.0%})")
-        return lines
-
-
-def _least(cells: Sequence[NeedleCell], by: Callable[[NeedleCell], Any]) -> tuple[Any, float]:
-    """The depth or task with the lowest mean score, and that score."""
-    means = {key: fmean(c.score for c in cells if by(c) == key) for key in dict.fromkeys(map(by, cells))}
-    return min(means.items(), key=lambda item: item[1])
+        if kept:
+            told += f"; {', '.join(kept)} keep{'s' * (len(kept) == 1)} at least 95 % of that"
+        worst = min(means, key=lambda name: means[name])
+        depths = {
+            c.depth: fmean(d.score for d in self.cells if (d.method, d.depth) == (worst, c.depth)) for c in self.cells
+        }
+        low = min(depths, key=lambda depth: depths[depth])
+        return f"{told}; {worst} finds least, {means[worst]:.0%}, and {depths[low]:.0%} at depth {low:.0%}."
 
 
 def run_needle(
@@ -214,38 +179,20 @@ def run_needle(
     chosen = check_methods(at_settings(methods or METHODS, "equal", share), ["cache"])
     check_whole(samples=samples, batch_size=batch_size, **({} if max_new_tokens is None else {"new": max_new_tokens}))
     check_workers(workers, ray)
-    wrong = [depth for depth in depths if not 0 <= depth <= 1]
-    if wrong or not depths or not lengths:
-        raise SinkscopeError(f"depths {list(depths)}, lengths {list(lengths)}: expected some, depths from 0.0 to 1.0")
     to = ask(model, tokenizer, 1, share)
     form = form or form_of(to.target.name)
     if form not in FORMS:
         raise SinkscopeError(f"form {form!r} is unknown: expected one of {', '.join(FORMS)}")
-    if unknown := [task for task in tasks if task not in FORMS[form].tasks]:
-        raise SinkscopeError(f"task {unknown[0]!r}: the form {form} has {', '.join(FORMS[form].tasks)}")
-    to = ask(to.target, tokenizer, max_new_tokens or FORMS[form].new_tokens, share)
-    prompts = [
-        needle_prompt(to.target.tokenizer, form, task, length, depth, seed, number)
-        for length in sorted(set(lengths))
-        for task in tasks or FORMS[form].tasks
-        for depth in sorted(set(depths))
-        for number in range(samples)
-    ]
-    rows = [(_Row(prompt.id, encode(to, [prompt.text], False)), prompt) for prompt in prompts]
-    limit, longest = to.target.max_positions, max(len(row.ids) for row, _ in rows)
-    if limit is not None and longest + to.new > limit:
-        raise SinkscopeError(
-            f"a prompt of {longest} tokens and {to.new} new ones exceed the context of {to.target.name}, {limit}: give "
-            "shorter lengths, or fewer new tokens"
-        )
+    to = replace(to, new=max_new_tokens or FORMS[form].new_tokens)
+    rows = _rows(to, form, tasks or FORMS[form].tasks, lengths, depths, samples, seed)
+    prompts = [prompt for _, prompt in rows]
     check_can(to, chosen, {len(row.ids) for row, _ in rows})
-    settings = {"version": VERSION, "command": "needle", **to.settings(), "form": form, "seed": seed}
+    settings: dict[str, Any] = {"version": VERSION, "command": "needle", **to.settings(), "form": form, "seed": seed}
     tally = Tally("needles", len(chosen) * len(prompts), progress)
     parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    batches = [batch_of(to, [method], part) for part in parts for method in chosen]
-    answer = partial(answer_anew, kind=Retrieved)
-    with open_folder(out, settings, prompts, Retrieved) as kept:
-        run_batches(to, [batches], answer, kept, tally, model=model, workers=workers, ray=ray)
+    batches = [Batch(to.fingerprint, (method,), tuple(part)) for part in parts for method in chosen]
+    with open_folder(out, settings, prompts, Said) as kept:
+        run_batches(to, [batches], answer_anew, kept, tally, model=model, workers=workers, ray=ray)
         records = list(kept.records.values())
     about = provenance(
         started=started,
@@ -264,11 +211,27 @@ def run_needle(
     )
 
 
-def tabulate(records: Iterable[Retrieved], prompts: dict[str, NeedlePrompt], share: float) -> dict[str, Any]:
+def _rows(
+    to: Asked, form: str, tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float], samples: int, seed: int
+) -> list[tuple[AskedTurn, NeedlePrompt]]:
+    """All prompts, and each as tokens."""
+    if unknown := [task for task in tasks if task not in FORMS[form].tasks]:
+        raise SinkscopeError(f"task {unknown[0]!r}: the form {form} has {', '.join(FORMS[form].tasks)}")
+    if not depths or not lengths or not all(0 <= depth <= 1 for depth in depths):
+        raise SinkscopeError(f"depths {list(depths)}, lengths {list(lengths)}: expected some, depths from 0.0 to 1.0")
+    rows: list[tuple[AskedTurn, NeedlePrompt]] = []
+    for length, task, depth, number in product(sorted(set(lengths)), tasks, sorted(set(depths)), range(samples)):
+        prompt = needle_prompt(to.target.tokenizer, form, task, length, depth, seed, number)
+        rows.append((AskedTurn(prompt.id, "end", 0, encode(to, [prompt.text], False)), prompt))
+        check_length(to, rows[-1][0], len(rows[-1][0].ids))
+    return rows
+
+
+def tabulate(records: Iterable[Said], prompts: dict[str, NeedlePrompt], share: float) -> dict[str, Any]:
     """Scores of records by method and task, and by length and depth; and the chance."""
-    found: dict[tuple[str, str], list[tuple[NeedlePrompt, Retrieved, float]]] = {}
+    found: dict[tuple[str, str], list[tuple[NeedlePrompt, Said, float]]] = {}
     for record in sorted(records, key=lambda r: (order_of(r.method), r.prompt)):
-        prompt = prompts[record.prompt]
+        prompt = prompts[record.dialogue]
         found.setdefault((record.method, prompt.task), []).append((prompt, record, _score(record, prompt)))
     groups, cells = list[NeedleScore](), list[NeedleCell]()
     for (method, task), mine in sorted(found.items(), key=lambda f: (order_of(f[0][0]), TASKS.index(f[0][1]))):
@@ -284,11 +247,11 @@ def tabulate(records: Iterable[Retrieved], prompts: dict[str, NeedlePrompt], sha
     return {"chance": _chance(found), "groups": tuple(groups), "cells": tuple(cells)}
 
 
-def _score(record: Retrieved, prompt: NeedlePrompt) -> float:
+def _score(record: Said, prompt: NeedlePrompt) -> float:
     return score("all", record.text, [", ".join(prompt.answers)])
 
 
-def _chance(found: dict[tuple[str, str], list[tuple[NeedlePrompt, Retrieved, float]]]) -> float | None:
+def _chance(found: dict[tuple[str, str], list[tuple[NeedlePrompt, Said, float]]]) -> float | None:
     """Answers of the full cache against what is right for the next prompt of the task."""
     scores: list[float] = []
     for (method, _), mine in found.items():
