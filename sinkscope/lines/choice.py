@@ -338,10 +338,10 @@ def _sought(query: Tensor, key: Tensor, begin: int, checked: int, scaling: float
     Queries that seek nothing attend to the first tokens (attention sinks), so those are checked that score them lowest.
     """
     heads, queries, width = query.shape
-    groups, scaling = heads // len(key), width**-0.5 if scaling is None else scaling
+    groups, factor = heads // len(key), width**-0.5 if scaling is None else scaling
     found = torch.zeros(heads, key.shape[1], dtype=torch.bool, device=query.device)
     for of in range(len(key)):
-        q, k = query[of * groups : (of + 1) * groups].float() * scaling, key[of].float()
+        q, k = query[of * groups : (of + 1) * groups].float() * factor, key[of].float()
         rest = (q @ k[:begin].T).logsumexp(2)
         rows = rest.topk(min(checked, queries), dim=1, largest=False).indices
         at = rows + (len(k) - queries)
