@@ -40,7 +40,7 @@ class Option:
         metavar: what the help shows for its value.
         min: smallest value, also for callers from Python.
         max: largest value, also for callers from Python.
-        reads: how the words become the value: "text" reads a file or standard input, "head" reads LAYER.HEAD, "commas"
+        reads: how the words become the value: "text" reads a file or standard input, "head" reads L0.H4, "commas"
             splits at commas.
         argument: whether it stands without a name.
         hidden: whether only Python callers can give it.
@@ -180,6 +180,7 @@ class ScanMark:
         seconds: with --quick and without it, on a small model; the weights of the time left.
         quick: arguments with --quick; None: it is left out then.
         full: arguments without --quick.
+        streams: whether --quick runs it on a model that is read layer by layer; not where it reads the layers often.
         numbers: label -> paths of the value, of its control, and, if it is known, of the margin within which it changes
             by chance; "a - b" is the distance of two paths.
         facts: label -> path of a word or a list that two models can be compared by.
@@ -189,6 +190,7 @@ class ScanMark:
     seconds: Sequence[float] = (5.0, 30.0)
     quick: dict[str, Any] | None = field(default_factory=dict)
     full: dict[str, Any] = field(default_factory=dict)
+    streams: bool = True
     numbers: dict[str, Sequence[str]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
 

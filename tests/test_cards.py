@@ -117,7 +117,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
     assert card.parts[0].problem == "it failed (ZeroDivisionError: <b>by zero</b>)."
     assert card.conclusion() == card.parts[1].conclusion
     page = (tmp_path / "s/card.html").read_text()
-    assert "Missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
+    assert "is missing: it failed (ZeroDivisionError: &lt;b&gt;by zero" in page and "<b>by zero" not in page
     assert "find-sinks` is missing: it failed" in (tmp_path / "s/card.md").read_text()
     monkeypatch.setattr(Measurement, "on", real)
     again = scan(out=tmp_path / "s", quick=True)  # and it is tried again
@@ -125,7 +125,7 @@ def test_a_part_that_fails_says_why_and_the_next_begins(
 
 
 def test_a_model_that_does_not_fit_is_streamed_and_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("neuron_screen", "loop_rate")
+    names = ("neuron_screen", "loop_rate", "circuit")
     monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in names])
     folder = organism("llama", 2).save(tmp_path / "model")
     opened: list[str] = []
@@ -138,7 +138,8 @@ def test_a_model_that_does_not_fit_is_streamed_and_opened_once(tmp_path: Path, m
     monkeypatch.setattr(run, "_room", lambda *_: 1.0)
     card = scan(folder, out=tmp_path / "small", quick=True)
     assert isinstance(card, SinkCard) and opened == ["stream"]
-    assert card.parts[0].problem is None and "--memory" in str(card.parts[1].problem)
+    assert card.parts[0].problem is None and "whole model in memory" in str(card.parts[1].problem)
+    assert "many times" in str(card.parts[2].problem) and all("--memory" in str(p.problem) for p in card.parts[1:])
     opened.clear()
     monkeypatch.undo()
     monkeypatch.setattr(run, "scanned", lambda quick: [entries()[name] for name in names[:1]])

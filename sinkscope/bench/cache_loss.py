@@ -133,8 +133,7 @@ def draw(result: CacheLoss) -> go.Figure:
         colour = GREY if i == len(lines) else COLOURS[i % len(COLOURS)]
         fig.add_scatter(x=list(at), y=list(at.values()), name=name, mode="lines+markers", line_color=colour)
     axes(fig, None, None, x=shares("share of the prompt in the cache"), y=powers("KL from full attention, nats"))
-    best = f"{result.best[0].policy} loses least at {result.best[0].budget:.1%}" if result.best else "nothing measured"
-    return finished(fig, result, best, width=800, height=480)
+    return finished(fig, result, width=800, height=480)
 
 
 @measurement(
@@ -186,6 +185,8 @@ def cache_loss(
     Example:
         sinkscope cache-loss --policy h2o --policy snapkv --budget 0.25
     """
+    for name in policies or ():
+        kind_of(name)  # one that is asked for has to exist
     room = min(prompt, (setup.target.max_positions or prompt + answer) - answer)
     length = min(room + answer, len(setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]))
     ids = text_rows(setup.tokenizer, setup.text, count, length, setup.bos).tolist()

@@ -308,7 +308,7 @@ def dialogues_table(
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
 
 
-@command(group="Benchmarks", command="needle")
+@command(group="Dialogues", command="needle")
 def needle(
     model: Annotated[object, Option("--model", metavar="NAME")] = None,
     *,
@@ -359,12 +359,16 @@ def needle(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope needle --model recall --lengths 640,1024 --out needle
     """
     from sinkscope.bench.needle.run import run_needle
 
-    named = model is None or isinstance(model, str)
+    if model is None or isinstance(model, str):
+        model = _named(model, backend, revision=revision, device=device, dtype=dtype)
     return run_needle(
-        _named(model, backend, revision=revision, device=device, dtype=dtype) if named else model,
+        model,
         out=out,
         tokenizer=tokenizer,
         form=form,
@@ -383,7 +387,7 @@ def needle(
     )
 
 
-def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:
+def _named(model: Any, backend: str, **options: str | None) -> NamedModel:
     """A model that each process opens for itself."""
     from sinkscope.bench.runner import NamedModel
 

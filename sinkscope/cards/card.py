@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from math import hypot, isfinite
 from pathlib import Path
 from statistics import median
@@ -16,10 +15,13 @@ from typing import Any, ClassVar
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Entry
-from sinkscope.results import Result, cell, html_table
+from sinkscope.results import Result
+from sinkscope.tables import Grid, cell, strings
 
 CARD = "card.json"
 LEAST = 0.01  # of its value that a number moves by at least before it counts as changed
+_SHOWN = ("label", "value", "control", "margin")
+_CHANGED = ("label", "before", "after", "margin", "changed")
 RULE = (
     "A number changed if it moved by more than the margins of both cards together and by 1 % of its value; a number "
     "without a margin is shown and not judged."
@@ -110,6 +112,8 @@ class SinkCard(Result):
     """
 
     kind: ClassVar[str] = "sink-card"
+    page: ClassVar[str] = "scan"
+    glossary: ClassVar[dict[str, str]] = {"fact": "what it is, in words", "word": "what it is in this model"}
 
     quick: bool
     parts: tuple[CardPart, ...]
@@ -141,11 +145,9 @@ class SinkCard(Result):
 
     def details(self) -> list[str]:
         """Every part's conclusion, what failed, and what it cost."""
-        told = [f"{part.command}: {part.conclusion}" for part in self.done]
+        told = [f"{part.command}: {part.conclusion} ({part.seconds or 0:.1f} s)" for part in self.done]
         failed = [f"{part.command} is missing: {part.problem}" for part in self.parts if part.problem]
-        facts = "; ".join(f"{fact.label}: {fact.value}" for fact in self.facts)
-        more = [RULE] * bool(self.changes) + [f"Facts: {facts}."] * bool(facts)
-        return [*told, *failed, *more, self.costs()]
+        return [*told, *failed, self.costs()]
 
     def costs(self) -> str:
         """Seconds and memory, the most expensive parts first."""
@@ -156,29 +158,19 @@ class SinkCard(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per number; in a comparison one per number and fact."""
-        if self.against is not None:
-            names = ("label", "before", "after", "margin", "changed")
-            return [{name: getattr(change, name) for name in names} for change in self.changes]
-        return [self._row(n) for n in self.numbers]
+        some, names = (self.changes, _CHANGED) if self.against is not None else (self.numbers, _SHOWN)
+        return [{name: getattr(one, name) for name in names} for one in some]
 
-    def to_html(self) -> str:
-        """The conclusion, the numbers, what each part concluded and cost, and the facts; everything escaped."""
-        lead = f"<p><strong>Conclusion: {escape(self.conclusion())}</strong></p><p>{escape(self.costs())}</p>"
-        facts = [(fact.label, fact.value) for fact in self.facts]
-        parts = "".join(f"<dt>{escape(part.command)}</dt><dd>{escape(_told(part))}</dd>" for part in self.parts)
-        lead += f"<h3>What each part concluded</h3><dl>{parts}</dl>"
-        tables = [
-            ("Numbers, each with its control", *self._strings([self._row(n) for n in self.numbers])),
-            ("Facts", ("fact", "value"), facts),
-        ]
-        if self.changes:
-            tables.insert(0, (f"Compared with {self.against}. {RULE}", *self._strings(self.rows())))
-        shown = (f"<h3>{escape(title)}</h3>{html_table(head, rows)}" for title, head, rows in tables if rows)
-        return lead + "".join(shown)
-
-    @staticmethod
-    def _row(number: CardNumber) -> dict[str, Any]:
-        return {name: getattr(number, name) for name in ("label", "value", "control", "margin")}
+    def grids(self) -> list[Grid]:
+        """What changed, the numbers with their controls, and the facts."""
+        numbers = [{name: getattr(one, name) for name in _SHOWN} for one in self.numbers]
+        changes = self.rows() if self.changes else []
+        parts = (
+            (f"Compared with {self.against}", RULE, changes),
+            ("Numbers, each with its control", "", numbers),
+            ("Facts", "", [{"fact": fact.label, "word": fact.value} for fact in self.facts]),
+        )
+        return [Grid(*strings(rows, ()), title=title, note=note) for title, note, rows in parts if rows]
 
     def markdown(self) -> str:
         """The card for a model's page on the hub."""
@@ -224,14 +216,6 @@ class SinkCard(Result):
         same = other.model.name == self.model.name
         name = f"{other.model.name} ({other.model.fingerprint[:8]})" if same else other.model.name
         return replace(self, against=name, changes=tuple(changes))
-
-
-def _told(part: CardPart) -> str:
-    """What a part concluded and cost, or why it is missing."""
-    if part.problem is not None:
-        return f"Missing: {part.problem}"
-    memory = "" if part.peak_memory_bytes is None else f", {part.peak_memory_bytes / 1e9:.2g} GB"
-    return f"{part.conclusion} ({part.seconds or 0:.1f} s{memory})"
 
 
 def _marked(words: str) -> str:

@@ -115,7 +115,9 @@ class CardOf(Keyed):
 class SinkCards(Result):
     """The cards of several models."""
 
+    page: ClassVar[str] = "scan"
     kind: ClassVar[str] = "sink-cards"
+    page: ClassVar[str] = "scan"
 
     cards: tuple[CardOf, ...]
 
@@ -317,8 +319,10 @@ def _measured(entry: Entry, setup: Setup, edit: Intervention | None, quick: bool
     target, mark = setup.target, entry.scan
     assert mark is not None
     if entry.marks.get("loading") == "whole" and not target.resident:
-        size = f"{weight_bytes(target) / 1e9:.0f} GB"
+        size = f"{weight_bytes(target) / 1e9:.1f} GB"
         return f"it needs the whole model in memory, and its weights take {size}; give --memory to allow that"
+    if quick and not mark.streams and not target.resident:
+        return "it reads the layers from disk many times; leave out --quick, or give --memory to load the model whole"
     given: dict[str, Any] = (mark.quick if quick else mark.full) or {}
     try:
         with nullcontext() if edit is None else edit.on(target):

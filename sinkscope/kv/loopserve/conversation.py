@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -198,6 +199,15 @@ class Conversation:
         new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
         force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
         return self._turn(new, len(gold), {"logits_processor": force}, gold)
+
+    def branch(self) -> Conversation:
+        """Another conversation that goes on from here, such as one more question about a document that was read once.
+
+        Both share the keys and values so far, which no later turn changes; each adds its own.
+        """
+        other = copy(self)
+        other.turns = [*self.turns]
+        return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a folder: conversation.json, and a safetensors file that it names.
