@@ -272,11 +272,7 @@ class Command:
         self._refuse_unused([main, *also], given)
         if any(files.values()) and _returns_none(main):
             raise SinkscopeError(f"--{main.marks.get('flag', main.name)} has no result to write: leave out the files")
-        makes = {o.name: o for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
-        for name, path in (files | written).items():
-            if path not in (None, "-"):
-                own_kind = [makes[name].kind] if name in makes else _MARKS.get(name)
-                check_output(path, *filter(None, own_kind or [f"json {kind}" for kind in main.kinds()]))
+        makes = self._replaced(files | written, main)
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
@@ -285,6 +281,15 @@ class Command:
         for name, path in written.items():
             if path is not None and isinstance(said := makes[name].save(result, path), str):
                 note(said)
+
+    def _replaced(self, files: Mapping[str, str | None], main: Entry) -> dict[str, Any]:
+        """Refuse files that are there and are no earlier outputs of this command; the outputs of its own, by name."""
+        makes = {o.name: o for part in self.parts if self.outputs for o in getattr(part.load(), "outputs", ())}
+        for name, path in files.items():
+            if path not in (None, "-"):
+                own_kind = [makes[name].kind] if name in makes else _MARKS.get(name)
+                check_output(path, *filter(None, own_kind or [f"json {kind}" for kind in main.kinds()]))
+        return makes
 
     def _main(self, chosen: list[Entry]) -> tuple[Entry, list[Entry]]:
         """The function that runs, and those that run after it."""
