@@ -4,7 +4,7 @@ r"""Presses of kvpress in the needle map, run in an environment of their own.
     python -c "import sinkscope as ss; m = ss.load('recall-2hop', backend='hf'); \
         m.save_pretrained('MODEL'); m.tokenizer.save_pretrained('MODEL')"
     python -m venv KVPRESS && KVPRESS/bin/pip install kvpress==0.5.5 torch==2.13.0
-    KVPRESS/bin/python experiments/kvpress_needle.py --map MAP --model MODEL --presses SnapKVPress,TOVAPress
+    KVPRESS/bin/python experiments/kvpress_needle.py --map MAP --model MODEL --presses SnapKV,TOVA
     sinkscope needle --model recall-2hop --methods full --out MAP --png map.png
 
 kvpress needs another release of transformers than this project, so the two never share a process: this script imports
@@ -29,7 +29,7 @@ def answers(folder: Path, model: Path, presses: list[str], budget: float) -> Non
     Args:
         folder: what `sinkscope needle` was given as --out.
         model: folder with the weights and the tokenizer of its model.
-        presses: classes of kvpress that take a `compression_ratio`.
+        presses: classes of kvpress that take a `compression_ratio`, without "Press" at the end.
         budget: share of the prompt that stays in the cache.
     """
     import kvpress
@@ -49,7 +49,9 @@ def answers(folder: Path, model: Path, presses: list[str], budget: float) -> Non
             for prompt in prompts:
                 if (method, prompt["id"]) in done:
                     continue
-                said = _answer(hf, tokenizer, getattr(kvpress, name)(compression_ratio=1 - budget), prompt, settings)
+                said = _answer(
+                    hf, tokenizer, getattr(kvpress, f"{name}Press")(compression_ratio=1 - budget), prompt, settings
+                )
                 out.write(json.dumps({"model": settings["model"]["fingerprint"], "method": method, **said}) + "\n")
                 out.flush()
                 os.fsync(out.fileno())
@@ -84,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--map", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--presses", default="SnapKVPress,TOVAPress,ExpectedAttentionPress,KnormPress")
+    parser.add_argument("--presses", default="SnapKV,TOVA")
     parser.add_argument("--budget", type=float, default=0.125)
     given = parser.parse_args()
     answers(given.map, given.model, given.presses.split(","), given.budget)

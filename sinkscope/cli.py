@@ -21,32 +21,39 @@ from typer.core import TyperGroup
 
 from sinkscope import __version__
 from sinkscope.console import ProgressBar, emit, note, print_result
-from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory
 from sinkscope.notation import read_head
-from sinkscope.output import check_writable, read_text
+from sinkscope.output import FIGURE, PAGE, check_losses, check_output, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
 Backend = Literal["bridge", "hf", "nnsight"]
 """Kinds of model object."""
 
 
-def check_outputs(
-    json: str | None = None,
-    html: str | None = None,
-    png: str | None = None,
-    csv: str | None = None,
-    **more: str | None,
-) -> None:
-    """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
-    paths = (json, csv, html, png, *more.values())
-    files = [path for path in paths if path not in (None, "-")]
-    written = [str(check_writable(path)) for path in files if path is not None]
-    for path in written:
-        if written.count(path) > 1 and not path.startswith("/dev/"):
-            raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
-    if "-" in paths[2:] or json == csv == "-":
+def check_outputs(outputs: Mapping[str, str | None], values: Mapping[Parameter, Any]) -> None:
+    """Refuse, before anything is imported, outputs that cannot be written or would replace an input.
+
+    Args:
+        outputs: files that are written from the result, by option.
+        values: what was given for parameters; some name files or folders that are written, too.
+
+    Raises:
+        SinkscopeError: one of them is refused.
+    """
+    streams = [flag for flag, path in outputs.items() if path == "-"]
+    if streams not in ([], ["--json"], ["--csv"]):
         raise SinkscopeError("only --json writes to standard output with -, or --csv: give the name of a file")
-    if png is not None:
+    inputs: dict[str, Any] = {}
+    places: dict[bool, dict[str, Any]] = {False: dict(outputs), True: {}}
+    for one, value in values.items():
+        if one.option.writes:
+            places[one.option.metavar in ("DIR", "FOLDER")][one.flag] = value
+        else:
+            name = str(one.option.metavar) if one.option.argument else one.flag
+            inputs[name] = value if one.many and value else [value]
+    files, folders = ({f: p for f, p in some.items() if p is not None and str(p) != "-"} for some in places.values())
+    check_losses(files, inputs, folders)
+    if outputs.get("--png") is not None:
         from sinkscope.html import check_png
 
         check_png()
@@ -108,6 +115,7 @@ _READS: dict[str | None, Callable[[Any], Any]] = {
     "head": read_head,
     "commas": lambda text: [word.strip() for word in text.split(",") if word.strip()],
 }
+_MARKS = {"html": [PAGE], "png": [FIGURE], "csv": ["output with a mark"]}  # CSV carries none
 _FILES = {
     "json": ("FILE|-", "Write the result as JSON; - is standard output."),
     "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
@@ -248,11 +256,14 @@ class Command:
         if assets and files["html"] is None:
             raise SinkscopeError("--assets puts plotly.js beside the page of --html: give --html, too, or leave it out")
         written = {name: values.pop(name) for name, _, _ in self.outputs}
-        check_outputs(**files, **written)
+        given = {one: values[one.name] for one in self.parameters.values() if one.name in values}
+        check_outputs({f"--{name.replace('_', '-')}": path for name, path in (files | written).items()}, given)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
         main, also = self._main(chosen)
         backend = values.pop("backend", None) if self.measures else None
         given = self._given(values)
+        for name, value in given.items():
+            self.parameters[name].check(value)
         lone = [f"--{part.marks['flag']}" for part in chosen] + ["--backend"] * (backend is not None)
         main = self._series(given, lone) or main
         own = {p.name for p in main.parameters}
@@ -261,14 +272,18 @@ class Command:
         self._refuse_unused([main, *also], given)
         if any(files.values()) and _returns_none(main):
             raise SinkscopeError(f"--{main.marks.get('flag', main.name)} has no result to write: leave out the files")
+        makes = {o.name: o for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
+        for name, path in (files | written).items():
+            if path not in (None, "-"):
+                own_kind = [makes[name].kind] if name in makes else _MARKS.get(name)
+                check_output(path, *filter(None, own_kind or [f"json {kind}" for kind in main.kinds()]))
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
             deliver(result, **files, also=more, wide=wide, assets=assets)
-        saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
         for name, path in written.items():
-            if path is not None and isinstance(said := saves[name](result, path), str):
+            if path is not None and isinstance(said := makes[name].save(result, path), str):
                 note(said)
 
     def _main(self, chosen: list[Entry]) -> tuple[Entry, list[Entry]]:
@@ -435,10 +450,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
         stderr), 3 a stream with a loop, 130 interrupted.
     """
-    _quiet()
+    closed = _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
+        if closed:
+            raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+        for word in words:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise SinkscopeError(f"the word {word!r} is not UTF-8: type it in another way") from None
         code = command_line(None if _COMPLETE in os.environ else words)(
             args=words, prog_name="sinkscope", standalone_mode=False
         )
@@ -473,7 +495,7 @@ def _drop_output() -> None:
 
 
 def _refuse(message: str, code: int = 2) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    note(f"error: {' '.join(message.split())}")
     return code
 
 
@@ -487,14 +509,24 @@ def _usage(error: typer.TyperException) -> str:
     return f"{message} (see {context.command_path if context else 'sinkscope'} --help)"
 
 
-def _quiet() -> None:
-    """Other libraries' notes and bars stay off: what matters is said by sinkscope itself."""
+def _quiet() -> bool:
+    """Other libraries' notes and bars stay off: what matters is said by sinkscope itself.
+
+    Returns:
+        Whether standard output is closed; what is closed is replaced, so that no file takes its number.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     for stream in (sys.stdout, sys.stderr):
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")  # tokens need not fit the terminal's encoding
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    warnings.simplefilter("once", SinkscopeWarning)
+    warnings.showwarning = lambda message, *_: note(f"note: {message}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return "stdout" in closed

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @command(group="Look", command="models")
 def print_models(
-    *, json_file: Annotated[str | None, Option("--json", metavar="FILE|-")] = None, wide: bool = False
+    *, json_file: Annotated[str | None, Option("--json", metavar="FILE|-", writes=True)] = None, wide: bool = False
 ) -> None:
     """List the short names of public models, and the layers in which papers found their sinks.
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from shutil import get_terminal_size
 from typing import Any
 
-from sinkscope.output import write_atomic
+from sinkscope._plain import visible
+from sinkscope.output import write_output
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`."""
@@ -58,7 +59,7 @@ __all__ = ["Progress", "emit", "note", "print_result"]
 
 def note(message: str) -> None:
     """A line for the reader, not for the next program."""
-    print(message, file=sys.stderr)
+    print(visible(message), file=sys.stderr)
 
 
 def emit(path: str, text: str) -> None:
@@ -66,13 +67,13 @@ def emit(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
     else:
-        write_atomic(path, text)
+        write_output(path, text)
 
 
 def print_result(result: Any, *, wide: bool = False) -> None:
     """A rich table on a terminal, plain aligned text anywhere else; `wide` shows every column as plain text."""
     if wide or not sys.stdout.isatty():
-        print(result.text(None if wide else get_terminal_size((80, 24)).columns))
+        print(visible(result.text(None if wide else get_terminal_size((80, 24)).columns)))
         return
     from rich.console import Console
 

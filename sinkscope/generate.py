@@ -16,6 +16,7 @@ from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import decoding
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
@@ -24,6 +25,8 @@ from sinkscope.kv.loopserve import tokens_read
 from sinkscope.measure.setup import edit_of
 from sinkscope.models.target import Target
 from sinkscope.records import Natural, Number, Whole, conform
+
+COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,9 @@ def generate(
     batch_size: int = 1,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Generated]:
-    """Generate after each prompt.
+    """Generate after each prompt, greedily or at a temperature.
+
+    Of the checkpoint's generation settings only its special tokens are used (see `sinkscope.interventions.decode`).
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.
@@ -95,7 +100,7 @@ def generate(
     tok = target.need_tokenizer()
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
-    _check_loaded(target)
+    target.check_loaded()
     rows = [_encode(tok, i, prompt, bos, target.name) for i, prompt in enumerate(prompts)]
     edit = edit_of(patch=patch, policy=policy, guard=guard is True, interventions=interventions)
     if isinstance(guard, LoopGuard):
@@ -106,6 +111,7 @@ def generate(
             part.check_prompt(len(ids))
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else {}
+    options = decoding(target, **options)
     results: list[Generated] = []
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -120,9 +126,7 @@ def generate(
                 text = tok.decode(new, skip_special_tokens=True)
                 if on_text is not None and whole:
                     on_text(start + i, text)
-                held = run.usage[-1].mean_tokens[i] if run is not None and run.usage else None
-                read = tokens_read(run)[-1][i] if run is not None and tokens_read(run) else None
-                results.append(Generated(prompt, text, new, len(ids), own, held, read))
+                results.append(Generated(prompt, text, new, len(ids), own, *_held(run, i)))
     return results
 
 
@@ -143,6 +147,12 @@ def _own(run: Run | None, row: int, last: int | None, start: int) -> list[Event]
     """
     events = [] if run is None else run.events
     return [replace(e, row=start + row) for e in events if e.row == row and (last is None or e.position <= last)]
+
+
+def _held(run: Run | None, row: int) -> tuple[float | None, float | None]:
+    """Tokens of a row in the cache, mean over calls, and those that a decoding step read, as far as a policy chose."""
+    held, read = ([], []) if run is None else (run.usage, tokens_read(run))
+    return held[-1].mean_tokens[row] if held else None, read[-1][row] if read else None
 
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
@@ -202,17 +212,12 @@ def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_siz
         conform(Natural, value, name, page="generate")
     conform(Annotated[Whole, Field(lt=1 << 63)], seed, "seed", page="generate")
     conform(Annotated[Number, Field(ge=0)], temperature, "temperature", page="generate")
+    if 0 < temperature < COLDEST:
+        raise SinkscopeError(
+            f"temperature={temperature!r}: expected 0, which is greedy, or a number from {COLDEST}", page="generate"
+        )
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
-            page="generate",
-        )
-
-
-def _check_loaded(target: Target) -> None:
-    if next(target.hf.parameters()).is_meta:
-        raise SinkscopeError(
-            f"{target.name} holds no weights yet: load it with sinkscope.load(...), or make it with "
-            "dispatch=True (nnsight)",
             page="generate",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,12 +40,13 @@ class Option:
         metavar: what the help shows for its value.
         min: smallest value, also for callers from Python.
         max: largest value, also for callers from Python.
-        reads: how the words become the value: "text" reads a file or standard input, "head" reads LAYER.HEAD, "commas"
+        reads: how the words become the value: "text" reads a file or standard input, "head" reads L0.H4, "commas"
             splits at commas.
         argument: whether it stands without a name.
         hidden: whether only Python callers can give it.
         required: whether the command line asks for it although it has a default in Python.
         own: whether it is the measurement's alone, although an option that opens the model has the same name.
+        writes: whether it names a file or folder that is written; the command line refuses one that would be a loss.
         many: whether it takes several values although its type does not say so.
     """
 
@@ -57,6 +59,7 @@ class Option:
     hidden: bool = False
     required: bool = False
     own: bool = False
+    writes: bool = False
     many: bool = False
 
 
@@ -148,13 +151,17 @@ class Parameter:
             SinkscopeError: the value is too small, too large, or not a number.
         """
         low, high = self.option.min, self.option.max
-        if value is None or (low is None and high is None):
+        if value is None or self.type not in (int, float):
             return
+        declared = low is not None or high is not None
+        if self.type is int and high is None:
+            high = (1 << 63 if self.name == "seed" else 1 << 31) - 1
         for one in value if self.many else (value,):
-            fits = isinstance(one, int | float) and not isinstance(one, bool)
-            if self.type is int:
-                fits = fits and isinstance(one, int)
-            if not (fits and (low is None or one >= low) and (high is None or one <= high)):
+            fits = isinstance(one, int if self.type is int else int | float) and not isinstance(one, bool)
+            fits = fits or not declared
+            if isinstance(one, int | float):  # NaN and infinity are neither above nor below
+                fits = fits and (-math.inf if low is None else low) <= one <= (1e300 if high is None else high)
+            if not fits:
                 what = "a whole number" if self.type is int else "a number"
                 bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
                 wanted = " and ".join(bound for bound in bounds if bound)
@@ -270,6 +277,12 @@ class Entry:
             for arg, default, keyword in pairs
         )
 
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the results that it returns; this imports their modules."""
+        classes = None if self.node.returns is None else self._value(self.node.returns)
+        self.load()  # a measurement gives the class of its result the kind
+        return tuple(kind for cls in get_args(classes) or [classes] if (kind := getattr(cls, "kind", None)))
+
     def load(self) -> Any:
         """The function itself; this imports its module."""
         return getattr(import_module(self.module), self.name)
@@ -295,7 +308,7 @@ class Entry:
         line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
         for value in _literal(line[1]) if line else []:  # far quicker than to parse the whole file
             return value
-        for node in ast.parse(self.text).body:
+        for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
                 for value in _literal(node.value):
                     return value

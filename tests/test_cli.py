@@ -206,7 +206,8 @@ def test_our_own_mistakes_keep_their_traceback(calls: list[Any], monkeypatch: py
 def test_full_disk_after_the_work(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("x.json").write_text("old")
+    old = '{"schema": 1, "kind": "find-sinks"}'
+    Path("x.json").write_text(old)
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -216,7 +217,7 @@ def test_full_disk_after_the_work(
     out, err = capsys.readouterr()
     assert "Sink layer 2" in out  # what was found is seen all the same
     assert err == "error: cannot write x.json: the disk is full; make room or choose another place\n"
-    assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], "old")
+    assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)
 
 
 def test_full_standard_output() -> None:

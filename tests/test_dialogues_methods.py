@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,6 +34,8 @@ def test_methods_with_settings_are_what_they_say() -> None:
             "loopserve-p : paper : recent=3",
         )
     }
+    printed: Any = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
+    printed |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}
     assert list(made.values()) == [
         ss.LoopServe(alpha=0.98, first=0, budget=200),
         SnapKV(window=32, pooling="max", budget=200),
@@ -42,8 +46,8 @@ def test_methods_with_settings_are_what_they_say() -> None:
         ss.LoopServe(budget=200),
         Progressive(gather=False, budget=200),
         TriShape(dense_rows=9),
-        ss.LoopServe(alpha=0.955, dense_rows=0, variant="faithful", shortest=0, budget=200),
-        ss.LoopServe(alpha=0.955, dense_rows=0, variant="faithful", shortest=0, decode=False, recent=3),
+        ss.LoopServe(**printed, budget=200),
+        ss.LoopServe(**printed, decode=False, recent=3),
     ]
     spoken = ("h2o : recent=.5 : budget=64", "progressive:gather=false", "loopserve :paper: alpha=.9")
     assert [read_method(text).spec for text in spoken] == [

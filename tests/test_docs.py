@@ -48,6 +48,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return running
 
 
+_OUTPUT = re.compile(r"^<!-- output: sinkscope (.+) -->\n```text\n(.*?)^```", re.M | re.S)
+
+
+def test_outputs_that_are_shown_are_real(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Word by word and up to "...", where a page shows what a command prints; numbers may differ in the last digits."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    shown = _OUTPUT.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown
+    for command, text in shown:
+        assert main(shlex.split(command)) == 0
+        wanted = text.partition("\n...\n")[0].splitlines()
+        for want, got in zip(wanted, capsys.readouterr().out.splitlines()[: len(wanted)], strict=True):
+            numbers = [[float(n) for n in re.findall(r"\d+(?:\.\d+)?", line)] for line in (want, got)]
+            assert re.sub(r"[\d.]+", "", want).split() == re.sub(r"[\d.]+", "", got).split()
+            assert numbers[0] == pytest.approx(numbers[1], rel=0.02, abs=0.1)
+
+
 def test_extending(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The examples are short, as promised, and do what their pages say."""
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))  # the page registers one

@@ -110,11 +110,12 @@ def test_html_needs_nothing_else_and_holds_everything(tmp_path: Path) -> None:
 
 def test_html_escapes_what_comes_from_files() -> None:
     bad = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
-    plain = _read(page(sample_find_sinks()))
+    bare = replace(sample_find_sinks().repeats, tokens=())
+    plain = _read(page(sample_find_sinks(repeats=bare)))
     found = sample_find_sinks(
         model=replace(sample_find_sinks().model, name=bad.replace("/", ""), family=bad),
         settings={bad: bad, "seed": 0, "text": None},
-        repeats=replace(sample_find_sinks().repeats, tokens=()),
+        repeats=bare,
     )
     attacked = page(found)
     assert _read(attacked).tags == plain.tags

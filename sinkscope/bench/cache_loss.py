@@ -133,8 +133,7 @@ def draw(result: CacheLoss) -> go.Figure:
         colour = GREY if i == len(lines) else COLOURS[i % len(COLOURS)]
         fig.add_scatter(x=list(at), y=list(at.values()), name=name, mode="lines+markers", line_color=colour)
     axes(fig, None, None, x=shares("share of the prompt in the cache"), y=powers("KL from full attention, nats"))
-    best = f"{result.best[0].policy} loses least at {result.best[0].budget:.1%}" if result.best else "nothing measured"
-    return finished(fig, result, best, width=800, height=480)
+    return finished(fig, result, width=800, height=480)
 
 
 @measurement(

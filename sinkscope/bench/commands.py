@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import ORGANISM
 from sinkscope.published import SETS
@@ -26,7 +26,7 @@ TEXT = "text"
 @command(group="Loops", command="loopbench run")
 def loopbench_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -111,7 +111,7 @@ def loopbench_run(
 @command(group="Dialogues", command="dialogues run")
 def dialogues_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str = "recall",
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -194,7 +194,7 @@ def dialogues_run(
 @command(group="Dialogues", command="dialogues fidelity")
 def dialogues_fidelity(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -301,7 +301,7 @@ def dialogues_table(
     from sinkscope.bench.dialogues.tables import FIDELITY, tabulate_dialogues, tabulate_fidelity
 
     try:
-        settings = json.loads((folders[0] / "settings.json").read_bytes())
+        settings = parse_json((folders[0] / "settings.json").read_bytes())
     except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
         settings = None
     fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
@@ -326,7 +326,7 @@ def needle(
     form: Literal["recall", "facts", "ruler"] | None = None,
     max_new_tokens: Positive | None = None,
     batch_size: Positive = 1,
-    out: Annotated[Path | None, Option(metavar="DIR")] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
     seed: Count = 0,
     workers: Positive = 1,
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
@@ -365,9 +365,10 @@ def needle(
     """
     from sinkscope.bench.needle.run import run_needle
 
-    named = model is None or isinstance(model, str)
+    if model is None or isinstance(model, str):
+        model = _named(model, backend, revision=revision, device=device, dtype=dtype)
     return run_needle(
-        _named(model, backend, revision=revision, device=device, dtype=dtype) if named else model,
+        model,
         out=out,
         tokenizer=tokenizer,
         form=form,
@@ -386,7 +387,7 @@ def needle(
     )
 
 
-def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:
+def _named(model: Any, backend: str, **options: str | None) -> NamedModel:
     """A model that each process opens for itself."""
     from sinkscope.bench.runner import NamedModel
 

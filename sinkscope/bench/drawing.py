@@ -391,8 +391,7 @@ def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
 def draw_needle(result: Any) -> go.Figure:
     """A map of depth over length for every task (rows) and method (columns), on one scale."""
     methods, tasks = result.methods(), list(dict.fromkeys(g.task for g in result.groups))
-    heads = [html.escape(name.replace(":", "<br>", 1)) for name in methods]
-    titles = [f"{name}<br>{result.mean(method):.0%}" for name, method in zip(heads, methods, strict=True)]
+    titles = [f"{html.escape(name).replace(':', '<br>')}<br>{result.mean(name):.0%}" for name in methods]
     shared: dict[str, Any] = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1 / len(tasks)}
     fig = panels(titles, rows=len(tasks), cols=len(methods), spacing=0.06 / len(methods), row_titles=tasks, **shared)
     for row, task in enumerate(tasks, 1):
@@ -417,5 +416,7 @@ def draw_needle(result: Any) -> go.Figure:
     bar = {"title": "score", "tickformat": ".0%", "thickness": 14, "len": 0.8}
     wide = 240 + 80 * len(methods)
     colours = {"colorscale": scale, "cmin": 0, "cmax": 1, "colorbar": bar}
-    high, small = 230 + 85 * len(tasks), {"size": 11}
-    return finished(fig, result, width=wide, height=high, top=120, bottom=80, coloraxis=colours, font=small)
+    top = 75 + 18 * max(title.count("<br>") for title in titles)
+    size: dict[str, Any] = {"width": wide, "height": top + 80 + 85 * len(tasks), "top": top, "bottom": 80}
+    fig = finished(fig, None, result.conclusion(), coloraxis=colours, font={"size": 11}, **size)
+    return fig.update_annotations(font_size=13)

@@ -76,6 +76,7 @@ _PRINTED = "paper"
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
 _DECODING = ("budget", "interval", "first", "per_head")
 _PROMPTS = ("alpha", "sample", "recent", "dense_rows", "seed", "variant", "shortest", "dense_above", "kernel")
+_PROMPTS += ("begin", "local", "sharp", "checked")
 
 
 def _guard(about: str, paper: bool = True, **fixed: Any) -> MethodKind:

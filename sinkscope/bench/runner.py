@@ -16,6 +16,7 @@ from sinkscope.bench.methods import Budget, Method
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.generate import ends_and_pad, padded
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import decoding, noted_decoding
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
@@ -67,6 +68,8 @@ class Asked:
     def settings(self) -> dict[str, Any]:
         """What decides a record, whatever is done with the model."""
         t = self.target
+        with noted_decoding() as used:
+            decoding(t, do_sample=False)
         return {
             "model": asdict(ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, self.fingerprint)),
             "kind": t.kind,
@@ -75,6 +78,7 @@ class Asked:
             "attention": str(getattr(t.config, "_attn_implementation", "unknown")),
             "max_new_tokens": self.new,
             "budget": self.budget,
+            "decoding": used,
         }
 
     def cut(self, row: list[int]) -> tuple[list[int], bool]:
@@ -111,9 +115,7 @@ class Asked:
                 input_ids=ids,
                 attention_mask=mask,
                 max_new_tokens=self.new if new is None else new,
-                pad_token_id=self.pad,
-                do_sample=False,
-                **options,
+                **decoding(self.target, do_sample=False, pad_token_id=self.pad, **options),
             )
             return made[:, ids.shape[1] :].tolist(), [] if run is None else run.events
 

@@ -115,6 +115,7 @@ class CardOf(Keyed):
 class SinkCards(Result):
     """The cards of several models."""
 
+    page: ClassVar[str] = "scan"
     kind: ClassVar[str] = "sink-cards"
     page: ClassVar[str] = "scan"
 
@@ -179,7 +180,7 @@ class ScanJob:
 def scan(
     models: Annotated[Any, Option(argument=True, metavar="MODEL", many=True)] = None,
     *,
-    out: Annotated[str | Path | None, Option(metavar="FOLDER")] = None,
+    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes=True)] = None,
     quick: bool = False,
     against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
     patch: Annotated[str | Path | None, Option(metavar="FILE")] = None,
@@ -445,7 +446,7 @@ def _cards(job: ScanJob, *, wanted: Wanted, progress: Progress) -> list[CardOf]:
 @command(group="Look")
 def demo(
     *,
-    out: Annotated[Path, Option(metavar="FOLDER")] = Path("sinkscope-demo"),
+    out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
     show: Annotated[bool, Option(name="--open")] = True,
     progress: Hidden = None,
 ) -> None:

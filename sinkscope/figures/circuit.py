@@ -34,8 +34,8 @@ def draw_circuit(result: Any) -> go.Figure:
     fig.update_xaxes(visible=False)
     fig.update_yaxes(visible=False)
     columns, rows = ({place[axis] for place in places.values()} for axis in (0, 1))
-    size = {"width": max(800, 150 * len(columns)), "height": max(360, 160 + 42 * len(rows))}
-    return finished(fig, result, bottom=60, showlegend=False, **size)
+    width, height = max(800, 150 * len(columns)), max(360, 160 + 42 * len(rows))
+    return finished(fig, result, bottom=60, showlegend=False, width=width, height=height)
 
 
 class _Edge(NamedTuple):
@@ -136,7 +136,7 @@ def _nodes(fig: go.Figure, places: dict[str, tuple[float, float]], roles: dict[s
         y=[places[name][1] for name in names],
         mode="markers+text",
         marker={"size": 16, "color": [_FILLED[roles[name]] for name in names], "line": {"width": 1, "color": GREY}},
-        text=[f"{html.escape(name)}<br> " for name in names],  # clear of the numbers on the edges
+        text=[html.escape(name) for name in names],
         textposition="top center",
         textfont={"size": 12},
         cliponaxis=False,

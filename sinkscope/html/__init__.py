@@ -26,7 +26,7 @@ from typing import Any
 from sinkscope import __version__
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
+from sinkscope.output import write_atomic, write_output
 from sinkscope.results import Result
 
 ENVELOPE = ("model", "settings", "provenance")
@@ -82,11 +82,13 @@ def save_html(result: Result, path: str | os.PathLike[str], *more: Result, asset
 def save_document(path: str | os.PathLike[str], text: str) -> Path:
     """Write a page, whole or not at all, and plotly.js beside it if the page asks for it there.
 
+    It may replace an earlier page.
+
     Raises:
-        SinkscopeError: the file cannot be written.
+        SinkscopeError: the file cannot be written, or holds something else.
     """
     # a lone surrogate, which a token may hold, has no UTF-8
-    written = write_atomic(path, text.encode(errors="backslashreplace"))
+    written = write_output(path, text.encode(errors="backslashreplace"))
     if _BESIDE in text and not (library := written.with_name(_library_name())).is_file():
         write_atomic(library, importlib.import_module("plotly.offline").get_plotlyjs())
     return written
@@ -293,7 +295,7 @@ def write_png(figure: Any, path: str | os.PathLike[str]) -> Path:
     Raises:
         SinkscopeError: as for `save_png`.
     """
-    return write_atomic(path, png(figure))
+    return write_output(path, png(figure))
 
 
 def png(figure: Any, scale: float = 2, most: int = 200_000) -> bytes:

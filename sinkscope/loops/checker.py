@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
@@ -103,7 +104,7 @@ def parse(text: str, name: str, form: Format = "auto") -> list[TokenRecord]:
 
 def _line(line: str, where: str, number_: int) -> TokenRecord:
     try:
-        data = json.loads(line)
+        data = parse_json(line)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise SinkscopeError(f"{where} is not JSON ({reason.lower()}): expected an object with {_EXPECTED}") from None

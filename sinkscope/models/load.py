@@ -20,6 +20,7 @@ from sinkscope.models.checkpoint import (
     TOKENIZER_FILES,
     Local,
     ModelSource,
+    fingerprint,
     hub_file,
     local_files,
     locate,
@@ -106,6 +107,7 @@ def load(
             tok = tokenizer if tokenizer is not None else read_tokenizer(source.name, local.folder, **files)
             options = {"device_map": device_map, "quantization_config": quantization_config}
             hf = _weights(source, local, config, wanted_dtype, options, trust_remote_code)
+            files_are = local.commit or fingerprint(local.folder / (local.gguf or ""))
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = local.commit
@@ -121,6 +123,8 @@ def load(
         model = wrap(hf, tok, backend or "bridge")
         if probe:
             prove(model)
+        if quantization_config is None:
+            hf.sinkscope_origin = files_are, fingerprint(hf)
     return model
 
 

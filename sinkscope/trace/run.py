@@ -143,6 +143,24 @@ REDUCERS: dict[str, Reducer] = {
 }
 
 
+def check_tokens(tokens: Any, mask: Any, target: Target) -> None:
+    """Refuse what is no batch of token ids of the model.
+
+    Raises:
+        SinkscopeError: another shape or type, nothing in it, an id without an embedding, or a mask of another shape.
+    """
+    shape = tuple(getattr(tokens, "shape", ()))
+    if not isinstance(tokens, Tensor) or len(shape) != 2 or not tokens.numel() or tokens.is_floating_point():
+        found = f"{tokens.dtype} {list(shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise SinkscopeError(f"tokens are {found}: expected whole numbers in a tensor [batch pos], not empty")
+    size = int(target.config.vocab_size)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= size:
+        raise SinkscopeError(f"token id {low if low < 0 else high} is none of {target.name}: expected 0 to {size - 1}")
+    if mask is not None and tuple(getattr(mask, "shape", ())) != shape:
+        raise SinkscopeError(f"attention_mask has another shape than tokens, {list(shape)}: give 1 or 0 for each token")
+
+
 def trace(
     model: object,
     tokens: Int[Tensor, "batch pos"],
@@ -170,12 +188,16 @@ def trace(
     Returns:
         Site name to tensor; the first dimension is the batch.
 
+    Raises:
+        SinkscopeError: tokens that are none of the model, or an unknown site or reduction.
+
     The pass ends after the deepest site. The model is left as it was.
     """
     target = Target.of(model)
     reducer = REDUCERS.get(reduce) if isinstance(reduce, str) else reduce
     if reducer is None:
         raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
+    check_tokens(tokens, attention_mask, target)
     kept: dict[str, list[Tensor]] = {}
     wanted = resolve(target, list(sites))
     watched = [(observer, resolve(target, list(observer.sites))) for observer in observers]

@@ -88,7 +88,7 @@ _TITLE_WORDS = 12
 def build_dialogues(
     *,
     task: str,
-    out: Annotated[str, Option(metavar="FILE")],
+    out: Annotated[str, Option(metavar="FILE", writes=True)],
     source: Annotated[str | None, Option(metavar="PATH|hub")] = None,
     form: Literal["faithful", "repaired"] = "repaired",
     turns: Positive | None = None,

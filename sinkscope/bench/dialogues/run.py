@@ -34,6 +34,7 @@ from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.published import set_of
 from sinkscope.store import Folder
+from sinkscope.text.chat import chat_text
 
 History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]
@@ -296,7 +297,7 @@ def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:
     if not chat:
         return [int(i) for i in tokenizer("\n\n".join(said), verbose=False)["input_ids"]]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = chat_text(tokenizer, messages, to.target.name)
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
 

@@ -164,7 +164,7 @@ def build_prompts(
     *,
     bench: Literal["dc", "ri", "2wiki"],
     source: Annotated[str, Option(metavar="PATH|hub")],
-    out: Annotated[str, Option(metavar="FILE")],
+    out: Annotated[str, Option(metavar="FILE", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     tokenizer: Annotated[Path | None, Option(metavar="FOLDER")] = None,

@@ -24,6 +24,7 @@ from sinkscope.bench.methods import Method, check_budget, check_methods, check_w
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
+from sinkscope.generate import COLDEST
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
@@ -127,8 +128,8 @@ def run_loopbench(
     qa = all(prompt.bench == "2wiki" for prompt in prompts)
     new = max_new_tokens if max_new_tokens is not None else QA_NEW if qa else MAX_NEW
     check_whole(max_new_tokens=new, batch_size=batch_size, window=window, every=every, seeds=seeds)
-    if wrong := [t for t in temperatures if not 0 <= t < math.inf]:
-        raise SinkscopeError(f"temperature {wrong[0]}: expected numbers from 0 (greedy) on")
+    if wrong := [t for t in temperatures if not (t == 0 or COLDEST <= t < math.inf)]:
+        raise SinkscopeError(f"temperature {wrong[0]}: expected 0 (greedy) or numbers from {COLDEST} on")
     check_whole(0, seed=seed)
     check_budget(budget, f"budget={budget!r}")
     if not qa:
@@ -137,6 +138,7 @@ def run_loopbench(
         raise SinkscopeError(
             f"two prompts have the same id {twice[0]!r}: give each set once, and each prompt its own id"
         )
+    MonitorSettings(window=window)  # refuses a window that is too small
     for each in chosen:
         each.make(budget, window)
     to, plan = ask(model, tokenizer, new, budget), _Plan(window, every)
