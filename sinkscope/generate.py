@@ -120,9 +120,7 @@ def generate(
                 text = tok.decode(new, skip_special_tokens=True)
                 if on_text is not None and whole:
                     on_text(start + i, text)
-                held = run.usage[-1].mean_tokens[i] if run is not None and run.usage else None
-                read = tokens_read(run)[-1][i] if run is not None and tokens_read(run) else None
-                results.append(Generated(prompt, text, new, len(ids), own, held, read))
+                results.append(Generated(prompt, text, new, len(ids), own, *_held(run, i)))
     return results
 
 
@@ -143,6 +141,12 @@ def _own(run: Run | None, row: int, last: int | None, start: int) -> list[Event]
     """
     events = [] if run is None else run.events
     return [replace(e, row=start + row) for e in events if e.row == row and (last is None or e.position <= last)]
+
+
+def _held(run: Run | None, row: int) -> tuple[float | None, float | None]:
+    """Tokens of a row in the cache, mean over calls, and those that a decoding step read, as far as a policy chose."""
+    held, read = ([], []) if run is None else (run.usage, tokens_read(run))
+    return held[-1].mean_tokens[row] if held else None, read[-1][row] if read else None
 
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:

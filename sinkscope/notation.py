@@ -58,10 +58,7 @@ def read_neuron(text: str, option: str = "--neuron") -> tuple[int, ...]:
     Raises:
         SinkscopeError: it is no such name.
     """
-    found = _NEURON.fullmatch(text.strip())
-    if found is None:
-        raise SinkscopeError(f"{option} {text!r}: expected a neuron such as L1.N338, or L3.E2.N7 in a mixture")
-    return tuple(int(part) for part in found.groups() if part is not None)
+    return _read(_NEURON, text, option, "a neuron such as L1.N338, or L3.E2.N7 in a mixture")
 
 
 def read_head(text: str, option: str = "--head") -> tuple[int, int]:
@@ -70,7 +67,11 @@ def read_head(text: str, option: str = "--head") -> tuple[int, int]:
     Raises:
         SinkscopeError: it is no such name.
     """
-    found = _HEAD.fullmatch(text.strip())
-    if found is None:
-        raise SinkscopeError(f"{option} {text!r}: expected a head such as L5.H3")
-    return int(found[1]), int(found[2])
+    layer, head = _read(_HEAD, text, option, "a head such as L5.H3")
+    return layer, head
+
+
+def _read(pattern: re.Pattern[str], text: str, option: str, expected: str) -> tuple[int, ...]:
+    if (found := pattern.fullmatch(text.strip())) is None:
+        raise SinkscopeError(f"{option} {text!r}: expected {expected}")
+    return tuple(int(part) for part in found.groups() if part is not None)

@@ -39,7 +39,7 @@ class Option:
         metavar: what the help shows for its value.
         min: smallest value, also for callers from Python.
         max: largest value, also for callers from Python.
-        reads: how the words become the value: "text" reads a file or standard input, "head" reads LAYER.HEAD, "commas"
+        reads: how the words become the value: "text" reads a file or standard input, "head" reads L0.H4, "commas"
             splits at commas.
         argument: whether it stands without a name.
         hidden: whether only Python callers can give it.

@@ -7,9 +7,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from sinkscope._plain import visible
 from sinkscope.bench.files import PROMPTS
@@ -19,8 +18,9 @@ from sinkscope.html import ENVELOPE, Section, document, picture, plot, result_se
 from sinkscope.measure import Option, command
 from sinkscope.output import check_writable
 from sinkscope.registry import Hidden, entries, kinds
-from sinkscope.results import SCHEMA, Result, cell, html_table, known_kinds, read_json
+from sinkscope.results import SCHEMA, Result, known_kinds, read_json
 from sinkscope.store import LOCK, RECORDS, SETTINGS
+from sinkscope.tables import Grid, cell
 
 _BESIDE = {".html", ".png"}  # files that commands write next to their JSON
 _OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
@@ -234,28 +234,6 @@ PICTURE = 4 << 20  # bytes of a PNG beside a record: a larger one is left out
 _WIDTH = 80  # characters of a list in a cell
 
 
-class RecordTable(NamedTuple):
-    """Part of a record.
-
-    Attributes:
-        title: the keys that lead to it.
-        head: names of the columns.
-        rows: cells as they are shown.
-        total: number of rows in the data; `rows` may hold fewer.
-    """
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-    total: int
-
-    def to_html(self) -> str:
-        """The table under its title, everything escaped."""
-        cut = f" (the first {len(self.rows):,} of {self.total:,} rows)" if len(self.rows) < self.total else ""
-        title = f"<h3>{escape(self.title + cut)}</h3>\n" if self.title or cut else ""
-        return title + html_table(self.head, self.rows)
-
-
 def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = None) -> Section | None:
     """An envelope whose kind no class belongs to, with its figure; None if `data` is no envelope.
 
@@ -269,7 +247,7 @@ def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = No
     result = data.get("result")
     if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or "provenance" not in lists:
         return None
-    shown = "\n".join(part.to_html() for part in tables(result))
+    shown = "\n".join(part.html() for part in tables(result))
     drawn = _picture(path.with_suffix(".png")) if figure is None else plot(figure)
     return section(str(data["kind"]), file, lists, drawn + shown)
 
@@ -282,7 +260,7 @@ def _picture(path: Path) -> str:
     return picture(path.name, content) if content.startswith(b"\x89PNG\r\n\x1a\n") else ""
 
 
-def tables(value: Any, title: str = "") -> Iterator[RecordTable]:
+def tables(value: Any, title: str = "") -> Iterator[Grid]:
     """All of the data: single values first, then a table per list of records."""
     if isinstance(value, list):
         if _records(value):
@@ -329,10 +307,11 @@ def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {**base, **named, **{f"{key} {n}" if n in base else n: v for n, v in flat.items()}}
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> RecordTable:
+def _table(title: str, rows: list[dict[str, Any]]) -> Grid:
     head = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_in_a_cell(row.get(name)) for name in head] for row in rows[:ROWS]]
-    return RecordTable(title, [name.replace("_", " ") for name in head], cells, len(rows))
+    cut = f" (the first {ROWS:,} of {len(rows):,} rows)" if len(rows) > ROWS else ""
+    return Grid(head, cells, title + cut)
 
 
 def _in_a_cell(value: Any) -> str:

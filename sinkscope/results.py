@@ -19,7 +19,7 @@ from sinkscope._plain import build, pathless, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
 from sinkscope.registry import kinds
-from sinkscope.tables import WIDTH, Grid, cell, glossary, html_table, strings
+from sinkscope.tables import WIDTH, Grid, cell, glossary, strings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -130,9 +130,10 @@ def _version(name: str) -> str:
         return str(getattr(sys.modules[name], "__version__", "unknown"))
 
 
-__all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "html_table", "provenance"]
+__all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "provenance"]
 
 SCHEMA = 1
+UNKNOWN = 0.1  # share of unknown tokens from which results carry a warning
 R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks of the tests
 _KINDS: dict[str, type[Result]] = {}
 _ENVELOPE = ("model", "settings", "provenance")
@@ -172,6 +173,9 @@ class Result:
 
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
+    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first that holds records
+    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are no columns
+    table_rows: ClassVar[int] = 64  # that are printed
     columns: ClassVar[tuple[str, ...]] = ()  # shown where not all fit; empty: the first that fit
     glossary: ClassVar[dict[str, str]] = {}  # of columns that no docstring describes
     page: ClassVar[str] = ""  # of the documentation, below docs/ without .md; empty: measure/KIND
@@ -266,15 +270,17 @@ class Result:
         return build(found, {**inside, **parts}, name)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The result as a table, a dict per row: the first field that holds records, else one row of the plain fields.
+        """The result as a table, a dict per row: the records of a field, else one row of the plain fields.
 
-        A subclass with something better to show overrides it.
+        A rate in a record becomes three columns: itself, the lower and the upper end of its interval.
         """
-        own = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _ENVELOPE]
-        for _, value in own:
-            if isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                return [plain(row) for row in value]
-        return [{name: plain(value) for name, value in own if isinstance(value, str | int | float | None)}]
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ENVELOPE}
+        for name, value in own.items():
+            if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
+                return [_row(plain(record), self.table_without) for record in value]
+        if self.table_of:
+            return []
+        return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
 
     def conclusion(self) -> str:
         """What to conclude, in one sentence with the control beside it; every kind of sinkscope has one."""
@@ -289,19 +295,31 @@ class Result:
         return ()
 
     def summary(self) -> str:
-        """The conclusion and the details, as lines of plain text."""
-        told = self.conclusion()
-        head = [f"Conclusion: {told}"] if told else []
-        return "\n".join([*head, *self.details()]) or f"{self.kind} on {self.model.name}"
+        """The conclusion, the model, the details and warnings, as lines of plain text."""
+        told, m = self.conclusion(), self.model
+        lines = [f"Conclusion: {told}"] if told else [f"{self.kind} on {m.name}"]
+        if told and m.n_layers:
+            size = f"{m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp}"
+            lines.append(f"The model is {m.name} ({m.family}, {size}).")
+        if (unknown := self.settings.get("unknown_tokens") or 0.0) > UNKNOWN:
+            lines.append(
+                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
+                "--text."
+            )
+        return "\n".join([*lines, *self.details()])
 
     def shown_rows(self) -> list[dict[str, Any]]:
-        """The rows that are printed; a subclass with too many to print overrides it."""
-        return self.rows()
+        """The rows that are printed: the first ones where there are many."""
+        return self.rows()[: self.table_rows]
 
     def grids(self) -> list[Grid]:
         """The tables as they are shown: that of `shown_rows`; a subclass with several overrides it."""
-        head, cells = strings(self.shown_rows(), self.percent)
-        return [Grid(head, cells, columns=self.columns)] if cells and head else []
+        rows = self.shown_rows()
+        head, cells = strings(rows, self.percent)
+        every, note = self.rows(), ""
+        if rows and len(rows) < len(every) and rows[0].keys() == every[0].keys():
+            note = f"The table shows {len(rows)} of {len(every)} rows (--csv FILE writes them all)."
+        return [Grid(head, cells, note=note, columns=self.columns)] if cells and head else []
 
     def to_csv(self) -> str:
         """All rows and columns of `to_frame` as CSV."""
@@ -352,7 +370,7 @@ class Result:
         return ["\n".join(lines)] if lines else []
 
     def _glossary(self, grids: Sequence[Grid]) -> dict[str, str]:
-        return glossary(type(self), [name for grid in grids for name in grid.head], self.glossary)
+        return glossary(type(self), [name for grid in grids for name in (*grid.head, *grid.same)], self.glossary)
 
     @classmethod
     def link(cls) -> str:
@@ -397,6 +415,17 @@ class _OnTerminal:
                 yield Text("")
             yield grid
         yield from map(Text, self.result.below(grids, width))
+
+
+def _row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    """A record without some fields, and with three columns for each rate."""
+    row: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict) and value.keys() == {"share", "low", "high"}:
+            row |= {name: value["share"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
+        elif name not in without:
+            row[name] = value
+    return row
 
 
 def known_kinds() -> tuple[str, ...]:

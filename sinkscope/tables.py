@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from textwrap import fill, wrap
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from sinkscope.notation import head_name, neuron_name
 from sinkscope.registry import described
@@ -33,6 +33,7 @@ class Grid:
         title: above the table.
         note: below it.
         columns: names of the columns that matter most, shown where not all fit; empty: the first that fit.
+        same: names of columns whose one value the note gives.
     """
 
     head: Sequence[str]
@@ -40,6 +41,7 @@ class Grid:
     title: str = ""
     note: str = ""
     columns: Sequence[str] = ()
+    same: Sequence[str] = ()
 
     def fitted(self, width: int | None, between: int = 2) -> Grid:
         """The table with the columns that a width has room for; None: every column.
@@ -54,51 +56,56 @@ class Grid:
             return self
         values = dict(zip(self.head, zip(*self.cells, strict=True), strict=True))
         same = {name: found[0] for name, found in values.items() if len(self.cells) > 1 and len({*found}) == 1}
-        open_ = [name for name in self.head if name not in same] or list(self.head[:1])
-        shown = open_
-        if not self._fit(open_, width, between):
+        order = [*(name for name in self.columns if name in values), *(n for n in self.head if n not in self.columns)]
+        varied = [name for name in order if name not in same] or order[:1]
+        shown, room = varied, max(width, _LEAST)
+        if not self._only(varied)._laid(room, between).fits:
             shown = []
-            for name in [name for name in self.columns if name in open_] or open_:
-                if not shown or self._fit([*shown, name], width, between):
+            for name in [name for name in self.columns if name in varied] or varied:
+                if not shown or self._only([*shown, name])._laid(room, between).fits:
                     shown.append(name)
-            shown = [name for name in self.head if name in shown]
-        left = [name for name in open_ if name not in shown]
-        said = [self.note] if self.note else []
-        if constant := [f"{_words(name)} {value}" for name, value in same.items() if name not in shown]:
-            said.append(f"In every row: {', '.join(constant)}.")
-        if left:
-            names = ", ".join(map(_words, left))
-            said.append(f"Not shown: {names} (--wide shows all columns, --csv FILE writes them).")
-        places = [list(self.head).index(name) for name in shown]
-        cells = [[line[i] for i in places] for line in self.cells]
-        return replace(self, head=shown, cells=cells, note="\n".join(said))
+        constant = [f"{_words(name)} {value}" for name, value in same.items() if name not in shown]
+        left = [_words(name) for name in varied if name not in shown]
+        said = [
+            self.note,
+            f"In every row: {', '.join(constant)}." * bool(constant),
+            f"Not shown: {', '.join(left)} (--wide shows all columns, --csv FILE writes them)." * bool(left),
+        ]
+        same_names = tuple(name for name in same if name not in shown)
+        return replace(self._only(shown), note="\n".join(filter(None, said)), same=same_names)
 
-    def _fit(self, names: Sequence[str], width: int, between: int) -> bool:
-        """Whether columns fit without a break in a cell; heads may break between words."""
+    def _only(self, names: Sequence[str]) -> Grid:
+        """The table with these columns, in this order."""
+        places = [list(self.head).index(name) for name in names]
+        return replace(self, head=names, cells=[[line[i] for i in places] for line in self.cells])
+
+    def _laid(self, width: int | None, between: int) -> _Laid:
+        """How wide its columns are: no cell is broken, and heads only where they must, between words."""
         from rich.cells import cell_len  # some signs take two places
 
-        places = [list(self.head).index(name) for name in names]
-        widest = [max(_longest(self.head[i]), *(cell_len(line[i]) for line in self.cells)) for i in places]
-        return sum(widest) + between * (len(places) - 1) <= max(width, _LEAST)
+        head = list(map(_words, self.head))
+        columns = [list(column) for column in zip(*self.cells, strict=True)] or [[] for _ in head]
+        widths = [max(map(cell_len, [name, *column])) for name, column in zip(head, columns, strict=True)]
+        floors = [max(map(cell_len, [*name.split(), *column])) for name, column in zip(head, columns, strict=True)]
+        excess = 0 if width is None else sum(widths) + between * (len(widths) - 1) - width
+        while excess > 0 and widths != floors:
+            widest = max(range(len(widths)), key=lambda i: widths[i] - floors[i])
+            widths[widest] -= 1
+            excess -= 1
+        return _Laid(head, widths, [all(map(_NUMBER.fullmatch, column)) for column in columns], excess <= 0)
 
     def text(self, width: int | None = None) -> str:
         """Title, aligned columns and note; heads may take several lines, numbers stand right and words left."""
         from rich.cells import cell_len, set_cell_size
 
-        head = list(map(_words, self.head))
-        columns = [list(column) for column in zip(*self.cells, strict=True)] or [[] for _ in head]
-        widths = [max(map(cell_len, [name, *column])) for name, column in zip(head, columns, strict=True)]
-        floors = [max([_longest(n), *map(cell_len, c)]) for n, c in zip(head, columns, strict=True)]
-        excess = 0 if width is None else sum(widths) + 2 * (len(widths) - 1) - width
-        _shrink(widths, floors, excess)
-        heads = [wrap(name, size) or [""] for name, size in zip(head, widths, strict=True)]
+        laid = self._laid(width, 2)
+        heads = [wrap(name, size) or [""] for name, size in zip(laid.head, laid.widths, strict=True)]
         height = max(map(len, heads), default=0)
-        right = [all(map(_NUMBER.fullmatch, column)) for column in columns]
 
         def line(parts: Sequence[str]) -> str:
             padded = (
                 " " * (size - cell_len(part)) + part if number else set_cell_size(part, size)
-                for part, size, number in zip(parts, widths, right, strict=True)
+                for part, size, number in zip(parts, laid.widths, laid.right, strict=True)
             )
             return "  ".join(padded).rstrip()
 
@@ -109,22 +116,22 @@ class Grid:
 
     def html(self) -> str:
         """The same as HTML with every column, everything escaped."""
-        told = f"<h2>{html.escape(self.title)}</h2><p>{html.escape(self.note)}</p>" if self.title else ""
-        return told + html_table(list(map(_words, self.head)), self.cells)
+        told = f"<h3>{html.escape(self.title)}</h3>" if self.title else ""
+        told += f"<p>{html.escape(self.note)}</p>" if self.note else ""
+        head, *body = (
+            f"<tr>{''.join(f'<{tag}>{html.escape(one)}</{tag}>' for one in line)}</tr>"
+            for tag, line in [("th", map(_words, self.head)), *(("td", line) for line in self.cells)]
+        )
+        return f"{told}<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
         """What rich draws: with rules if there is room for them, else plain text that the terminal breaks."""
-        from rich.cells import cell_len
         from rich.table import Table
         from rich.text import Text
 
-        width = options.max_width
-        head = list(map(_words, self.head))
-        columns = [[name, *column] for name, column in zip(head, zip(*self.cells, strict=True), strict=True)]
-        widths = [max(map(cell_len, column)) for column in columns]
-        floors = [max(_longest(column[0]), *map(_longest, column[1:])) for column in columns]
-        if not _shrink(widths, floors, sum(widths) + 3 * len(widths) + 1 - width):
-            yield Text(self.text(width))
+        laid = self._laid(options.max_width - 4, 3)
+        if not laid.fits:
+            yield Text(self.text(options.max_width))
             return
         table = Table(
             header_style="bold",
@@ -133,42 +140,24 @@ class Grid:
             caption=Text(self.note) if self.note else None,
             caption_justify="left",
         )
-        for name, size, column in zip(head, widths, columns, strict=True):
-            number = all(map(_NUMBER.fullmatch, column[1:]))
+        for name, size, number in zip(laid.head, laid.widths, laid.right, strict=True):
             table.add_column(Text(name), justify="right" if number else "left", overflow="fold", width=size)
         for line in self.cells:
             table.add_row(*map(Text, line))
         yield table
 
 
-def _shrink(widths: list[int], floors: Sequence[int], excess: int) -> bool:
-    """Make the widest columns narrower, in place, until nothing is in excess; whether that could be done."""
-    while excess > 0 and widths != list(floors):
-        widest = max(range(len(widths)), key=lambda i: widths[i] - floors[i])
-        widths[widest] -= 1
-        excess -= 1
-    return excess <= 0
+class _Laid(NamedTuple):
+    """How a table is laid out: its head in words, widths, which columns stand right, and whether it fits."""
+
+    head: list[str]
+    widths: list[int]
+    right: list[bool]
+    fits: bool
 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _longest(text: str) -> int:
-    """Characters of its longest word."""
-    from rich.cells import cell_len
-
-    return max(map(cell_len, _words(text).split()), default=1)
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML, everything escaped."""
-
-    def cells(tag: str, line: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)}</tr>"
-
-    body = "".join(cells("td", row) for row in rows)
-    return f"<table><thead>{cells('th', head)}</thead><tbody>{body}</tbody></table>"
 
 
 def cell(value: Any, *, percent: bool = False) -> str:
@@ -200,13 +189,11 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> t
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its layer and neuron, or layer and head, as one name."""
-    write: Callable[..., str]
-    for key, parts, write in (("neuron", ("layer", "expert", "neuron"), neuron_name), ("head", _HEAD, head_name)):
+    for key, parts, name in (("neuron", ("layer", "expert", "neuron"), neuron_name), ("head", _HEAD, head_name)):
         if {"layer", key} <= row.keys():
-            place = [row[part] for part in parts if part in row]
             known = isinstance(row["layer"], int) and isinstance(row[key], int)
-            rest = {name: value for name, value in row.items() if name not in parts}
-            return {key: write(*place) if known else row[key], **rest}
+            one = name(*(row[part] for part in parts if part in row)) if known else row[key]
+            return {k: one if k == key else v for k, v in row.items() if k == key or k not in parts}
     return dict(row)
 
 
@@ -228,7 +215,7 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     for name in dict.fromkeys(names):
         said = next((known[name] for known in (own, *found) if name in known), "")
         if said and (name in own or name not in PLAIN):
-            told[name] = re.split(r"(?<=[a-z)])[.;] ", said)[0].rstrip(".") + "."
+            told[name] = re.split(r"; |\. (?=[A-Z])", said)[0].rstrip(".") + "."
     return told
 
 

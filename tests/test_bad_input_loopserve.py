@@ -220,7 +220,7 @@ def test_lines_and_overlap(refused: Callable[[str], str], command: str, words: s
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("lines --head 3", "--head '3': expected layer and head with a dot between"),
+        ("lines --head 3", "--head '3': expected a head such as L5.H3"),
         ("lines --head 99.0", "head 99.0 is not measured: expected one of layers 0 to 5, heads 0 to 7"),
         ("overlap --count 1", "'--count'"),
         ("overlap --budget 0", "--budget 0: expected a share"),

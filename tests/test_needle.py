@@ -193,7 +193,7 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def counted(to: Any, batch: Any) -> Any:
             if len(asked) >= most:
                 raise KeyboardInterrupt
-            asked.append((batch.methods[0].name, *batch.prompts))
+            asked.append((batch.methods[0].name, *(row.name for row, _ in batch.rows)))
             return answer(to, batch)
 
         return counted
@@ -223,8 +223,9 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_bad_input_is_refused(given: dict[str, Any], message: str) -> None:
+    options: dict[str, Any] = SMALL | {"methods": ["full"]} | given
     with pytest.raises(SinkscopeError, match=message):
-        run_needle(model(), **({**SMALL, "methods": ["full"]} | given))
+        run_needle(model(), **options)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,7 @@ ORDER = (
 GROUND = (
     "checked",
     "errors",
+    "notation",
     "output",
     "parallel",
     "progress",
@@ -55,6 +56,7 @@ GROUND = (
     "results",
     "store",
     "console",
+    "tables",
     "grid",
     "_plain",
     "_provenance",

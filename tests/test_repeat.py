@@ -71,7 +71,7 @@ def test_each_number_is_that_of_a_pass_of_its_own(llama: Organism) -> None:
         assert (alone[-1] >= alone[0] / 2) == (n >= marked.repeats)
         assert max(unmarked.curves[0].norms) < 0.1 * float(alone[0])
     assert [row["repeats"] for row in result.rows()] == [marked.repeats, None]
-    assert "1 of 2 tokens never get there" in result.summary()
+    assert "1 of 2 tokens never reach half of the first token's norm" in result.summary()
 
 
 def test_typical_lines_are_quantiles_of_later_positions(llama: Organism) -> None:

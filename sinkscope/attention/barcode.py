@@ -282,7 +282,7 @@ def barcode(
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
-    heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="LAYER.HEAD", reads="head")] = None,
+    heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="L0.H4", reads="head")] = None,
     max_new_tokens: Positive = 512,
     bins: Positive = 512,
     raw: bool = False,

@@ -186,7 +186,7 @@ def line_weights(
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,
-    head: Annotated[tuple[int, int] | None, Option(reads="head", metavar="LAYER.HEAD")] = None,
+    head: Annotated[tuple[int, int] | None, Option(reads="head", metavar="L0.H4")] = None,
 ) -> LineWeights:
     """Measure how much of the attention of every head the heaviest vertical and slash lines carry.
 

@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from sinkscope.bench.dialogues.fidelity import answer_along
-from sinkscope.bench.dialogues.run import AskedTurn, batch_of
+from sinkscope.bench.dialogues.run import AskedTurn
 from sinkscope.bench.dialogues.tables import Near
 from sinkscope.bench.methods import Method, kind_of
-from sinkscope.bench.runner import ask, check_can
+from sinkscope.bench.runner import Batch, ask, check_can
 from sinkscope.errors import SinkscopeError
 from sinkscope.figures.style import COLOURS, GREY, axes, finished, powers, shares
 from sinkscope.kv import policy as kv
@@ -199,7 +199,7 @@ def cache_loss(
                 ready[method] = name, budget
         except SinkscopeError as error:
             refused[f"{name}: {error}"] = None
-    near = answer_along(to, batch_of(to, list(ready), rows))
+    near = answer_along(to, Batch(to.fingerprint, tuple(ready), tuple(rows)))
     found = {key: _loss([one for one in near if one.method == m.spec], *key) for m, key in ready.items()}
     own = [_beside(one, found.get((RANDOM, one.budget))) for (name, _), one in found.items() if name != RANDOM]
     own.sort(key=lambda one: (-one.budget, one.kl))

@@ -362,9 +362,10 @@ def needle(
     """
     from sinkscope.bench.needle.run import run_needle
 
-    named = model is None or isinstance(model, str)
+    if model is None or isinstance(model, str):
+        model = _named(model, backend, revision=revision, device=device, dtype=dtype)
     return run_needle(
-        _named(model, backend, revision=revision, device=device, dtype=dtype) if named else model,
+        model,
         out=out,
         tokenizer=tokenizer,
         form=form,
@@ -383,7 +384,7 @@ def needle(
     )
 
 
-def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:
+def _named(model: Any, backend: str, **options: str | None) -> NamedModel:
     """A model that each process opens for itself."""
     from sinkscope.bench.runner import NamedModel
 

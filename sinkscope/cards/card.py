@@ -16,7 +16,8 @@ from typing import Any, ClassVar
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.registry import Entry
-from sinkscope.results import Result, cell, html_table
+from sinkscope.results import Result
+from sinkscope.tables import Grid, cell, strings
 
 CARD = "card.json"
 LEAST = 0.01  # of its value that a number moves by at least before it counts as changed
@@ -167,14 +168,13 @@ class SinkCard(Result):
         facts = [(fact.label, fact.value) for fact in self.facts]
         parts = "".join(f"<dt>{escape(part.command)}</dt><dd>{escape(_told(part))}</dd>" for part in self.parts)
         lead += f"<h3>What each part concluded</h3><dl>{parts}</dl>"
-        tables = [
-            ("Numbers, each with its control", *self._strings([self._row(n) for n in self.numbers])),
-            ("Facts", ("fact", "value"), facts),
+        grids = [
+            Grid(*strings([self._row(n) for n in self.numbers]), title="Numbers, each with its control"),
+            Grid(("fact", "value"), facts, title="Facts"),
         ]
         if self.changes:
-            tables.insert(0, (f"Compared with {self.against}. {RULE}", *self._strings(self.rows())))
-        shown = (f"<h3>{escape(title)}</h3>{html_table(head, rows)}" for title, head, rows in tables if rows)
-        return lead + "".join(shown)
+            grids.insert(0, Grid(*strings(self.rows()), title=f"Compared with {self.against}. {RULE}"))
+        return lead + "".join(grid.html() for grid in grids if grid.cells)
 
     @staticmethod
     def _row(number: CardNumber) -> dict[str, Any]:

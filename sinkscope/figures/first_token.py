@@ -24,6 +24,7 @@ from sinkscope.figures.style import (
     powers,
     shares,
 )
+from sinkscope.notation import neuron_name
 from sinkscope.results import cell
 
 
@@ -95,8 +96,7 @@ def _norms(fig: Any, result: Any) -> None:
 
 
 def _neuron(neuron: Any) -> str:
-    expert = "" if neuron.expert is None else f"<br>expert {neuron.expert}"
-    return f"L{neuron.layer}{expert}<br>{neuron.neuron}"
+    return neuron_name(neuron.layer, neuron.expert, neuron.neuron).replace(".", "<br>")
 
 
 def _contributions(fig: Any, neurons: Any) -> None:
@@ -336,7 +336,9 @@ def draw_separability(result: Any) -> go.Figure:
     plane, neurons = result.separators[0], result.separators[2:]
     titles = [f"LDA: AUROC {plane.auroc:.4f} on held-out tokens and texts" + _control([plane])]
     if neurons:
-        titles.append("; ".join(f"{_separator(s)}: AUROC {s.auroc:.4f}" for s in neurons) + _control(neurons))
+        titles.append(
+            "; ".join(f"{html.escape(result.named(s))}: AUROC {s.auroc:.4f}" for s in neurons) + _control(neurons)
+        )
     fig = panels(titles)
     fields = [("plane", "across"), ("gate", "position" if len(neurons) == 1 else "up")][: len(titles)]
     for first, held in product((False, True), repeat=2):
@@ -345,7 +347,7 @@ def draw_separability(result: Any) -> go.Figure:
             _scatter(fig, points, first, held, x, y, col)
     fig.add_vline(0.0, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
     axes(fig, x="along LDA's direction (means at -0.5 and 0.5)", y="along the widest direction across it")
-    named = [*(f"pre-activation of {_separator(s)}" for s in neurons), "position"]
+    named = [*(f"pre-activation of {html.escape(result.named(s))}" for s in neurons), "position"]
     if neurons:
         axes(fig, 1, 2, x=named[0], y=named[1])
     return finished(fig, result, width=1300 if neurons else 750, height=560, top=110, legend=-0.17)
@@ -353,11 +355,6 @@ def draw_separability(result: Any) -> go.Figure:
 
 def _control(separators: Any) -> str:
     return "<br>with random labels: " + ", ".join(f"{s.shuffled_auroc:.4f}" for s in separators)
-
-
-def _separator(separator: Any) -> str:
-    expert = "" if separator.expert is None else f" of expert {separator.expert}"
-    return f"{html.escape(separator.method)} {separator.neuron}{expert}"
 
 
 def _scatter(fig: Any, points: Any, first: bool, held: bool, x: str, y: str, col: int) -> None:

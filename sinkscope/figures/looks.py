@@ -9,6 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, axes, by_layer, counted, finished, panels, powers, shares
+from sinkscope.notation import neuron_name
 from sinkscope.results import cell
 
 
@@ -21,10 +22,7 @@ def draw_screen(result: Any) -> go.Figure:
     fig.add_scatter(x=layers, y=[one.largest for one in result.layers], name="largest", line={"color": BLUE}, **style)
     axes(fig, x=counted("layer", len(layers)), y=powers("largest norm written"))
     fig.add_bar(
-        x=[
-            f"L{c.layer}" + ("" if c.expert is None else f"<br>expert {c.expert}") + f"<br>{c.neuron}"
-            for c in result.candidates
-        ],
+        x=[neuron_name(c.layer, c.expert, c.neuron).replace(".", "<br>") for c in result.candidates],
         y=[c.reach for c in result.candidates],
         text=[f"z {c.z:.1f}" for c in result.candidates],
         textposition="outside",
@@ -87,7 +85,7 @@ def draw_training(result: Any) -> go.Figure:
         mode="markers+text" if few else "markers",
         textposition="top center",
         marker={"color": GREEN, "size": 9},
-        hovertemplate="%{x}: layer %{y}, neurons %{text}<extra></extra>",
+        hovertemplate="%{x}: layer %{y}, %{text}<extra></extra>",
         col=3,
         **style,
     )

@@ -8,6 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, axes, finished, level, panels
+from sinkscope.notation import neuron_names
 
 
 def draw_make(result: Any) -> go.Figure:
@@ -70,7 +71,7 @@ def _tried(fig: Any, result: Any) -> None:
         mode="markers",
         showlegend=False,
         marker={"size": 9, "color": [ORANGE if set(t.neurons) == chosen else GREY for t in result.tried]},
-        text=[", ".join("/".join(map(str, n)) for n in t.neurons) for t in result.tried],
+        text=[neuron_names(t.neurons) for t in result.tried],
         hovertemplate="%{text}<br>norm %{y:.4g}<extra></extra>",
         row=1,
         col=2,

@@ -26,6 +26,7 @@ from sinkscope.figures.style import (
     powers,
     shares,
 )
+from sinkscope.notation import neuron_names
 
 _CONDITIONS = {
     "intact": "intact",
@@ -52,9 +53,8 @@ def repeat_norms(result: Any) -> go.Figure:
 
 
 def _condition(curve: Any) -> str:
-    names = ", ".join(".".join(map(str, site[1:])) for site in curve.sites[:4])
-    more = ", ..." if len(curve.sites) > 4 else ""
-    return _CONDITIONS[curve.condition] + (f"<br>({names}{more})" if names else "")
+    names = neuron_names(curve.sites, 4)
+    return _CONDITIONS[curve.condition] + (f"<br>({names})" if names else "")
 
 
 def _norms(fig: Any, result: Any, column: int) -> None:

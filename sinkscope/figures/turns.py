@@ -29,28 +29,11 @@ def draw_turns(chat: Conversation) -> go.Figure:
     Raises:
         SinkscopeError: there is no turn.
     """
-    if not chat.turns:
-        raise SinkscopeError("the conversation has no turn yet: ask something first")
-    layers, heads = chat.target.n_layers, chat.target.n_heads
-    cells, weight = (torch.ones(layers, heads, len(chat.turns)) for _ in range(2))
-    length = chat.turns[-1].prompt_tokens
-    kept, seen = torch.zeros(layers, heads, length), torch.zeros(length)
-    for i, turn in enumerate(chat.turns):
-        seen[: turn.prompt_tokens] += 1
-        for layer, lines in enumerate(turn.lines):
-            if lines is None:
-                kept[layer, :, : turn.prompt_tokens] += 1
-            else:
-                cells[layer, :, i] = lines.density()
-                kept[layer, :, : lines.vertical.shape[-1]] += lines.vertical
-        for event in turn.events:
-            if event.kind == "prefill" and "recovered" in event.data and event.layer is not None:
-                weight[event.layer, :, i] = torch.tensor(event.data["recovered"])
+    cells, weight, share, wide = _numbers(chat)
+    layers, heads = cells.shape[:2]
+    places = [(i + 0.5) * wide for i in range(share.shape[2])]
     names = [f"L{layer}.H{head}" for layer in range(layers) for head in range(heads)]
     numbers = [str(i + 1) for i in range(len(chat.turns))]
-    wide = -(-length // _BINS)
-    places = [start + wide / 2 for start in range(0, length, wide)]
-    share = torch.stack([part.mean(-1) for part in (kept / seen).split(wide, -1)], -1)
     titles = ["cells on the lines", "weight that they hold", "positions of vertical lines", "tokens read in decoding"]
     fig = panels(titles, [0.15, 0.15, 0.45, 0.25], spacing=0.05)
 
@@ -80,3 +63,26 @@ def draw_turns(chat: Conversation) -> go.Figure:
     bar = {"tickformat": ".0%", "thickness": 12, "x": 1.01}
     high = 170 + 14 * len(names)
     return finished(fig, None, told, width=1300, height=high, bottom=90, coloraxis=scale | {"colorbar": bar})
+
+
+def _numbers(chat: Conversation) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Cells and weight, `[layer head turn]`; share of the turns that kept a bin, `[layer head bin]`; a bin's tokens."""
+    if not chat.turns:
+        raise SinkscopeError("the conversation has no turn yet: ask something first")
+    layers, heads = chat.target.n_layers, chat.target.n_heads
+    cells, weight = (torch.ones(layers, heads, len(chat.turns)) for _ in range(2))
+    length = chat.turns[-1].prompt_tokens
+    kept, seen = torch.zeros(layers, heads, length), torch.zeros(length)
+    for i, turn in enumerate(chat.turns):
+        seen[: turn.prompt_tokens] += 1
+        for layer, lines in enumerate(turn.lines):
+            if lines is None:
+                kept[layer, :, : turn.prompt_tokens] += 1
+            else:
+                cells[layer, :, i] = lines.density()
+                kept[layer, :, : lines.vertical.shape[-1]] += lines.vertical
+        for event in turn.events:
+            if event.kind == "prefill" and "recovered" in event.data and event.layer is not None:
+                weight[event.layer, :, i] = torch.tensor(event.data["recovered"])
+    wide = -(-length // _BINS)
+    return cells, weight, torch.stack([part.mean(-1) for part in (kept / seen).split(wide, -1)], -1), wide

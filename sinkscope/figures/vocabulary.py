@@ -22,6 +22,7 @@ from sinkscope.figures.style import (
     panels,
     shares,
 )
+from sinkscope.notation import head_name
 
 _BINS = 24
 _POINTS = 4000  # more would only make the file large
@@ -64,7 +65,7 @@ def clusters(result: Any) -> go.Figure:
 
 def _bars(fig: Any, result: Any) -> None:
     bars = [
-        (f"head {c.head}", c.tokens, COLOURS[i % len(COLOURS)], html.escape(" ".join(map(repr, c.examples))))
+        (head_name(0, c.head), c.tokens, COLOURS[i % len(COLOURS)], html.escape(" ".join(map(repr, c.examples))))
         for i, c in enumerate(result.clusters[:16])
     ]
     if rest := result.clusters[16:]:
@@ -107,7 +108,7 @@ def _strengths(fig: Any, result: Any) -> None:
 
 
 def _pairs(fig: Any, pairs: Any) -> None:
-    names = [f"{html.escape(repr(t))}, head {h}" for t, h in zip(pairs.tokens, pairs.heads, strict=True)]
+    names = [f"{html.escape(repr(t))}, {head_name(0, h)}" for t, h in zip(pairs.tokens, pairs.heads, strict=True)]
     spots = list(range(len(names)))
     fig.add_heatmap(
         z=pairs.norm,
@@ -127,7 +128,7 @@ def _pairs(fig: Any, pairs: Any) -> None:
             fig.add_vline(i - 0.5, line={"color": "white", "width": 1}, row=1, col=3)
             fig.add_hline(i - 0.5, line={"color": "white", "width": 1}, row=1, col=3)
     middles = {h: [i for i in spots if pairs.heads[i] == h] for h in dict.fromkeys(pairs.heads)}
-    ticks = {"tickvals": [sum(m) / len(m) for m in middles.values()], "ticktext": [f"head {h}" for h in middles]}
+    ticks = {"tickvals": [sum(m) / len(m) for m in middles.values()], "ticktext": [head_name(0, h) for h in middles]}
     first = {"title_text": "first token", "autorange": "reversed", **ticks}
     axes(fig, 1, 3, x={"title_text": "second token", **ticks}, y=first)
 
@@ -155,7 +156,7 @@ def _histogram(fig: Any, result: Any) -> None:
         for h, n in zip(result.head, result.repeats, strict=True):
             if h == head:
                 counts[-1 if n is None else -2 if n > high else bisect_right(edges, n)] += 1
-        name = "no single head" if head is None else f"head {head}"
+        name = "no single head" if head is None else head_name(0, head)
         fig.add_bar(
             x=list(range(len(labels))),
             y=counts,

@@ -25,9 +25,10 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.experts import activate, bind, columns, gate_up
 from sinkscope.models.target import Target, on_input, on_output
+from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.records import Number, Whole, conform
 
-SiteLike = Sequence[int | None]
+SiteLike = Sequence[int | None] | str
 Where = Literal["post", "up"]
 Positions = int | tuple[int, ...] | list[int] | slice | Literal["first"] | None
 Edit = Callable[[Tensor], Tensor | None]
@@ -44,8 +45,7 @@ class NeuronSite(NamedTuple):
     expert: int | None = None
 
     def __str__(self) -> str:
-        expert = "" if self.expert is None else f", expert {self.expert}"
-        return f"layer {self.layer}{expert}, neuron {self.neuron}"
+        return neuron_name(*self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -67,13 +67,15 @@ class NeuronGroup(NamedTuple):
 
 
 def site_of(given: Any) -> NeuronSite:
-    """A `NeuronSite` from (layer, neuron) or (layer, expert, neuron).
+    """A `NeuronSite` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
 
     Raises:
-        SinkscopeError: not two or three whole numbers from 0.
+        SinkscopeError: not two or three whole numbers from 0, and no such name.
     """
     if isinstance(given, NeuronSite):
-        given = (given.layer, given.neuron) if given.expert is None else (given.layer, given.expert, given.neuron)
+        return given
+    if isinstance(given, str):
+        given = read_neuron(given, "site")
     numbers = tuple(given) if isinstance(given, Iterable) else (given,)
     if len(numbers) not in (2, 3) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise SinkscopeError(
@@ -87,8 +89,9 @@ class NeuronEdit(Intervention):
     """Gives chosen neurons other values at chosen positions.
 
     Attributes:
-        sites: the neurons: (layer, neuron), or (layer, expert, neuron) in a mixture of experts. A neuron of a shared
-            expert is named (layer, neuron). `layer` and `neurons` are a shorter way to give those of one layer.
+        sites: the neurons: (layer, neuron), or (layer, expert, neuron) in a mixture of experts, or names: "L1.N338",
+            "L3.E2.N7". A neuron of a shared expert is named (layer, neuron). `layer` and `neurons` are a shorter way to
+            give those of one layer.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from statistics import fmean
 from typing import Any, ClassVar
 
-from sinkscope.bench.dialogues.run import AskedTurn, answer_anew, encode
+from sinkscope.bench.dialogues.run import AskedTurn, answer_anew, check_length, encode
 from sinkscope.bench.dialogues.tables import Said, written
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.methods import SHARE, at_settings, check_methods, check_whole, order_of
 from sinkscope.bench.needle.prompts import FORMS, TASKS, NeedlePrompt, form_of, needle_prompt
-from sinkscope.bench.runner import Batch, ask, check_can, run_batches
+from sinkscope.bench.runner import Asked, Batch, ask, check_can, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
@@ -80,6 +81,11 @@ class Needle(Result):
     kind: ClassVar[str] = "needle"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_needle"
     percent: ClassVar[tuple[str, ...]] = ("score", "read", "cells", *TASKS)
+    columns: ClassVar[tuple[str, ...]] = ("method", "score", "cells", *TASKS, "read")
+    glossary: ClassVar[dict[str, str]] = {
+        **{task: f"score of the task {task}" for task in TASKS},
+        "cells": "share of a prompt's causal cells that attention covers; -: the method leaves prompts to the model",
+    }
 
     form: str
     chance: float | None
@@ -173,30 +179,13 @@ def run_needle(
     chosen = check_methods(at_settings(methods or METHODS, "equal", share), ["cache"])
     check_whole(samples=samples, batch_size=batch_size, **({} if max_new_tokens is None else {"new": max_new_tokens}))
     check_workers(workers, ray)
-    wrong = [depth for depth in depths if not 0 <= depth <= 1]
-    if wrong or not depths or not lengths:
-        raise SinkscopeError(f"depths {list(depths)}, lengths {list(lengths)}: expected some, depths from 0.0 to 1.0")
     to = ask(model, tokenizer, 1, share)
     form = form or form_of(to.target.name)
     if form not in FORMS:
         raise SinkscopeError(f"form {form!r} is unknown: expected one of {', '.join(FORMS)}")
-    if unknown := [task for task in tasks if task not in FORMS[form].tasks]:
-        raise SinkscopeError(f"task {unknown[0]!r}: the form {form} has {', '.join(FORMS[form].tasks)}")
-    to = ask(to.target, tokenizer, max_new_tokens or FORMS[form].new_tokens, share)
-    prompts = [
-        needle_prompt(to.target.tokenizer, form, task, length, depth, seed, number)
-        for length in sorted(set(lengths))
-        for task in tasks or FORMS[form].tasks
-        for depth in sorted(set(depths))
-        for number in range(samples)
-    ]
-    rows = [(AskedTurn(prompt.id, "end", 0, encode(to, [prompt.text], False)), prompt) for prompt in prompts]
-    limit, longest = to.target.max_positions, max(len(row.ids) for row, _ in rows)
-    if limit is not None and longest + to.new > limit:
-        raise SinkscopeError(
-            f"a prompt of {longest} tokens and {to.new} new ones exceed the context of {to.target.name}, {limit}: give "
-            "shorter lengths, or fewer new tokens"
-        )
+    to = replace(to, new=max_new_tokens or FORMS[form].new_tokens)
+    rows = _rows(to, form, tasks or FORMS[form].tasks, lengths, depths, samples, seed)
+    prompts = [prompt for _, prompt in rows]
     check_can(to, chosen, {len(row.ids) for row, _ in rows})
     settings: dict[str, Any] = {"version": VERSION, "command": "needle", **to.settings(), "form": form, "seed": seed}
     tally = Tally("needles", len(chosen) * len(prompts), progress)
@@ -220,6 +209,22 @@ def run_needle(
         form=form,
         **tabulate(records, {prompt.id: prompt for prompt in prompts}, share),
     )
+
+
+def _rows(
+    to: Asked, form: str, tasks: Sequence[str], lengths: Sequence[int], depths: Sequence[float], samples: int, seed: int
+) -> list[tuple[AskedTurn, NeedlePrompt]]:
+    """All prompts, and each as tokens."""
+    if unknown := [task for task in tasks if task not in FORMS[form].tasks]:
+        raise SinkscopeError(f"task {unknown[0]!r}: the form {form} has {', '.join(FORMS[form].tasks)}")
+    if not depths or not lengths or not all(0 <= depth <= 1 for depth in depths):
+        raise SinkscopeError(f"depths {list(depths)}, lengths {list(lengths)}: expected some, depths from 0.0 to 1.0")
+    rows: list[tuple[AskedTurn, NeedlePrompt]] = []
+    for length, task, depth, number in product(sorted(set(lengths)), tasks, sorted(set(depths)), range(samples)):
+        prompt = needle_prompt(to.target.tokenizer, form, task, length, depth, seed, number)
+        rows.append((AskedTurn(prompt.id, "end", 0, encode(to, [prompt.text], False)), prompt))
+        check_length(to, rows[-1][0], len(rows[-1][0].ids))
+    return rows
 
 
 def tabulate(records: Iterable[Said], prompts: dict[str, NeedlePrompt], share: float) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -16,6 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
+from sinkscope.notation import neuron_name
 from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove
 from sinkscope.sinks.first_token.anatomy import Normalised, Trigger, maker, normalised, triggers
 from sinkscope.sinks.first_token.effects import Edit, effects
@@ -212,6 +213,8 @@ class FindSinks(Result):
     """
 
     percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
+    table_of: ClassVar[str] = "neurons"
+    table_without: ClassVar[tuple[str, ...]] = ("neutral_post", "neutral_up")
 
     norm_spike: NormSpike | None = None
     attention_sink: AttentionSink | None = None
@@ -241,10 +244,6 @@ class FindSinks(Result):
     def causal(self) -> tuple[Neuron, ...]:
         """The neurons proven to make the sink."""
         return tuple(n for n in self.neurons if n.causal)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per candidate neuron."""
-        return [{name: value for name, value in vars(n).items() if "neutral" not in name} for n in self.neurons]
 
     @property
     def minimal(self) -> CausalSet | None:
@@ -316,18 +315,10 @@ class FindSinks(Result):
 
     def details(self) -> list[str]:
         """The model, the norms, the evidence, and what repetition shows."""
-        m = self.model
-        read = f"{self.layers_read} of {m.n_layers} layers read"
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp}); {read}."]
-        lines += self._spike_lines() + self._set_lines() + self._sink_lines()
+        lines = [f"{self.layers_read} of {self.model.n_layers} layers were read.", *self._spike_lines()]
+        lines += self._set_lines() + self._sink_lines()
         if self.sink_layer is not None:
             lines += self._repeat_lines()
-        unknown = self.settings.get("unknown_tokens") or 0.0
-        if unknown > 0.1:
-            lines.append(
-                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
-                "--text."
-            )
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
             lines.append(f"This {verdict} what is published ({self.published.source}).")
@@ -343,22 +334,23 @@ class FindSinks(Result):
             return lines
         if layer is not None and (norm := self.first_token_norm[layer]) and (typical := self.typical_norm[layer]):
             lines.append(
-                f"Sink layer {layer}: the first token's norm is {norm:.4g}, {norm / typical:.0f} times the typical one "
-                f"of {typical:.4g}."
+                f"After the sink layer, {layer}, the first token's norm is {norm:.4g}, which is {norm / typical:.0f} "
+                f"times the typical one of {typical:.4g}."
             )
         if len(self.stages) > 1:
-            lines.append("Stages: " + ", ".join(f"layer {s.layer} adds {s.share:.1%}" for s in self.stages) + ".")
+            added = and_([f"layer {s.layer} adds {s.share:.1%}" for s in self.stages])
+            lines.append(f"The spike is built in stages: {added}.")
         if spike.plateau is not None:
             down = f", and layers {and_(spike.step_down)} take it away again" if spike.step_down else ""
             first, last = spike.plateau
             lines.append(f"The norm stands out after layers {first} to {last}{down}.")
         if self.residual_dims:
-            lines.append(f"Massive activations are in residual dimensions {', '.join(map(str, self.residual_dims))}.")
+            lines.append(f"The massive activations are in residual dimensions {and_(self.residual_dims)}.")
         if (n := spike.normalised) is not None:
             lines.append(
-                f"Behind the norm of the next layer, 90 % of the first token is in {n.dims:.0f} dimensions (typical "
-                f"tokens: {n.typical_dims:.0f}), and its direction has cosine {n.cosine:.2f} from layer to layer "
-                f"(typical tokens: {n.typical_cosine:.2f})."
+                f"After the next layer's normalization, {n.dims:.0f} dimensions hold 90 % of the first token (typical "
+                f"tokens need {n.typical_dims:.0f}). Its direction has cosine {n.cosine:.2f} from layer to layer "
+                f"(typical tokens have {n.typical_cosine:.2f})."
             )
         for later in self.later_sinks:
             made = (
@@ -377,31 +369,34 @@ class FindSinks(Result):
         for s in self.causal_sets:
             if s.kind == "backup":
                 lines.append(
-                    f"Backup: when the others are silent, {_members(s)} brings the spike back; zeroing it, too, takes "
-                    f"away {s.drop_last_layer:.1%} of the norm at the last layer that has the spike."
+                    f"{_members(s)} is a backup: it brings the spike back when the others are silent, and zeroing it "
+                    f"as well takes away {s.drop_last_layer:.1%} of the norm at the last layer that has the spike."
                 )
             elif len(s.sites) > 1 and not self.causal:
-                lines.append("Each of these neurons alone is not needed: the others make the spike without it.")
-        return lines + [f"Not tried: {text}." for text in self.not_tried]
+                lines.append("None of these neurons is needed alone, because the others make the spike without it.")
+        return lines + [f"The search was limited: {text}." for text in self.not_tried]
 
     def _sink_lines(self) -> list[str]:
         lines: list[str] = []
         if (s := self.sink_rate) is not None:
-            lines.append(f"Sink rate {s.value:.1%} (eps {s.eps}, {s.samples} texts of {s.length} tokens).")
+            lines.append(
+                f"The sink rate is {s.value:.1%}: this share of all heads gives position 0 more than {s.eps} of its "
+                f"attention ({s.samples} texts of {s.length} tokens)."
+            )
         if (sink := self.attention_sink) is None:
-            lines.append(f"No attention sink{self._among()}: fewer than {HEADS} heads attend to any one position.")
+            lines.append(f"Fewer than {HEADS} heads attend to any one position{self._among()}.")
         else:
             for p in sink.positions[1:] if sink.positions and sink.positions[0].position == 0 else sink.positions:
                 lines.append(f"{p.rate:.1%} of the heads attend to {_place(p)}.")
             if sink.carriers:
                 needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.heads_lost >= 0.2]
-                lines.append(f"Heads lose the sink without: {', '.join(needed) or 'no single component'}.")
+                lines.append(f"Heads lose the sink without {and_(needed) if needed else 'no single component'}.")
         if (a := self.attention) is not None:
             first, last = min(a.layers), max(a.layers)
             where = f"layer {first}" if first == last else f"layers {first} to {last}"
             lines.append(
-                f"Attention to the first token in {where}: {a.intact:.3f}, without these neurons {a.ablated:.3f}, "
-                f"without random ones {a.control:.3f}."
+                f"In {where}, later tokens give the first one {a.intact:.3f} of their attention, {a.ablated:.3f} "
+                f"without these neurons, and {a.control:.3f} without random ones."
             )
         if self.learned_sinks:
             lines.append("The model has learned sink logits, which took part in every attention row.")
@@ -414,23 +409,14 @@ class FindSinks(Result):
             lines.append(f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions.")
         elif tried:
             never = f"; {r.unreached} of {tried} never do within {r.max_repeats}" if r.unreached else ""
-            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {tried - r.unreached} tokens{never}).")
+            over = f"median over {tried - r.unreached} tokens{never}"
+            lines.append(f"A repeated token becomes a sink after {r.median:.0f} repetitions ({over}).")
         return lines + at_once_line([t.token for t in r.at_once])
 
 
 def _members(found: CausalSet) -> str:
-    """The neurons of a set, such as "neurons 3 and 4 of layer 1"."""
-    groups: dict[tuple[int, int | None], list[int]] = {}
-    for m in found.sites:
-        groups.setdefault((m.layer, m.expert), []).append(m.neuron)
-    return and_(
-        [
-            f"neuron{'s' * (len(neurons) > 1)} {and_(neurons)} of "
-            + (f"expert {expert} of " if expert is not None else "")
-            + f"layer {layer}"
-            for (layer, expert), neurons in groups.items()
-        ]
-    )
+    """The neurons of a set, such as "L1.N3 and L1.N4"."""
+    return and_([neuron_name(m.layer, m.expert, m.neuron) for m in found.sites])
 
 
 def _places(sink: AttentionSink) -> str:

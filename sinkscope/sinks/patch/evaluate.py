@@ -39,12 +39,12 @@ class Score:
         metric: "perplexity", "acc", "acc_norm", ...
         samples: questions, or pieces of text.
         original: without a patch.
-        patched: with it.
-        random: with the random one.
-        difference: patched - original.
-        difference_se: its standard error, over the paired samples; None for a single sample.
-        random_difference: random - original.
-        random_se: its standard error.
+        patched: with the patch.
+        random: with a patch of as many random neurons.
+        difference: patched less original.
+        difference_se: standard error of the difference, over the paired samples; None for a single sample.
+        random_difference: random less original.
+        random_se: standard error of that.
     """
 
     task: str
@@ -72,15 +72,20 @@ class PatchEvaluation(Result):
 
     page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-eval"
+    columns: ClassVar[tuple[str, ...]] = (
+        "task",
+        "metric",
+        "original",
+        "patched",
+        "random",
+        "difference",
+        "difference_se",
+    )
 
     scores: tuple[Score, ...]
     neurons: tuple[tuple[int, ...], ...]
     random_neurons: tuple[tuple[int, ...], ...]
     shots: dict[str, int]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per task and metric."""
-        return [asdict(s) for s in self.scores]
 
     def conclusion(self) -> str:
         """Which numbers the patch moves, and how many a random patch moves."""

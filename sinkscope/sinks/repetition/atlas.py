@@ -155,6 +155,11 @@ class SinkAtlas(Result):
     """
 
     kind: ClassVar[str] = "atlas"
+    glossary: ClassVar[dict[str, str]] = {
+        "tokens": "number of tokens that this head of layer 0 serves",
+        "resisting": "those of them that repetition does not make a sink",
+        "median_repeats": "median number of repetitions that make the others a sink",
+    }
 
     sink_layer: int | None
     max_repeats: int
@@ -196,8 +201,9 @@ class SinkAtlas(Result):
         every = len(self.ids)
         when = "" if self.median is None else f", in the median after {self.median:.0f} repetitions"
         return (
-            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}; {self.unreached} never "
-            f"become one within {self.max_repeats} repetitions."
+            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}. Without repetition "
+            f"{self.repeats.count(1)} are one, and {self.unreached} never become one within {self.max_repeats} "
+            "repetitions."
         )
 
     def details(self) -> list[str]:
@@ -207,12 +213,13 @@ class SinkAtlas(Result):
         lines = [f"A token is a sink where its norm in layer {self.sink_layer} is half of the first token's."]
         lines += at_once_line([t for t, n in zip(self.tokens, self.repeats, strict=True) if n == 1])
         lines += [
-            f"Resisting tokens, {p.name}: {p.resisting:.3g} against {p.reached:.3g} (AUROC {p.auroc:.2f})."
+            f"Resisting tokens have {p.name} {p.resisting:.3g}, and the others {p.reached:.3g} (AUROC {p.auroc:.2f})."
             for p in self.shared
         ]
         resisting = [(-f, t) for f, t, n in zip(self.frequency, self.tokens, self.repeats, strict=True) if n is None]
         if resisting:
-            lines.append("Those most frequent in the text: " + " ".join(repr(t) for _, t in sorted(resisting)[:12]))
+            words = ", ".join(repr(t) for _, t in sorted(resisting)[:12])
+            lines.append(f"The resisting tokens that are most frequent in the text are {words}.")
         return lines
 
 
