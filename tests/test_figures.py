@@ -104,7 +104,7 @@ def test_html_needs_nothing_else_and_holds_everything(tmp_path: Path) -> None:
     assert read.fetched == []
     assert 'class="plot"' in document and "Content-Security-Policy" in document
     assert 1_500_000 < len(document) < 5_000_000  # plotly.js itself
-    for expected in ("find-sinks: tiny", "412", "Sink layer 2", "peak_memory_bytes", "1073741824", "top_k"):
+    for expected in ("find-sinks: tiny", "412", "the sink layer, 2", "peak_memory_bytes", "1073741824", "top_k"):
         assert expected in read.text
 
 

@@ -10,24 +10,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import sinkscope as ss
 from experiments.drawn import save
 from experiments.loopserve.runs import options
 from experiments.record import record
+from sinkscope.bench.dialogues.form import Dialogue
 from sinkscope.bench.dialogues.recall import TASK, recall_dialogue
 from sinkscope.figures.turns import draw_turns
 
 TURNS, TOKENS, BUDGET = 4, 400, 128
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = options("heads", __doc__).parse_args(argv)
-    started = time.perf_counter()
+def asked() -> tuple[Dialogue, ss.Conversation]:
+    """The dialogue, and the conversation that answered it."""
     dialogue = recall_dialogue(1, turns=TURNS, tokens=TOKENS, hops=1)
     chat = ss.Conversation(ss.load(TASK, backend="hf"), ss.LoopServe(budget=BUDGET, shortest=0, first=0))
     for turn in dialogue.turns:
         chat.ask(turn.prompts["end"], max_new_tokens=8)
+    return dialogue, chat
+
+
+def figure(_: dict[str, Any]) -> Any:
+    """Draw the conversation, which is asked again in seconds: a record does not hold every line."""
+    return draw_turns(asked()[1])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = options("heads", __doc__).parse_args(argv)
+    started = time.perf_counter()
+    dialogue, chat = asked()
     rows = [
         {
             "turn": number,

@@ -32,7 +32,7 @@ def draw_find_sinks(result: Any) -> go.Figure:
     """Norms and attention per layer, contributions of the neurons, and their ablation against the control."""
     titles = ["Norm of the residual stream", "Heads that attend to the first token"]
     titles += ["What each neuron writes", "Norm lost by ablation"] if result.neurons else []
-    fig = panels(titles, [0.27, 0.2, 0.22, 0.31] if result.neurons else None, spacing=0.06)
+    fig = panels(titles, [0.24, 0.18, 0.27, 0.31] if result.neurons else None, spacing=0.06)
     _norms(fig, result)
     _attention(fig, result.attention_sink, len(result.first_token_norm))
     if result.neurons:
@@ -112,7 +112,12 @@ def _contributions(fig: Any, neurons: Any) -> None:
         col=3,
         hovertemplate="%{x}: norm %{y:.4g}, %{text} of the MLP's<extra></extra>",
     )
-    neuron = {"title_text": "neuron (orange: causal; label: share)", "type": "category", "tickangle": 0}
+    neuron = {
+        "title_text": "neuron (orange: causal; label: share)",
+        "type": "category",
+        "tickangle": 0,
+        "tickfont": {"size": 10},
+    }
     axes(fig, 1, 3, x=neuron, y="norm of its contribution")
 
 
@@ -144,7 +149,12 @@ def _ablation(fig: Any, result: Any) -> None:
             col=4,
         )
     level(fig, 0.1, col=4)
-    neuron = {"title_text": "neuron (dotted: least drop of a causal one)", "type": "category", "tickangle": 0}
+    neuron = {
+        "title_text": "neuron (dotted: least drop of a causal one)",
+        "type": "category",
+        "tickangle": 0,
+        "tickfont": {"size": 10},
+    }
     axes(fig, 1, 4, x=neuron, y=shares("share of the norm lost", max(lowest * 1.1, -1.0), 1.05))
 
 
