@@ -258,6 +258,21 @@ class Command:
         written = {name: values.pop(name) for name, _, _ in self.outputs}
         given = {one: values[one.name] for one in self.parameters.values() if one.name in values}
         check_outputs({f"--{name.replace('_', '-')}": path for name, path in (files | written).items()}, given)
+        main, also, given, backend = self._settled(values)
+        if any(files.values()) and _returns_none(main):
+            raise SinkscopeError(f"--{main.marks.get('flag', main.name)} has no result to write: leave out the files")
+        makes = self._replaced(files | written, main)
+        for name, words in given.items():
+            given[name] = _read(self.parameters[name], words)
+        result, more = self._run(main, also, given, backend)
+        if self.files and result is not None:
+            deliver(result, **files, also=more, wide=wide, assets=assets)
+        for name, path in written.items():
+            if path is not None and isinstance(said := makes[name].save(result, path), str):
+                note(said)
+
+    def _settled(self, values: dict[str, Any]) -> tuple[Entry, list[Entry], dict[str, Any], Any]:
+        """The function that runs, those that run after it, the values that were given, and the kind of model object."""
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
         main, also = self._main(chosen)
         backend = values.pop("backend", None) if self.measures else None
@@ -270,17 +285,7 @@ class Command:
         for part in chosen:
             given |= {name: value for name, value in part.marks.get("sets", {}).items() if name in own}
         self._refuse_unused([main, *also], given)
-        if any(files.values()) and _returns_none(main):
-            raise SinkscopeError(f"--{main.marks.get('flag', main.name)} has no result to write: leave out the files")
-        makes = self._replaced(files | written, main)
-        for name, words in given.items():
-            given[name] = _read(self.parameters[name], words)
-        result, more = self._run(main, also, given, backend)
-        if self.files and result is not None:
-            deliver(result, **files, also=more, wide=wide, assets=assets)
-        for name, path in written.items():
-            if path is not None and isinstance(said := makes[name].save(result, path), str):
-                note(said)
+        return main, also, given, backend
 
     def _replaced(self, files: Mapping[str, str | None], main: Entry) -> dict[str, Any]:
         """Refuse files that are there and are no earlier outputs of this command; the outputs of its own, by name."""

@@ -162,10 +162,13 @@ class Parameter:
             if isinstance(one, int | float):  # NaN and infinity are neither above nor below
                 fits = fits and (-math.inf if low is None else low) <= one <= (1e300 if high is None else high)
             if not fits:
-                what = "a whole number" if self.type is int else "a number"
-                bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
-                wanted = " and ".join(bound for bound in bounds if bound)
-                raise SinkscopeError(f"{self.flag} {one!r}: expected {what} {wanted} ({self.name}=... in Python)")
+                raise SinkscopeError(f"{self.flag} {one!r}: expected {self._wanted(low, high)}")
+
+    def _wanted(self, low: float | None, high: float | None) -> str:
+        """What `check` expects, in words."""
+        bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
+        wanted = " and ".join(bound for bound in bounds if bound)
+        return f"{'a whole number' if self.type is int else 'a number'} {wanted} ({self.name}=... in Python)"
 
 
 @dataclass(frozen=True, kw_only=True)
