@@ -115,7 +115,6 @@ class CardOf(Keyed):
 class SinkCards(Result):
     """The cards of several models."""
 
-    page: ClassVar[str] = "scan"
     kind: ClassVar[str] = "sink-cards"
     page: ClassVar[str] = "scan"
 
