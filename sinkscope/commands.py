@@ -86,7 +86,10 @@ def print_generated(
     print()
     from sinkscope.kv.loopguard.guard import in_words
 
-    if cuts := sum(event.kind == "guard" for event in made.events):
+    cuts = sum(event.kind == "guard" for event in made.events)
+    if policy is not None or (guard and not cuts):
+        note(made.summary)
+    if cuts:
         note(f"The guard stepped in {'once' if cuts == 1 else f'{cuts} times'}:")
     for event in made.events:
         note(in_words(event) if event.kind == "guard" else _line(event))

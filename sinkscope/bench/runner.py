@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.bench.methods import Budget, Method
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import UnsupportedError
 from sinkscope.generate import ends_and_pad, padded
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.loopserve.serve import LoopServe
@@ -131,11 +131,7 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
         SinkscopeError: it carries no tokenizer.
     """
     target = Target.of(model.open() if isinstance(model, NamedModel) else model, tokenizer)
-    if target.tokenizer is None:
-        raise SinkscopeError(
-            f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
-            page="no-tokenizer",
-        )
+    target.need_tokenizer()
     return Asked(target, fingerprint_of(target), *ends_and_pad(target), new, budget)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.serve import SparsePrompts
+from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, minference_lines
 from sinkscope.records import Natural, Whole, check_fields
@@ -41,6 +41,10 @@ class AShape(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def told(self, run: Run) -> str:
+        """The share of attention that prompts computed."""
+        return said_of_prompts(type(self).__name__, run)
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts."""
@@ -98,6 +102,10 @@ class MInference(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def told(self, run: Run) -> str:
+        """The share of attention that prompts computed."""
+        return said_of_prompts("MInference", run)
 
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts."""
