@@ -36,7 +36,8 @@ def without_heads(model: Any, heads: list[tuple[int, int]]) -> Any:
     edited = copy.deepcopy(model)
     target = Target.of(edited)
     for layer, head in heads:
-        weight = target.sub(layer, target.adapter.o).weight.data
+        module: Any = target.sub(layer, target.adapter.o)
+        weight = module.weight.data
         weight = weight if target.adapter.transposed_down else weight.T
         width = weight.shape[0] // target.n_heads
         weight[head * width : (head + 1) * width] = 0
