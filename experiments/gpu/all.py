@@ -42,14 +42,13 @@ from sinkscope.output import write_atomic
 ROOT = Path(__file__).parents[2]
 GRACE = 10  # seconds between the request to end and the end
 _TINY = "--device cpu --dtype float32".split()
-# The training of the embedded model, small enough for a rehearsal.
+# The training of the embedded model, small enough for a rehearsal; measuring it takes minutes and has a test of its own.
 _TRAIN = """
 import sys
 from pathlib import Path
 from experiments import train_bundled
-from experiments.bundled import entry
 from experiments.gpu import train_bundled as script
-train_bundled.PASSAGES, entry.DOCUMENTS = 100, 2
+train_bundled.PASSAGES, script.card.main = 100, print
 tale = "Once there was a {0} dog. The {0} dog had a {1} ball. One day the ball rolled into the river. He was sad. "
 told = Path(sys.argv[1]) / "told.txt"
 told.parent.mkdir(parents=True, exist_ok=True)
