@@ -42,7 +42,7 @@ from sinkscope.output import write_atomic
 ROOT = Path(__file__).parents[2]
 GRACE = 10  # seconds between the request to end and the end
 _TINY = "--device cpu --dtype float32".split()
-# The training of the embedded model, small enough for a rehearsal; measuring it takes minutes and has a test of its own.
+# The training of the embedded model, small enough for a rehearsal. Measuring it takes minutes, and has its own test.
 _TRAIN = """
 import sys
 from pathlib import Path
