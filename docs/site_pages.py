@@ -1,8 +1,9 @@
-"""For the site only: pictures from figures/, and the lists of measurements and commands made from the registry."""
+"""For the site only: pictures from figures/, notebooks as pages, and lists made from the registry."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from itertools import groupby
 from pathlib import Path
@@ -14,15 +15,42 @@ from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Take the pictures of the folder beside this one along."""
-    for picture in sorted((Path(config.config_file_path).parent / "figures").glob("*.png")):
+    """Take the pictures of the folder beside this one along, and make a page of each notebook."""
+    root = Path(config.config_file_path).parent
+    for picture in sorted((root / "figures").glob("*.png")):
         files.append(File.generated(config, f"figures/{picture.name}", abs_src_path=str(picture)))
+    for path in sorted((root / "docs/notebooks").glob("*.ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=notebook(path)))
     return files
 
 
+def notebook(path: Path) -> str:
+    """A notebook with its stored outputs as Markdown."""
+    parts: list[str] = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [_output(output) for output in cell.get("outputs", ())]
+    link = f"The notebook: `docs/notebooks/{path.name}`"
+    return "\n\n".join([*parts, link]) + "\n"
+
+
+def _output(output: dict[str, Any]) -> str:
+    """What a cell showed: a picture, a table, or text."""
+    data = {kind: "".join(part) for kind, part in output.get("data", {}).items()}
+    if "image/png" in data:
+        return f'<img alt="figure" src="data:image/png;base64,{data["image/png"].strip()}">'
+    if "text/html" in data:
+        table = re.sub(r"\n\s*\n", "\n", data["text/html"])  # an empty line would end the block
+        return f'<div class="output">{table}</div>'
+    return f"```text\n{''.join(output.get('text', '')) or data.get('text/plain', '')}\n```"
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the lists, and mend links: `../figures/x.png` is one folder nearer on the site."""
+    """Fill in the lists, and mend links: `../figures/x.png` is one folder nearer on the site, notebooks are pages."""
+    markdown = re.sub(r"\]\(([^)]*notebooks/\w+)\.ipynb\)", r"](\1.md)", markdown)
     markdown = re.sub(r"\]\(\.\./((?:\.\./)*figures/)", r"](\1", markdown)
+    markdown = re.sub(r"(!\[[^\]]*\]\(([^)]*figures/[^)]*)\))", r"[\1](\2)", markdown)  # a click shows it in full size
     for mark, text in (("<!-- measurements -->", measurements), ("<!-- commands -->", commands)):
         markdown = markdown.replace(mark, text()) if mark in markdown else markdown
     return markdown

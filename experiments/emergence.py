@@ -19,19 +19,18 @@ import os
 import shutil
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from experiments.drawn import save
 from experiments.record import record
-from sinkscope.console import ProgressBar, note
-from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, ORANGE
-from sinkscope.html import check_png
+from sinkscope.console import ProgressBar
+from sinkscope.figures.style import BLUE, ORANGE, finished
 from sinkscope.models.target import Target
-from sinkscope.output import write_atomic
 from sinkscope.sinks.first_token.received import received
 from sinkscope.text import typical_text
 from sinkscope.trace import trace
@@ -137,8 +136,9 @@ def train(bos: bool, seed: int, steps: int, part: Path, progress: Any) -> list[d
     return [row for row in rows if row["step"] <= steps]
 
 
-def figure(runs: list[dict[str, Any]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Five curves over steps: thin lines are seeds, thick ones their mean."""
+    runs = data["result"]["runs"]
     from plotly.subplots import make_subplots
 
     panels = {
@@ -166,15 +166,14 @@ def figure(runs: list[dict[str, Any]]) -> Any:
         fig.update_yaxes(rangemode="tozero", col=col, row=1)
     fig.update_yaxes(tickformat=".0%", col=2, row=1)
     fig.update_yaxes(type="log", rangemode="normal", dtick=1, exponentformat="power", col=5, row=1)
-    return fig.update_layout(
-        title={"text": "Bigram-Backcopy in training: 3 layers of width 64", "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1700,
-        height=450,
-        margin={"l": 50, "r": 20, "t": 110, "b": 100},
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.24, "x": 0.5, "xanchor": "center", "yanchor": "top"},
+    ends = {bos: [run["rows"][-1]["sink_rate"] for run in runs if run["bos"] is bos] for bos in (True, False)}
+    steps = data["settings"]["steps"]
+    found = (
+        f"After {steps} steps {fmean(ends[True]):.0%} of the heads attend to the first token with BOS, "
+        f"{fmean(ends[False]):.0%} without (Bigram-Backcopy, {data['settings']['num_hidden_layers']} layers of width "
+        f"{data['settings']['hidden_size']})"
     )
+    return finished(fig, None, found, width=1700, height=470, top=120)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -204,14 +203,7 @@ def main(argv: list[str] | None = None) -> None:
         "eps": EPS,
         **SIZES,
     }
-    write_atomic(args.out / "emergence.json", record("emergence", {"runs": runs}, settings, started=started))
-    drawn = figure(runs)
-    write_atomic(args.out / "emergence.html", drawn.to_html(include_plotlyjs=True, config={"displaylogo": False}))
-    try:
-        check_png()
-        write_atomic(args.out / "emergence.png", drawn.to_image(format="png", scale=2))
-    except SinkscopeError as error:
-        note(f"no PNG: {error}")
+    save("emergence", record("emergence", {"runs": runs}, settings, started=started), figure, args.out)
     shutil.rmtree(part)
     for run in runs:
         print(json.dumps({"bos": run["bos"], "seed": run["seed"], **run["rows"][-1]}))

@@ -1,6 +1,7 @@
 """The gallery page of the documentation: every picture in figures/, what it shows, and the command that makes it.
 
 python -m experiments.gallery [--out docs/gallery.md]
+python -m experiments.gallery --draw [NAME ...]    # draws pictures again from the JSON beside them; measures nothing
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from sinkscope.html import save_png, write_png
 from sinkscope.output import write_atomic
 from sinkscope.results import Result, known_kinds, read_json
 
@@ -33,6 +35,20 @@ def entry(picture: Path) -> str:
     return f"## {title}\n\n{_caption(picture, data)}\n\n`{_command(data)}`\n\n![{title}](../figures/{picture.name})"
 
 
+def draw(picture: Path) -> None:
+    """Write a picture again from the JSON beside it."""
+    data = read_json(picture.with_suffix(".json"))
+    if data["kind"] in known_kinds():
+        save_png(Result.load(picture.with_suffix(".json")), picture)
+    else:
+        write_png(import_module(data["provenance"]["argv"][2]).figure(data), picture)
+
+
+def pictures(folder: Path = FIGURES) -> list[Path]:
+    """Return the pictures that were drawn from a JSON file beside them."""
+    return sorted(path for path in folder.glob("*.png") if path.with_suffix(".json").is_file())
+
+
 def _caption(picture: Path, data: dict[str, Any]) -> str:
     """Return the first paragraph of the docstring of the drawing function, or of the script."""
     if data["kind"] in known_kinds():
@@ -51,11 +67,10 @@ def _caption(picture: Path, data: dict[str, Any]) -> str:
 def gallery(folder: Path = FIGURES) -> str:
     """Return the page: find-sinks first, then in the order of the kinds; kinds without a class come last."""
     order = {kind: i for i, kind in enumerate(known_kinds())}
-    pictures = [path for path in folder.glob("*.png") if path.with_suffix(".json").is_file()]
-    kinds = {path: read_json(path.with_suffix(".json"))["kind"] for path in pictures}
+    kinds = {path: read_json(path.with_suffix(".json"))["kind"] for path in pictures(folder)}
     first = "find-sinks"
-    pictures.sort(key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
-    return "\n\n".join([_HEAD.rstrip(), *map(entry, pictures)]) + "\n"
+    shown = sorted(kinds, key=lambda path: (kinds[path] != first, order.get(kinds[path], len(order)), path.name))
+    return "\n\n".join([_HEAD.rstrip(), *map(entry, shown)]) + "\n"
 
 
 def _command(data: dict[str, Any]) -> str:
@@ -73,4 +88,11 @@ def _command(data: dict[str, Any]) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="docs/gallery.md")
-    write_atomic(parser.parse_args().out, gallery())
+    parser.add_argument("--draw", nargs="*", metavar="NAME", help="of pictures, such as repeat; none: all")
+    args = parser.parse_args()
+    if args.draw is None:
+        write_atomic(args.out, gallery())
+    else:
+        for path in [FIGURES / f"{name}.png" for name in args.draw] or pictures():
+            draw(path)
+            print(path.name, path.stat().st_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -42,6 +43,24 @@ def _below_here(path: str) -> str | None:
 def visible(text: str) -> str:
     """`text` with control characters written out: what a model or a file says must not steer a terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: it is none, it is nested too deeply, or it has a whole number that no field of ours can take.
+    """
+    try:
+        return json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"a number has {len(digits)} digits")
+    return int(digits)
 
 
 def plain(value: Any, *, scrub: bool = False) -> Any:

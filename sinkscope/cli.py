@@ -21,32 +21,54 @@ from typer.core import TyperGroup
 
 from sinkscope import __version__
 from sinkscope.console import ProgressBar, emit, note, print_result
-from sinkscope.errors import SinkscopeError, is_out_of_memory
-from sinkscope.output import check_writable, read_text
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, is_out_of_memory
+from sinkscope.notation import read_head
+from sinkscope.output import FIGURE, PAGE, check_losses, check_output, read_text
 from sinkscope.registry import Entry, Parameter, entries, shared_parameters
 
 Backend = Literal["bridge", "hf", "nnsight"]
 """Kinds of model object."""
 
 
-def check_outputs(json: str | None = None, html: str | None = None, png: str | None = None, **more: str | None) -> None:
-    """Refuse before the work what could not be written after it; `more` are files that only this command writes."""
-    paths = (json, html, png, *more.values())
-    files = [path for path in paths if path not in (None, "-")]
-    written = [str(check_writable(path)) for path in files if path is not None]
-    for path in written:
-        if written.count(path) > 1 and not path.startswith("/dev/"):
-            raise SinkscopeError(f"{Path(path).name} is given for two outputs: give each its own file")
-    if "-" in paths[1:]:
-        raise SinkscopeError("only --json writes to standard output with -: give the name of a file")
-    if png is not None:
+def check_outputs(outputs: Mapping[str, str | None], values: Mapping[Parameter, Any]) -> None:
+    """Refuse, before anything is imported, outputs that cannot be written or would replace an input.
+
+    Args:
+        outputs: files that are written from the result, by option.
+        values: what was given for parameters; some name files or folders that are written, too.
+
+    Raises:
+        SinkscopeError: one of them is refused.
+    """
+    streams = [flag for flag, path in outputs.items() if path == "-"]
+    if streams not in ([], ["--json"], ["--csv"]):
+        raise SinkscopeError("only --json writes to standard output with -, or --csv: give the name of a file")
+    inputs: dict[str, Any] = {}
+    places: dict[bool, dict[str, Any]] = {False: dict(outputs), True: {}}
+    for one, value in values.items():
+        if one.option.writes:
+            places[one.option.metavar in ("DIR", "FOLDER")][one.flag] = value
+        else:
+            name = str(one.option.metavar) if one.option.argument else one.flag
+            inputs[name] = value if one.many and value else [value]
+    files, folders = ({f: p for f, p in some.items() if p is not None and str(p) != "-"} for some in places.values())
+    check_losses(files, inputs, folders)
+    if outputs.get("--png") is not None:
         from sinkscope.html import check_png
 
         check_png()
 
 
 def deliver(
-    result: Any, json: str | None, html: str | None, png: str | None, also: Mapping[str, Any] | None = None
+    result: Any,
+    json: str | None,
+    html: str | None,
+    png: str | None,
+    csv: str | None = None,
+    also: Mapping[str, Any] | None = None,
+    *,
+    wide: bool = False,
+    assets: bool = False,
 ) -> None:
     """Standard output first: what cannot be written to a file is at least seen.
 
@@ -55,32 +77,29 @@ def deliver(
         json: file for it.
         html: file for it.
         png: file for its figure.
+        csv: file for all rows and columns of its table.
         also: further results, printed below; in the JSON each is a key beside the envelope's own.
+        wide: whether tables show every column, however wide.
+        assets: whether plotly.js lies beside the HTML file instead of inside of it.
     """
     more = also or {}
-    if json != "-":
-        print_result(result)
+    if "-" not in (json, csv):
+        print_result(result, wide=wide)
         for other in more.values():
             print()
-            print_result(other)
+            print_result(other, wide=wide)
     if json is not None:
         emit(json, result.to_json(**more))
+    if csv is not None:
+        emit(csv, result.to_csv())
     if html is not None:
         from sinkscope.html import save_html
 
-        save_html(result, html, *more.values())
+        save_html(result, html, *more.values(), assets=assets)
     if png is not None:
         from sinkscope.html import save_png
 
         save_png(result, png)
-
-
-def layer_head(name: str) -> tuple[int, int]:
-    """What `--head LAYER.HEAD` names."""
-    layer, dot, head = name.partition(".")
-    if not (dot and layer.isdigit() and head.isdigit()):
-        raise SinkscopeError(f"--head {name!r}: expected layer and head with a dot between, such as 5.3")
-    return int(layer), int(head)
 
 
 def read_prompt(name: str) -> str:
@@ -93,15 +112,17 @@ def read_prompt(name: str) -> str:
 
 _READS: dict[str | None, Callable[[Any], Any]] = {
     "text": read_prompt,
-    "head": layer_head,
+    "head": read_head,
     "commas": lambda text: [word.strip() for word in text.split(",") if word.strip()],
 }
+_MARKS = {"html": [PAGE], "png": [FIGURE], "csv": ["output with a mark"]}  # CSV carries none
 _FILES = {
     "json": ("FILE|-", "Write the result as JSON; - is standard output."),
     "html": ("FILE", "Write conclusion, tables and figures into one HTML file."),
     "png": ("FILE", "Write the figure; this needs kaleido and a browser."),
+    "csv": ("FILE|-", "Write all rows and columns of the table as CSV; - is standard output."),
 }
-
+_ASSETS = "With --html: plotly.js lies beside the page, once for all pages of its folder, instead of inside of each."
 
 _ABOUT = {
     "patch": "Make a patch that repairs repetition, and measure what it costs.",
@@ -110,20 +131,24 @@ _ABOUT = {
 }
 
 
+_SECTIONS = ("Sinks", "Repetition", "Loops", "Dialogues", "Look")
+
+
 class Groups(TyperGroup):
     """Commands in the help, one section for each group."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the sections in the order in which groups first appear."""
-        sections: dict[str, list[tuple[str, str]]] = {}
+        """Write the sections: those of sinkscope in their order, then those of other packages."""
+        sections: dict[str, list[tuple[str, str]]] = {name: [] for name in _SECTIONS}
         for name in self.list_commands(ctx):
             found = self.get_command(ctx, name)
             if found is not None and not found.hidden:
                 panel = getattr(found, "rich_help_panel", None) or "Other"
                 sections.setdefault(str(panel), []).append((name, found.get_short_help_str(formatter.width - 24)))
         for title, rows in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def command_line(words: Sequence[str] | None = None) -> typer.Typer:
@@ -136,8 +161,10 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
     app = typer.Typer(
         name="sinkscope",
         cls=Groups,
-        help="Find the attention sink of a language model, verify it by ablation, and repair what it breaks.",
-        add_completion=False,
+        help=(
+            "Find the attention sink of a language model, verify it by ablation, and repair what it breaks.\n\n"
+            + _examples(("sinkscope demo", "sinkscope scan MODEL"), "docs/cli.md")
+        ),
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -154,9 +181,17 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
             app.add_typer(groups[home], rich_help_panel=parts[0].group, help=_ABOUT.get(home, f"Commands of {home}."))
         parts.sort(key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several")))
         run = Command(parts) if words is None or {*command.split()} <= {*words} else _listed
-        help = parts[0].doc.split("\n\nArgs:")[0]
+        shown = [line for part in parts for line in part.examples]
+        place = f"docs/cli.md#sinkscope-{command.replace(' ', '-')}"
+        help = f"{parts[0].help}\n\n{_examples(shown, place)}"
         groups[home].command(name, help=help, rich_help_panel=parts[0].group)(run)
     return app
+
+
+def _examples(lines: Sequence[str], place: str) -> str:
+    """The end of a help: examples, which are not wrapped, and where to read on."""
+    some = [f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)] if lines else []
+    return "\b\n" + "\n".join([*some, f"Documentation: {place}"])
 
 
 def _listed() -> None:
@@ -209,17 +244,26 @@ class Command:
         for name, text, required in self.outputs:
             default = inspect.Parameter.empty if required else None
             added.append(_option(name, str, default, metavar="FILE", help=text))
-        return added + [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        added += [_option(name, str, None, metavar=m, help=h) for name, (m, h) in self.files.items()]
+        wide = "Show every column of the tables, however wide they become."
+        switches = {"wide": wide, "assets": _ASSETS} if self.files else {}
+        return added + [_option(name, bool, False, help=text) for name, text in switches.items()]
 
     def __call__(self, **values: Any) -> None:
         """Run the command with the values of its options."""
         files = {name: values.pop(name) for name in self.files}
+        wide, assets = (bool(self.files and values.pop(name)) for name in ("wide", "assets"))
+        if assets and files["html"] is None:
+            raise SinkscopeError("--assets puts plotly.js beside the page of --html: give --html, too, or leave it out")
         written = {name: values.pop(name) for name, _, _ in self.outputs}
-        check_outputs(**files, **written)
+        given = {one: values[one.name] for one in self.parameters.values() if one.name in values}
+        check_outputs({f"--{name.replace('_', '-')}": path for name, path in (files | written).items()}, given)
         chosen = [part for flag, part in self.flags.items() if values.pop(flag)]
         main, also = self._main(chosen)
         backend = values.pop("backend", None) if self.measures else None
         given = self._given(values)
+        for name, value in given.items():
+            self.parameters[name].check(value)
         lone = [f"--{part.marks['flag']}" for part in chosen] + ["--backend"] * (backend is not None)
         main = self._series(given, lone) or main
         own = {p.name for p in main.parameters}
@@ -228,14 +272,18 @@ class Command:
         self._refuse_unused([main, *also], given)
         if any(files.values()) and _returns_none(main):
             raise SinkscopeError(f"--{main.marks.get('flag', main.name)} has no result to write: leave out the files")
+        makes = {o.name: o for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
+        for name, path in (files | written).items():
+            if path not in (None, "-"):
+                own_kind = [makes[name].kind] if name in makes else _MARKS.get(name)
+                check_output(path, *filter(None, own_kind or [f"json {kind}" for kind in main.kinds()]))
         for name, words in given.items():
             given[name] = _read(self.parameters[name], words)
         result, more = self._run(main, also, given, backend)
         if self.files and result is not None:
-            deliver(result, **files, also=more)
-        saves = {o.name: o.save for part in self.parts for o in getattr(part.load(), "outputs", ()) if written}
+            deliver(result, **files, also=more, wide=wide, assets=assets)
         for name, path in written.items():
-            if path is not None and isinstance(said := saves[name](result, path), str):
+            if path is not None and isinstance(said := makes[name].save(result, path), str):
                 note(said)
 
     def _main(self, chosen: list[Entry]) -> tuple[Entry, list[Entry]]:
@@ -324,7 +372,14 @@ def _read(parameter: Parameter, words: Any) -> Any:
         return values
     if not any(values):
         raise SinkscopeError(f"{parameter.flag} {' '.join(words)}: no name is given; give names with commas between")
-    return [one for part in values for one in part]
+    found = [one for part in values for one in part]
+    if parameter.type not in (int, float):
+        return found
+    try:
+        return [parameter.type(one) for one in found]
+    except ValueError:
+        what = "whole numbers" if parameter.type is int else "numbers"
+        raise SinkscopeError(f"{parameter.flag} {','.join(found)}: expected {what} with commas between") from None
 
 
 def _kind(parameter: Parameter) -> Any:
@@ -380,6 +435,7 @@ def _root(
 
 __all__ = ["command_line", "main"]
 
+_COMPLETE = "_SINKSCOPE_COMPLETE"  # in the environment of a shell that asks how a command goes on
 _NO_MEMORY = "out of memory: try --dtype bfloat16, --device cpu, a smaller --max-repeats, or leave out --all-layers"
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "your quota is used up", errno.EFBIG: "its file is too large"}
 
@@ -394,11 +450,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 done, 1 a patch that was not made because it does not repair or would harm, 2 bad input (each with one line on
         stderr), 3 a stream with a loop, 130 interrupted.
     """
-    _quiet()
+    closed = _quiet()
     gc.disable()  # importing torch and transformers makes no garbage; `Progress` turns it on when work begins
     try:
+        if closed:
+            raise SinkscopeError("standard output is closed: give it a file, a pipe or /dev/null")
         words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-        code = command_line(words)(args=words, prog_name="sinkscope", standalone_mode=False)
+        for word in words:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                raise SinkscopeError(f"the word {word!r} is not UTF-8: type it in another way") from None
+        code = command_line(None if _COMPLETE in os.environ else words)(
+            args=words, prog_name="sinkscope", standalone_mode=False
+        )
         sys.stdout.flush()
         if code == 130:  # Ctrl-C, as typer hands it on
             raise KeyboardInterrupt
@@ -430,7 +495,7 @@ def _drop_output() -> None:
 
 
 def _refuse(message: str, code: int = 2) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    note(f"error: {' '.join(message.split())}")
     return code
 
 
@@ -444,14 +509,24 @@ def _usage(error: typer.TyperException) -> str:
     return f"{message} (see {context.command_path if context else 'sinkscope'} --help)"
 
 
-def _quiet() -> None:
-    """Other libraries' notes and bars stay off: what matters is said by sinkscope itself."""
+def _quiet() -> bool:
+    """Other libraries' notes and bars stay off: what matters is said by sinkscope itself.
+
+    Returns:
+        Whether standard output is closed; what is closed is replaced, so that no file takes its number.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
     for stream in (sys.stdout, sys.stderr):
         if callable(reconfigure := getattr(stream, "reconfigure", None)):
             reconfigure(errors="backslashreplace")  # tokens need not fit the terminal's encoding
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
+    warnings.simplefilter("once", SinkscopeWarning)
+    warnings.showwarning = lambda message, *_: note(f"note: {message}")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return "stdout" in closed

@@ -6,21 +6,28 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from sinkscope.console import emit, note, print_rows, silent
+from sinkscope.console import emit, note, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import read_text
 from sinkscope.registry import Count, Hidden, Option, Positive, command
+from sinkscope.tables import Grid
 
 if TYPE_CHECKING:
     from sinkscope.loops import LoopCalibration, LoopCheck
 
 
 @command(group="Look", command="models")
-def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="FILE|-")] = None) -> None:
-    """List the short names of public models, and where papers found their sinks.
+def print_models(
+    *, json_file: Annotated[str | None, Option("--json", metavar="FILE|-", writes=True)] = None, wide: bool = False
+) -> None:
+    """List the short names of public models, and the layers in which papers found their sinks.
 
     Args:
         json_file: Write the list as JSON; - is standard output.
+        wide: Show the published neurons, the residual dimensions and the source as well.
+
+    Example:
+        sinkscope models
     """
     from sinkscope._plain import plain
     from sinkscope.models.names import models
@@ -28,8 +35,15 @@ def print_models(*, json_file: Annotated[str | None, Option("--json", metavar="F
     if json_file is not None:
         emit(json_file, json.dumps({"schema": 1, "kind": "models", "result": plain(models())}, indent=1) + "\n")
     if json_file != "-":
-        rows = [(e.name, e.hub_id, *(e.published.shown() if e.published else ("-", "-"))) for e in models()]
-        print_rows(("name", "hub id", "published sink", "source"), rows)
+        found = [(e, e.published) for e in models()]
+        known = sum(sink is not None for _, sink in found)
+        print(f"Conclusion: papers report a sink or massive activation for {known} of these {len(found)} models.\n")
+        if wide:
+            rows = [(e.name, e.hub_id, *(sink.shown() if sink else ("-", "-"))) for e, sink in found]
+            print(Grid(("name", "hub id", "published sink", "source"), rows).text())
+        else:
+            rows = [(e.name, e.hub_id, ", ".join(map(str, sink.layers)) if sink else "-") for e, sink in found]
+            print(Grid(("name", "hub id", "sink layer"), rows).text())
 
 
 @command(group="Look", command="generate")
@@ -65,6 +79,9 @@ def print_generated(
         max_new_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         seed: Seed of the sampling.
+
+    Example:
+        sinkscope generate --prompt-file prompt.txt --policy h2o:0.25 --guard
     """
     import sinkscope.generate as generation
     import sinkscope.models.load as loading
@@ -86,11 +103,16 @@ def print_generated(
     print()
     from sinkscope.kv.loopguard.guard import in_words
 
-    cuts = sum(event.kind == "guard" for event in made.events)
-    if policy is not None or (guard and not cuts):
-        note(made.summary)
-    if cuts:
+    if policy is not None and made.held is not None:
+        whole, read = made.prompt_tokens + (len(made.tokens) - 1) / 2, made.held if made.read is None else made.read
+        note(
+            f"Under {policy} the cache held {made.held:.0f} tokens on average, and a step read {read:.0f}; the full "
+            f"cache would have held {whole:.0f}."
+        )
+    if cuts := sum(event.kind == "guard" for event in made.events):
         note(f"The guard stepped in {'once' if cuts == 1 else f'{cuts} times'}:")
+    elif guard:
+        note(f"The guard found no loop in {len(made.tokens)} new tokens.")
     for event in made.events:
         note(in_words(event) if event.kind == "guard" else _line(event))
 
@@ -131,6 +153,9 @@ def check_loops(
         max_new: Tokens that were allowed: adds the loop rule with length.
         variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loops answers.jsonl --max-new 2500
     """
     from sinkscope.loops.checker import check, parse
     from sinkscope.loops.follow import monitor_settings
@@ -162,15 +187,18 @@ def calibrate_loops(
         rate: With --calibrate: false alarms per million tokens that are accepted.
         window: Tokens that the signals look at.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loops ordinary.txt --calibrate --json settings.json
     """
     from sinkscope.loops import MonitorSettings, calibrate
     from sinkscope.loops.calibrate import read_outputs
 
     encode = None
     if tokenizer is not None:
-        from sinkscope.models.load import load_tokenizer
+        from sinkscope.models.load import open_tokenizer
 
-        encode = load_tokenizer(tokenizer)
+        encode = open_tokenizer(tokenizer)[0]
     used = MonitorSettings() if window is None else MonitorSettings(window=window)
     outputs, vocabulary = read_outputs(file or "-", form, encode)
     name = "standard input" if file in (None, "-") else Path(file).name

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from shutil import get_terminal_size
 from typing import Any
 
-from sinkscope.output import write_atomic
+from sinkscope._plain import visible
+from sinkscope.output import write_output
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(what, done, total)`."""
@@ -38,25 +40,26 @@ class ProgressBar:
         return self
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show how much of a stage is done."""
+        """Show how much of a stage is done; what stands behind a colon in its name may change."""
         gc.enable()  # the command line turns it off while libraries are imported
         if self._bar is None:
             return
-        if stage not in self._tasks:
-            self._tasks[stage] = self._bar.add_task(stage, total=total)
-        self._bar.update(self._tasks[stage], completed=done, total=total)
+        name = stage.partition(":")[0]
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._tasks[name], description=stage, completed=done, total=total)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
-__all__ = ["Progress", "emit", "note", "print_result", "print_rows"]
+__all__ = ["Progress", "emit", "note", "print_result"]
 
 
 def note(message: str) -> None:
     """A line for the reader, not for the next program."""
-    print(message, file=sys.stderr)
+    print(visible(message), file=sys.stderr)
 
 
 def emit(path: str, text: str) -> None:
@@ -64,31 +67,14 @@ def emit(path: str, text: str) -> None:
     if path == "-":
         sys.stdout.write(text)
     else:
-        write_atomic(path, text)
+        write_output(path, text)
 
 
-def print_result(result: Any) -> None:
-    """A rich table on a terminal, plain aligned text anywhere else."""
-    if not sys.stdout.isatty():
-        print(result.text())
+def print_result(result: Any, *, wide: bool = False) -> None:
+    """A rich table on a terminal, plain aligned text anywhere else; `wide` shows every column as plain text."""
+    if wide or not sys.stdout.isatty():
+        print(visible(result.text(None if wide else get_terminal_size((80, 24)).columns)))
         return
     from rich.console import Console
 
     Console().print(result.table())
-
-
-def print_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows of words: a rich table on a terminal, plain aligned text anywhere else."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(*head, header_style="bold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())

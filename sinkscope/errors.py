@@ -27,6 +27,10 @@ class RefusedError(SinkscopeError):
     exit_code = 1
 
 
+class SinkscopeWarning(UserWarning):
+    """Something that the user should know although the work goes on; the command line prints it as one line."""
+
+
 _NO_MEMORY = (
     "out of memory",
     "not enough memory",

@@ -16,14 +16,18 @@ from transformers import TextStreamer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import decoding
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
+from sinkscope.kv.loopserve import tokens_read
 from sinkscope.measure.setup import edit_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.records import Natural, Number, Whole, conform
+
+COLDEST = 0.001  # temperature; scores over a smaller one leave the range of half precision
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Generated:
         tokens: ids of the new tokens, up to and with the end of sequence if it came.
         prompt_tokens: length of the prompt, BOS included.
         events: what the interventions did in this row (`row` is the number of the prompt).
+        held: tokens in the cache after a call, mean over calls, layers and kv heads; None: without a cache policy.
+        read: cached tokens that a decoding step attends to; None: all that are held.
         summary: what they did in all rows that ran together, in one line.
     """
 
@@ -44,6 +50,8 @@ class Generated:
     tokens: list[int]
     prompt_tokens: int
     events: list[Event]
+    held: float | None = None
+    read: float | None = None
     summary: str = ""
 
 
@@ -64,7 +72,9 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     **inputs: Any,
 ) -> list[Generated]:
-    """Generate after each prompt.
+    """Generate after each prompt, greedily or at a temperature.
+
+    Of the checkpoint's generation settings only its special tokens are used (see `sinkscope.interventions.decode`).
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.
@@ -96,7 +106,7 @@ def generate(
     target = Target.of(model, tokenizer)
     tok = target.need_tokenizer()
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
-    _check_loaded(target)
+    target.check_loaded()
     read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
     rows = read.rows()
     texts = [tok.decode(ids) for ids in rows] if read.texts is None else list(read.texts)
@@ -106,6 +116,7 @@ def generate(
     _check_prompts(rows, edit, max_new_tokens, target)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else {}
+    options = decoding(target, **options)
     results: list[Generated] = []
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -121,7 +132,7 @@ def generate(
                 text = tok.decode(new, skip_special_tokens=True)
                 if on_text is not None and whole:
                     on_text(start + i, text)
-                results.append(Generated(prompt, text, new, len(ids), own, told))
+                results.append(Generated(prompt, text, new, len(ids), own, *_held(run, i), told))
     return results
 
 
@@ -142,6 +153,12 @@ def _own(run: Run | None, row: int, last: int | None, start: int) -> list[Event]
     """
     events = [] if run is None else run.events
     return [replace(e, row=start + row) for e in events if e.row == row and (last is None or e.position <= last)]
+
+
+def _held(run: Run | None, row: int) -> tuple[float | None, float | None]:
+    """Tokens of a row in the cache, mean over calls, and those that a decoding step read, as far as a policy chose."""
+    held, read = ([], []) if run is None else (run.usage, tokens_read(run))
+    return held[-1].mean_tokens[row] if held else None, read[-1][row] if read else None
 
 
 def ends_and_pad(target: Target) -> tuple[frozenset[int], int]:
@@ -194,17 +211,12 @@ def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_siz
         conform(Natural, value, name, page="generate")
     conform(Annotated[Whole, Field(lt=1 << 63)], seed, "seed", page="generate")
     conform(Annotated[Number, Field(ge=0)], temperature, "temperature", page="generate")
+    if 0 < temperature < COLDEST:
+        raise SinkscopeError(
+            f"temperature={temperature!r}: expected 0, which is greedy, or a number from {COLDEST}", page="generate"
+        )
     if on_text is not None and batch_size != 1:
         raise SinkscopeError(
             f"on_text with batch_size={batch_size}: text can be passed on while it comes only with batch_size=1",
-            page="generate",
-        )
-
-
-def _check_loaded(target: Target) -> None:
-    if next(target.hf.parameters()).is_meta:
-        raise SinkscopeError(
-            f"{target.name} holds no weights yet: load it with sinkscope.load(...), or make it with "
-            "dispatch=True (nnsight)",
             page="generate",
         )

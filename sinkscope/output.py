@@ -4,38 +4,187 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
+import struct
 import sys
+import tempfile
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from sinkscope.errors import SinkscopeError
 
+PAGE, FIGURE, ARRAYS = "page", "figure", "arrays"  # marks of files; that of a result is "json" and its kind
+_RESULT = re.compile(rb'\s*\{\s*"schema":\s*\d+,\s*"kind":\s*"([^"\\]{1,80})"')
+_PAGE = b'<meta name="generator" content="sinkscope">'
+_PNG, _CHUNK, _COMMENT = b"\x89PNG\r\n\x1a\n", b"tEXtSoftware\0sinkscope", b"sinkscope"
+_RUN = ("settings.json", "runs.jsonl", "lock", "prompts.jsonl")
+_HEAD = 33  # bytes of a PNG before its second chunk
 
-def check_writable(path: str | os.PathLike[str]) -> Path:
-    """The path that `write_atomic` will write, if it can; nothing is created.
+
+def _mark(data: bytes) -> str | None:
+    """Which output of sinkscope a file is, from its content or from its beginning and end; None: none of them."""
+    if found := _RESULT.match(data):
+        return f"json {found[1].decode(errors='replace')}"
+    if data.startswith(_PNG):
+        return FIGURE if data[_HEAD + 4 :].startswith(_CHUNK) else None
+    if data.startswith(b"PK"):
+        return ARRAYS if data.endswith(_COMMENT) else None
+    return PAGE if _PAGE in data[: 1 << 12] else None
+
+
+def _marked(data: bytes) -> bytes:
+    """A zip archive with our mark in it; all else says itself what it is."""
+    if data.startswith(b"PK"):  # it ends with the length of a comment
+        return data[:-2] + struct.pack("<H", len(_COMMENT)) + _COMMENT
+    return data
+
+
+def _mark_of(file: Path) -> str | None:
+    with suppress(OSError), file.open("rb") as opened:  # what cannot be read is nobody knows what
+        start = opened.read(1 << 12)
+        opened.seek(max(0, file.stat().st_size - 64))
+        return _mark(start + opened.read())
+    return None
+
+
+def check_output(path: str | os.PathLike[str], *kinds: str) -> Path:
+    """The path that `write_output` will write, if it can and nothing foreign is lost.
+
+    Args:
+        path: a file that is new, empty, or an earlier output.
+        kinds: marks that an earlier output may have: "json find-sinks", "json" for any result, `PAGE`, `FIGURE`,
+            `ARRAYS`; none: any of them.
 
     Raises:
-        SinkscopeError: it is empty or a folder, it or its folder may not be written, or a part of it is no folder.
+        SinkscopeError: as `check_writable`, and if the file holds anything else.
+    """
+    target = check_writable(path)
+    if not target.exists() or _is_device(target) or not target.stat().st_size:
+        return target
+    there = _mark_of(target)
+    if there is None or (kinds and not any(f"{there} ".startswith(f"{kind} ") for kind in kinds)):
+        found = "something that sinkscope did not write" if there is None else there.replace("json ", "a result of ")
+        wanted = " or ".join(kind.replace("json ", "result of ") for kind in kinds) or "output"
+        raise SinkscopeError(
+            f"{path} is there already and holds {found}; only an earlier {wanted} is replaced: give another name, or "
+            "remove that file first"
+        )
+    return target
+
+
+def write_output(path: str | os.PathLike[str], data: bytes | str) -> Path:
+    """`write_atomic` for what a user asked for: it replaces nothing but an earlier output in the same format.
+
+    Raises:
+        SinkscopeError: as `write_atomic` and `check_output`.
+    """
+    content = _marked(data.encode() if isinstance(data, str) else data)
+    check_output(path, (_mark(content) or "unmarked output").split()[0])
+    return write_atomic(path, content)
+
+
+def check_losses(
+    outputs: Mapping[str, str | os.PathLike[str]],
+    inputs: Mapping[str, Iterable[object]],
+    folders: Mapping[str, str | os.PathLike[str]],
+) -> None:
+    """Refuse outputs that would replace one another or an input, or lie in a folder that belongs together.
+
+    Args:
+        outputs: files that will be written, by option.
+        inputs: words that may name files which are read, by option.
+        folders: folders that will be filled, by option.
+
+    Raises:
+        SinkscopeError: one of them would.
+    """
+    written: dict[str, str] = {}
+    for flag, path in {**outputs, **folders}.items():
+        target = check_writable(path, folder=flag in folders)
+        if flag in folders and target.exists() and not target.is_dir():
+            raise SinkscopeError(f"{flag} {path} is a file: give the name of a new folder")
+        if target.is_dir() and any(map(_foreign, target.iterdir())) and "run" not in _belongs(target):
+            raise SinkscopeError(f"{flag} {path} holds other files: give a new or empty folder")
+        if _is_device(target) and not target.is_dir():
+            continue
+        if (other := written.setdefault(str(target), flag)) != flag:
+            raise SinkscopeError(f"{target.name} is given for two outputs, {other} and {flag}: give each its own file")
+        for name, words in inputs.items():
+            if any(_same(target, file) for word in words for file in (str(word), str(word).partition(":")[2])):
+                raise SinkscopeError(f"{flag} {path} would replace what {name} reads: give another name")
+        for home in target.parents:
+            if what := _belongs(home):
+                raise SinkscopeError(f"{flag} {path} lies in {home.name}, {what}: give a place outside of it")
+
+
+def _same(target: Path, file: str) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(file) and target.is_file() and os.path.samefile(target, file)
+    return False
+
+
+def _foreign(file: Path) -> bool:
+    """Whether a file in the folder of a run is none of the run's; parts of a long work are runs inside."""
+    if file.is_dir():
+        return "run" not in _belongs(file)
+    return not (file.name in _RUN or file.name.startswith(".sinkscope-") or _mark_of(file))
+
+
+def _belongs(folder: Path) -> str:
+    """What a folder is whose files belong together, so that no other is put among them; "" for any other folder."""
+    with suppress(OSError):
+        if (folder / _RUN[0]).is_file() and any((folder / name).is_file() for name in _RUN[1:]):
+            return "the folder of a run"
+        if (folder / "config.json").is_file():
+            weights = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf")
+            return "the folder of a model" if any(any(folder.glob(kind)) for kind in weights) else ""
+    return ""
+
+
+def check_writable(path: str | os.PathLike[str], *, folder: bool = False) -> Path:
+    """The path that `write_atomic` will write, if it can; nothing is left there.
+
+    Args:
+        path: a file.
+        folder: it may also be a folder.
+
+    Raises:
+        SinkscopeError: it is empty, not UTF-8 or a folder, it or its folder may not be written, or a part of it is no
+            folder.
     """
     name = os.fspath(path)
-    if not name or "\0" in name:
+    if not name or "\0" in name or not _is_text(name):
         raise SinkscopeError(f"{name!r} is not a file name: give the name of a file to write")
     try:
         target = Path(os.path.realpath(name))  # a link stays a link: its target is replaced
-        if target.is_dir() or name.endswith(("/", os.sep)):
+        if not folder and (target.is_dir() or name.endswith(("/", os.sep))):
             raise SinkscopeError(f"{name} is a folder: give the name of a file to write")
         with suppress(FileNotFoundError):
             target.lstat()  # asks the file system about the name itself: too long, below a file, no permission
-        folder = next(parent for parent in target.parents if parent.exists())
+        home = target if target.is_dir() else next(parent for parent in target.parents if parent.exists())
     except OSError as error:
         raise _cannot(name, error) from None
     if target.exists() and not os.access(target, os.W_OK):
         raise SinkscopeError(f"cannot write {name}: no permission; choose another file")
-    if not _is_device(target) and not os.access(folder, os.W_OK | os.X_OK):
+    if _is_device(target) and not target.is_dir():
+        return target
+    if not os.access(home, os.W_OK | os.X_OK):
         raise SinkscopeError(f"cannot write {name}: no permission in its folder; choose another place")
+    try:
+        tempfile.TemporaryFile(dir=home).close()  # the only sure way to know
+    except OSError as error:
+        raise _cannot(name, error) from None
     return target
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(name.encode())
+    except UnicodeEncodeError:  # bytes of the command line that are not UTF-8
+        return False
 
 
 def _is_device(target: Path) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 
 @dataclass(frozen=True)
@@ -24,3 +26,9 @@ def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
     middle = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
     return Rate(share, max(0.0, middle - half), min(1.0, middle + half))
+
+
+def mean_known(values: Iterable[float | None]) -> float | None:
+    """Mean of those that are numbers: neither None nor NaN; None: there are none."""
+    known = [value for value in values if value is not None and value == value]
+    return fmean(known) if known else None

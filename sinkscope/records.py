@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform,
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -248,7 +249,7 @@ def json_line(line: str | bytes, problem: str, expected: str) -> Any:
 
 def _loads(text: str) -> Any:
     """Half a surrogate pair, which JSON can spell, becomes "?": a tokenizer or a file could not take it."""
-    value = json.loads(text)
+    value = parse_json(text)
     if "\\ud" in text or "\\uD" in text:
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     return value

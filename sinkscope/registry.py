@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -39,12 +40,14 @@ class Option:
         metavar: what the help shows for its value.
         min: smallest value, also for callers from Python.
         max: largest value, also for callers from Python.
-        reads: how the words become the value: "text" reads a file or standard input, "head" reads LAYER.HEAD, "commas"
+        reads: how the words become the value: "text" reads a file or standard input, "head" reads L0.H4, "commas"
             splits at commas.
         argument: whether it stands without a name.
         hidden: whether only Python callers can give it.
         required: whether the command line asks for it although it has a default in Python.
         own: whether it is the measurement's alone, although an option that opens the model has the same name.
+        writes: whether it names a file or folder that is written; the command line refuses one that would be a loss.
+        many: whether it takes several values although its type does not say so.
     """
 
     name: str | None = None
@@ -56,6 +59,8 @@ class Option:
     hidden: bool = False
     required: bool = False
     own: bool = False
+    writes: bool = False
+    many: bool = False
 
 
 Positive = Annotated[int, Option(min=1)]
@@ -146,17 +151,48 @@ class Parameter:
             SinkscopeError: the value is too small, too large, or not a number.
         """
         low, high = self.option.min, self.option.max
-        if value is None or (low is None and high is None):
+        if value is None or self.type not in (int, float):
             return
+        declared = low is not None or high is not None
+        if self.type is int and high is None:
+            high = (1 << 63 if self.name == "seed" else 1 << 31) - 1
         for one in value if self.many else (value,):
-            fits = isinstance(one, int | float) and not isinstance(one, bool)
-            if self.type is int:
-                fits = fits and isinstance(one, int)
-            if not (fits and (low is None or one >= low) and (high is None or one <= high)):
+            fits = isinstance(one, int if self.type is int else int | float) and not isinstance(one, bool)
+            fits = fits or not declared
+            if isinstance(one, int | float):  # NaN and infinity are neither above nor below
+                fits = fits and (-math.inf if low is None else low) <= one <= (1e300 if high is None else high)
+            if not fits:
                 what = "a whole number" if self.type is int else "a number"
                 bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
                 wanted = " and ".join(bound for bound in bounds if bound)
                 raise SinkscopeError(f"{self.flag} {one!r}: expected {what} {wanted} ({self.name}=... in Python)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScanMark:
+    """How a measurement takes part in `sinkscope scan`: the literal `scan={...}` of its decorator.
+
+    Paths lead from the result to a value: names of attributes and numbers of items with dots between; `*` takes every
+    item, and then the median over those that are not None counts.
+
+    Attributes:
+        order: parts with lower numbers run and stand on the card first.
+        seconds: with --quick and without it, on a small model; the weights of the time left.
+        quick: arguments with --quick; None: it is left out then.
+        full: arguments without --quick.
+        streams: whether --quick runs it on a model that is read layer by layer; not where it reads the layers often.
+        numbers: label -> paths of the value, of its control, and, if it is known, of the margin within which it changes
+            by chance; "a - b" is the distance of two paths.
+        facts: label -> path of a word or a list that two models can be compared by.
+    """
+
+    order: int = 100
+    seconds: Sequence[float] = (5.0, 30.0)
+    quick: dict[str, Any] | None = field(default_factory=dict)
+    full: dict[str, Any] = field(default_factory=dict)
+    streams: bool = True
+    numbers: dict[str, Sequence[str]] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -185,9 +221,19 @@ class Entry:
         return self.marks.get("command") or self.name.replace("_", "-")
 
     @property
+    def command_line(self) -> str:
+        """What is typed for it: its command, and the flag if it shares one."""
+        return self.command + (f" --{self.marks['flag'].replace('_', '-')}" if "flag" in self.marks else "")
+
+    @property
     def group(self) -> str:
         """The help shows commands of one group together."""
         return self.marks.get("group", "Other")
+
+    @cached_property
+    def scan(self) -> ScanMark | None:
+        """How it takes part in `sinkscope scan`; None: it does not."""
+        return ScanMark(**self.marks["scan"]) if "scan" in self.marks else None
 
     @property
     def doc(self) -> str:
@@ -199,11 +245,22 @@ class Entry:
         """First paragraph of its docstring, on one line."""
         return " ".join(self.doc.split("\n\n")[0].split())
 
+    @property
+    def help(self) -> str:
+        """Its docstring without the sections, for the help of its command."""
+        return re.split(r"\n\n(?:Args|Example|Raises|Returns):\n", self.doc)[0]
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The lines of the section "Example" of its docstring: commands to type."""
+        section = re.search(r"^Example:\n((?:    .+\n?)*)", self.doc, re.MULTILINE)
+        return tuple(line.strip() for line in (section[1] if section else "").splitlines())
+
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """Its parameters, without the `Setup` of a measurement."""
         args = self.node.args
-        helps = _arguments(self.doc)
+        helps = described(self.doc, "Args")
         first = 1 if self.decorator == "measurement" else 0
         positional = args.args[first:]
         padding = [None] * (len(positional) - len(args.defaults))
@@ -219,6 +276,12 @@ class Entry:
             )
             for arg, default, keyword in pairs
         )
+
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of the results that it returns; this imports their modules."""
+        classes = None if self.node.returns is None else self._value(self.node.returns)
+        self.load()  # a measurement gives the class of its result the kind
+        return tuple(kind for cls in get_args(classes) or [classes] if (kind := getattr(cls, "kind", None)))
 
     def load(self) -> Any:
         """The function itself; this imports its module."""
@@ -245,7 +308,7 @@ class Entry:
         line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
         for value in _literal(line[1]) if line else []:  # far quicker than to parse the whole file
             return value
-        for node in ast.parse(self.text).body:
+        for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
                 for value in _literal(node.value):
                     return value
@@ -369,9 +432,9 @@ def _outputs(node: ast.expr) -> list[tuple[str, str, bool]]:
     return found
 
 
-def _arguments(doc: str) -> dict[str, str]:
-    """Parameter descriptions of the section "Args" of a docstring."""
-    section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
+def described(doc: str, title: str) -> dict[str, str]:
+    """What a section of a docstring, such as "Args" or "Attributes", says of each name."""
+    section = re.search(rf"^{title}:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
     found: dict[str, list[str]] = {}
     for line in (section[1] if section else "").splitlines():
         if entry := re.match(r"    (\w+): (.*)", line):
@@ -406,4 +469,4 @@ def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bo
         elif len(args) == 2 and args[1] == Sequence[args[0]]:  # one value, or several
             hint = args[1]
         else:
-            return Parameter(name, hint, option, default, help, many, keyword)
+            return Parameter(name, hint, option, default, help, many or option.many, keyword)

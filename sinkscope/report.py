@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from sinkscope._plain import visible
+from sinkscope.bench.files import PROMPTS
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
-from sinkscope.html import ENVELOPE, Section, document, picture, result_section, save_document, section
+from sinkscope.html import ENVELOPE, Section, document, picture, plot, result_section, save_document, section
 from sinkscope.measure import Option, command
-from sinkscope.output import check_writable
-from sinkscope.registry import Hidden, kinds
-from sinkscope.results import SCHEMA, Result, cell, html_table, known_kinds, read_json
+from sinkscope.output import PAGE, check_output, check_writable
+from sinkscope.registry import Hidden, entries, kinds
+from sinkscope.results import SCHEMA, Result, known_kinds, read_json
+from sinkscope.store import LOCK, RECORDS, SETTINGS
+from sinkscope.tables import Grid, cell
 
 _BESIDE = {".html", ".png"}  # files that commands write next to their JSON
+_OF_RUNS = {SETTINGS, RECORDS, LOCK, PROMPTS}
 _ROOMS = ("sinkscope.sinks.first_token", "sinkscope.sinks", "sinkscope")  # in this order
 _TOLD = 20  # skipped files that the command names
 _SHOWN = 5  # skipped files that an error names
@@ -60,17 +64,22 @@ class Report:
 def write_report(
     folder: Annotated[Path, Option(metavar="DIR", argument=True)],
     *,
-    out: Annotated[Path | None, Option(metavar="FILE")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", writes=True)] = None,
+    assets: bool = False,
     progress: Hidden = None,
 ) -> None:
     """Write all results of a folder as one HTML file that needs nothing else, with figures, tables and provenance.
 
     Args:
-        folder: Folder of results; those below it are read too.
+        folder: Folder of results and runs; those below it are read too.
         out: File to write. By default report.html in the folder.
+        assets: Put plotly.js beside the report, once for all pages of that folder, instead of inside of it.
         progress: Called with a stage, what is done and how much there is.
+
+    Example:
+        sinkscope report results --out everything.html
     """
-    made = report(folder, out, progress=progress)
+    made = report(folder, out, assets=assets, progress=progress)
     for skipped in made.skipped[:_TOLD]:
         note(f"left out: {skipped}")
     if len(made.skipped) > _TOLD:
@@ -83,17 +92,20 @@ def report(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
+    assets: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Report:
     """Write all results found in a folder, and in the folders below it, as one HTML file that needs nothing else.
 
-    Results are the files that `--json` and `.save()` write. An envelope of a kind without a class, such as those of
-    `experiments/` or your own, is shown as tables of its data. Other files are left out and named; hidden files, and
+    Results are the files that `--json` and `.save()` write, and the folders that `loopbench run`, `dialogues run` and
+    `dialogues fidelity` write, which are shown as their tables. An envelope of a kind without a class, such as those
+    of `experiments/` or your own, is shown as tables of its data. Other files are left out and named; hidden files, and
     the HTML and PNG that commands write beside their JSON, are left out silently.
 
     Args:
         folder: folder of the results.
-        out: the file to write; by default `report.html` in the folder. An old file is replaced.
+        out: the file to write; by default `report.html` in the folder. An old page of sinkscope is replaced.
+        assets: whether plotly.js lies beside the report instead of inside of it.
         progress: called with a stage, what is done and how much there is.
 
     Returns:
@@ -111,6 +123,7 @@ def report(
     files, skipped = _listed(root)
     if target in {path.resolve() for path in files}:
         raise SinkscopeError(f"{out} is one of the files to be read: give the report another name")
+    check_output(target, PAGE)
     sections: list[Section] = []
     for i, path in enumerate(files):
         if progress is not None:
@@ -128,12 +141,13 @@ def report(
         raise SinkscopeError(f"no results in {folder}{_named(skipped)}: it should hold what --json or .save() wrote")
     sections.sort(key=lambda s: (_place(s.kind), s.file))
     about = f"{len(sections)} result{'s' if len(sections) != 1 else ''}"
-    whole = document(visible(root.resolve().name), sections, about, [(s.file, s.reason) for s in skipped])
+    left = [(s.file, s.reason) for s in skipped]
+    whole = document(visible(root.resolve().name), sections, about, left, assets=assets)
     return Report(save_document(target, whole), tuple(s.file for s in sections), tuple(skipped))
 
 
 def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
-    """The JSON files below `root`, sorted, and the other files."""
+    """The JSON files and the folders of runs below `root`, sorted, and the other files."""
     files: list[Path] = []
     skipped: list[Skipped] = []
 
@@ -142,9 +156,12 @@ def _listed(root: Path) -> tuple[list[Path], list[Skipped]]:
 
     for folder, folders, names in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        if {SETTINGS, RECORDS} <= {*names}:
+            files.append(Path(folder))
+            names = [name for name in names if name not in _OF_RUNS]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):
             suffix = path.suffix.lower()
-            if suffix in _BESIDE:
+            if suffix in _BESIDE or re.fullmatch(r"plotly-[\d.]+\.min\.js", path.name):
                 continue
             if suffix != ".json":
                 skipped.append(Skipped(_name(path, root), "is no .json file"))
@@ -165,12 +182,26 @@ def _place(kind: str) -> tuple[int, int]:
 def _parts(path: Path, name: str) -> list[tuple[str, Any]]:
     """A file's result and those under further keys; for a file that is not JSON, the error."""
     try:
-        data = read_json(path)
+        data = _runs(path, name) if path.is_dir() else read_json(path)
     except SinkscopeError as error:
         return [(name, error)]
     beside = data.items() if isinstance(data, dict) else ()
     nested = [(key, v) for key, v in beside if isinstance(v, dict) and "schema" in v and "kind" in v]
     return [(name, data), *((f"{name}, {visible(key)}", v) for key, v in nested)]
+
+
+def _runs(folder: Path, name: str) -> dict[str, Any]:
+    """The tables of a folder of runs, as the benchmark's own command prints them."""
+    settings = read_json(folder / SETTINGS)
+    words = str(settings.get("command", "loopbench") if isinstance(settings, dict) else settings).split(" ")[0]
+    table = next((e for e in entries().values() if e.command == f"{words} table"), None)
+    if table is None:
+        raise SinkscopeError(f"{name} is no folder of `loopbench run`, `dialogues run` or `dialogues fidelity`")
+    made: Result = table.load()([folder])
+    data = made.to_dict()
+    data["provenance"] |= {"argv": ["sinkscope", words, "table", name], "seconds": 0.0, "peak_memory_bytes": None}
+    data["settings"]["runs"][0]["folder"] = name
+    return data
 
 
 def _section(data: Any, name: str, path: Path) -> Section:
@@ -204,42 +235,22 @@ PICTURE = 4 << 20  # bytes of a PNG beside a record: a larger one is left out
 _WIDTH = 80  # characters of a list in a cell
 
 
-class RecordTable(NamedTuple):
-    """Part of a record.
-
-    Attributes:
-        title: the keys that lead to it.
-        head: names of the columns.
-        rows: cells as they are shown.
-        total: number of rows in the data; `rows` may hold fewer.
-    """
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-    total: int
-
-    def to_html(self) -> str:
-        """The table under its title, everything escaped."""
-        cut = f" (the first {len(self.rows):,} of {self.total:,} rows)" if len(self.rows) < self.total else ""
-        title = f"<h3>{escape(self.title + cut)}</h3>\n" if self.title or cut else ""
-        return title + html_table(self.head, self.rows)
-
-
-def record_section(data: dict[str, Any], file: str, path: Path) -> Section | None:
-    """An envelope whose kind no class belongs to, with the PNG beside it; None if `data` is no envelope.
+def record_section(data: dict[str, Any], file: str, path: Path, figure: Any = None) -> Section | None:
+    """An envelope whose kind no class belongs to, with its figure; None if `data` is no envelope.
 
     Args:
         data: what the file holds.
         file: name of the file as it is shown.
         path: the file itself.
+        figure: of plotly; None: the PNG beside the file, if there is one.
     """
     lists = {name: data[name] for name in ENVELOPE if isinstance(data.get(name), dict)}
     result = data.get("result")
     if data.get("schema") != SCHEMA or not isinstance(result, dict | list) or "provenance" not in lists:
         return None
-    shown = "\n".join(part.to_html() for part in tables(result))
-    return section(str(data["kind"]), file, lists, _picture(path.with_suffix(".png")) + shown)
+    shown = "\n".join(part.html() for part in tables(result))
+    drawn = _picture(path.with_suffix(".png")) if figure is None else plot(figure)
+    return section(str(data["kind"]), file, lists, drawn + shown)
 
 
 def _picture(path: Path) -> str:
@@ -250,7 +261,7 @@ def _picture(path: Path) -> str:
     return picture(path.name, content) if content.startswith(b"\x89PNG\r\n\x1a\n") else ""
 
 
-def tables(value: Any, title: str = "") -> Iterator[RecordTable]:
+def tables(value: Any, title: str = "") -> Iterator[Grid]:
     """All of the data: single values first, then a table per list of records."""
     if isinstance(value, list):
         if _records(value):
@@ -297,10 +308,11 @@ def _flat(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {**base, **named, **{f"{key} {n}" if n in base else n: v for n, v in flat.items()}}
 
 
-def _table(title: str, rows: list[dict[str, Any]]) -> RecordTable:
+def _table(title: str, rows: list[dict[str, Any]]) -> Grid:
     head = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[_in_a_cell(row.get(name)) for name in head] for row in rows[:ROWS]]
-    return RecordTable(title, [name.replace("_", " ") for name in head], cells, len(rows))
+    cut = f" (the first {ROWS:,} of {len(rows):,} rows)" if len(rows) > ROWS else ""
+    return Grid(head, cells, title + cut)
 
 
 def _in_a_cell(value: Any) -> str:

@@ -12,95 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module, metadata
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from sinkscope._plain import build, pathless, plain
+from sinkscope._plain import build, parse_json, pathless, plain, visible
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
+from sinkscope.output import write_output
 from sinkscope.registry import kinds
+from sinkscope.tables import WIDTH, Grid, cell, glossary, strings
 
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
-
-
-def aligned(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of plain text, columns to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in (head, *cells)]
-
-
-class Grid:
-    """A table as plain text, as HTML, and as a rich renderable.
-
-    On a terminal where columns would cut numbers short, it is plain text that the terminal breaks.
-    """
-
-    def __init__(self, head: Sequence[str], cells: Sequence[Sequence[str]], title: str = "", note: str = "") -> None:
-        self.head, self.cells, self.title, self.note = head, cells, title, note
-
-    def text(self) -> str:
-        """Title, aligned columns and note."""
-        around = [[self.title], aligned(self.head, self.cells), [self.note]]
-        return "\n".join(line for part in around for line in part if line)
-
-    def html(self) -> str:
-        """The same as HTML, everything escaped."""
-        told = f"<h2>{html.escape(self.title)}</h2><p>{html.escape(self.note)}</p>" if self.title else ""
-        return told + html_table(self.head, self.cells)
-
-    def __rich_console__(self, console: Any, options: Any) -> Any:
-        """What rich draws."""
-        from rich.table import Table
-        from rich.text import Text
-
-        head = [name.replace("_", " ") for name in self.head]
-        widths = _widths(head, self.cells, options.max_width)
-        if widths is None:
-            yield Text(Grid(head, self.cells, self.title, self.note).text())
-            return
-        table = Table(
-            header_style="bold",
-            title=Text(self.title) if self.title else None,
-            title_justify="left",
-            caption=Text(self.note) if self.note else None,
-            caption_justify="left",
-        )
-        for name, width in zip(head, widths, strict=True):
-            table.add_column(Text(name), justify="right", overflow="fold", width=width)
-        for line in self.cells:
-            table.add_row(*map(Text, line))
-        yield table
-
-
-def html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as HTML, everything escaped."""
-
-    def cells(tag: str, line: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in line)}</tr>"
-
-    body = "".join(cells("td", row) for row in rows)
-    return f"<table><thead>{cells('th', head)}</thead><tbody>{body}</tbody></table>"
-
-
-def _widths(head: Sequence[str], cells: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Of columns that fit into `room` characters: lines break between words, then inside those of the head.
-
-    None: they do not fit unless a word of the cells is broken. Rich itself would cut that.
-    """
-    from rich.cells import cell_len  # some signs take two places
-
-    columns = [[name, *column] for name, column in zip(head, zip(*cells, strict=True), strict=True)]
-    widths = [max(map(cell_len, column)) for column in columns]
-    least = [max((cell_len(word) for text in column[1:] for word in text.split()), default=1) for column in columns]
-    whole = [max((cell_len(word) for text in column for word in text.split()), default=1) for column in columns]
-    excess = sum(widths) + 3 * len(widths) + 1 - room
-    for floor in (whole, least):
-        while excess > 0 and widths != floor:
-            widest = max(range(len(widths)), key=lambda i: widths[i] - floor[i])
-            widths[widest] -= 1
-            excess -= 1
-    return None if excess > 0 else widths
 
 
 _PACKAGES = ("torch", "transformers", "transformer_lens", "nnsight")
@@ -207,9 +130,10 @@ def _version(name: str) -> str:
         return str(getattr(sys.modules[name], "__version__", "unknown"))
 
 
-__all__ = ["ModelInfo", "Provenance", "Result", "provenance"]
+__all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "provenance"]
 
 SCHEMA = 1
+UNKNOWN = 0.1  # share of unknown tokens from which results carry a warning
 R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks of the tests
 _KINDS: dict[str, type[Result]] = {}
 _ENVELOPE = ("model", "settings", "provenance")
@@ -217,7 +141,7 @@ _ENVELOPE = ("model", "settings", "provenance")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Which model was measured. The fingerprint is made of headers and configuration; no weights are read for it."""
+    """Which model was measured. The fingerprint is made of the configuration and a sample of the weights."""
 
     name: str
     family: str
@@ -249,6 +173,12 @@ class Result:
 
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
+    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first that holds records
+    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are no columns
+    table_rows: ClassVar[int] = 64  # that are printed
+    columns: ClassVar[tuple[str, ...]] = ()  # shown where not all fit; empty: the first that fit
+    glossary: ClassVar[dict[str, str]] = {}  # of columns that no docstring describes
+    page: ClassVar[str] = ""  # of the documentation, below docs/ without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     model: ModelInfo = UNKNOWN_MODEL
@@ -294,12 +224,12 @@ class Result:
         return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `to_json` to `path`, whole or not at all.
+        """Write `to_json` to `path`, whole or not at all. It may replace an earlier result, but no other file.
 
         Raises:
-            SinkscopeError: the file cannot be written; an old file of that name is then untouched.
+            SinkscopeError: the file cannot be written, or holds something else; it is then untouched.
         """
-        return write_atomic(path, self.to_json())
+        return write_output(path, self.to_json())
 
     @classmethod
     def load(cls: type[R], path: str | os.PathLike[str]) -> R:
@@ -340,29 +270,60 @@ class Result:
         return build(found, {**inside, **parts}, name)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The result as a table, a dict per row: the first field that holds records, else one row of the plain fields.
+        """The result as a table, a dict per row: the records of a field, else one row of the plain fields.
 
-        A subclass with something better to show overrides it.
+        A rate in a record becomes three columns: itself, the lower and the upper end of its interval.
         """
-        own = [(f.name, getattr(self, f.name)) for f in fields(self) if f.name not in _ENVELOPE]
-        for _, value in own:
-            if isinstance(value, tuple | list) and value and is_dataclass(value[0]):
-                return [plain(row) for row in value]
-        return [{name: plain(value) for name, value in own if isinstance(value, str | int | float | None)}]
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ENVELOPE}
+        for name, value in own.items():
+            if self.table_of in ("", name) and isinstance(value, tuple | list) and value and is_dataclass(value[0]):
+                return [_row(plain(record), self.table_without) for record in value]
+        if self.table_of:
+            return []
+        return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
 
     def conclusion(self) -> str:
-        """What to conclude, in one sentence with the control beside it; a subclass overrides it."""
+        """What to conclude, in one sentence with the control beside it; every kind of sinkscope has one."""
         return ""
 
     def details(self) -> list[str]:
         """Lines of plain text that stand below the conclusion; a subclass overrides it."""
         return []
 
+    def beside(self) -> tuple[Result, ...]:
+        """Further results that stand on its page; a subclass overrides it."""
+        return ()
+
     def summary(self) -> str:
-        """The model, the conclusion and the details, as lines of plain text."""
-        told = self.conclusion()
-        head = [f"Conclusion: {told}"] if told else []
-        return "\n".join([*head, *self.details()]) or f"{self.kind} on {self.model.name}"
+        """The conclusion, the model, the details and warnings, as lines of plain text."""
+        told, m = self.conclusion(), self.model
+        lines = [f"Conclusion: {told}"] if told else [f"{self.kind} on {m.name}"]
+        if told and m.n_layers:
+            size = f"{m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp}"
+            lines.append(f"The model is {m.name} ({m.family}, {size}).")
+        if (unknown := self.settings.get("unknown_tokens") or 0.0) > UNKNOWN:
+            lines.append(
+                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
+                "--text."
+            )
+        return "\n".join([*lines, *self.details()])
+
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The rows that are printed: the first ones where there are many."""
+        return self.rows()[: self.table_rows]
+
+    def grids(self) -> list[Grid]:
+        """The tables as they are shown: that of `shown_rows`; a subclass with several overrides it."""
+        rows = self.shown_rows()
+        head, cells = strings(rows, self.percent)
+        every, note = self.rows(), ""
+        if rows and len(rows) < len(every) and rows[0].keys() == every[0].keys():
+            note = f"The table shows {len(rows)} of {len(every)} rows (--csv FILE writes them all)."
+        return [Grid(head, cells, note=note, columns=self.columns)] if cells and head else []
+
+    def to_csv(self) -> str:
+        """All rows and columns of `to_frame` as CSV."""
+        return self.to_frame().to_csv(index=False)
 
     def to_frame(self) -> pd.DataFrame:
         """`rows` as a pandas data frame."""
@@ -384,17 +345,37 @@ class Result:
             raise SinkscopeError(f"no figure is drawn of {self.kind!r}: use --json, or --html for its tables")
         return draw(self)
 
-    def text(self) -> str:
-        """`summary` and the tables as plain aligned text: what is printed where there is no terminal."""
-        return "\n\n".join([self.summary(), *(grid.text() for grid in self._grids())])
+    def text(self, width: int | None = WIDTH) -> str:
+        """`summary`, the tables and what their columns mean: what is printed where there is no terminal.
+
+        Args:
+            width: characters of a line of the tables; None: every column is shown.
+        """
+        grids = [grid.fitted(width) for grid in self.grids()]
+        return "\n\n".join([self.summary(), *(grid.text(width) for grid in grids), *self.below(grids, width)])
 
     def table(self) -> Any:
-        """`summary` and the tables for a terminal: a rich renderable."""
-        from rich.console import Group
-        from rich.text import Text
+        """The same for a terminal: a rich renderable."""
+        return _OnTerminal(self)
 
-        grids = [part for grid in self._grids() for part in ([Text("")] if grid.title else []) + [grid]]
-        return Group(Text(self.summary()), *grids)
+    def below(self, grids: Sequence[Grid], width: int | None) -> list[str]:
+        """What the columns shown mean, a line each, and the page of the documentation."""
+        told = self._glossary(grids)
+        size = max(map(len, told), default=0)
+        lines = [f"{name.replace('_', ' '):{size}}  {said}" for name, said in told.items()]
+        if width:
+            lines = [fill(line, width, subsequent_indent=" " * (size + 2)) for line in lines]
+        if type(self).__module__.startswith("sinkscope."):
+            lines.append(f"More: {self.link()}")
+        return ["\n".join(lines)] if lines else []
+
+    def _glossary(self, grids: Sequence[Grid]) -> dict[str, str]:
+        return glossary(type(self), [name for grid in grids for name in (*grid.head, *grid.same)], self.glossary)
+
+    @classmethod
+    def link(cls) -> str:
+        """The page of the documentation that treats results of this kind."""
+        return f"docs/{cls.page or f'measure/{cls.kind}'}.md"
 
     def __str__(self) -> str:
         return self.text()
@@ -402,24 +383,49 @@ class Result:
     def _repr_html_(self) -> str:
         return self.to_html()
 
+    def inset(self) -> str:
+        """HTML between the summary and the tables, everything escaped; a subclass overrides it."""
+        return ""
+
     def to_html(self) -> str:
-        """`summary` and the tables as a piece of HTML, everything escaped; what a notebook shows."""
-        tables = "".join(grid.html() for grid in self._grids())
-        return f'<div class="sinkscope"><pre>{html.escape(self.summary())}</pre>{tables}</div>'
+        """`summary` and the tables with every column as a piece of HTML, everything escaped; what a notebook shows."""
+        first, *details = map(html.escape, self.summary().split("\n"))
+        grids = self.grids()
+        told = self._glossary(grids).items()
+        terms = "".join(f"<dt>{html.escape(n.replace('_', ' '))}</dt><dd>{html.escape(s)}</dd>" for n, s in told)
+        meaning = f"<details><summary>What the columns mean</summary><dl>{terms}</dl></details>" if terms else ""
+        said = "\n".join([f"<p><b>{first}</b></p>", *(f"<p>{line}</p>" for line in details)])
+        return f'<div class="sinkscope">{said}{self.inset()}{"".join(grid.html() for grid in grids)}{meaning}</div>'
 
-    def _grids(self) -> list[Grid]:
-        """The tables as they are shown: that of `rows`; a subclass with several overrides it."""
-        head, cells = self._cells()
-        return [Grid(head, cells)] if cells else []
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """Head and rows of the table of `rows`, as strings."""
-        return self._strings(self.rows())
+@dataclass(frozen=True)
+class _OnTerminal:
+    """A result as rich draws it, with the columns that the terminal has room for."""
 
-    def _strings(self, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-        """Head and rows as strings; columns that are empty in every row are left out."""
-        names = [n for n in (rows[0] if rows else {}) if any(row.get(n) is not None for row in rows)]
-        return names, [[cell(row.get(name), percent=name in self.percent) for name in names] for row in rows]
+    result: Result
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        width = options.max_width
+        grids = [grid.fitted(width - 4, between=3) for grid in self.result.grids()]  # rules take four places
+        yield Text(visible(self.result.summary()))
+        for grid in grids:
+            if grid.title:
+                yield Text("")
+            yield grid
+        yield from (Text(visible(line)) for line in self.result.below(grids, width))
+
+
+def _row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
+    """A record without some fields, and with three columns for each rate."""
+    row: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, dict) and value.keys() == {"share", "low", "high"}:
+            row |= {name: value["share"], f"{name}_low": value["low"], f"{name}_high": value["high"]}
+        elif name not in without:
+            row[name] = value
+    return row
 
 
 def known_kinds() -> tuple[str, ...]:
@@ -441,19 +447,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     except UnicodeDecodeError:
         raise SinkscopeError(f"{name} is not a JSON file: expected what --json or .save() wrote") from None
     try:
-        return json.loads(text)
+        return parse_json(text)
     except (ValueError, RecursionError) as error:
         raise SinkscopeError(f"{name} is not a JSON file ({error}): expected what --json or .save() wrote") from None
-
-
-def cell(value: Any, *, percent: bool = False) -> str:
-    """A value as a table shows it: four significant digits or per cent, yes and no, a dash for nothing."""
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        if percent:
-            return f"{value:.1%}".replace("-0.0%", "0.0%")
-        return f"{value:.4g}" if abs(value) < 1e4 or abs(value) >= 1e7 else f"{value:.0f}"
-    return str(value).replace("\n", "\\n")

@@ -18,10 +18,10 @@ class Room:
     part of it, and what one of them appends the others never see.
     """
 
-    def __init__(self, held: Tensor, dim: int) -> None:
+    def __init__(self, held: Tensor, dim: int, spare: int = SPARE) -> None:
         shape = list(held.shape)
         self.filled, self._dim = shape[dim], dim
-        shape[dim] += SPARE
+        shape[dim] += spare
         self.held = held.new_empty(shape)
         self.held.narrow(dim, 0, self.filled).copy_(held)
 
@@ -62,14 +62,21 @@ class Growing:
         """Places in memory; None: those of the tensor alone."""
         return None if self._room is None else int(self._room.held.shape[self.dim])
 
-    def append(self, held: Shaped[Tensor, ...], new: Shaped[Tensor, ...]) -> Shaped[Tensor, ...]:
-        """`held` with `new` at its end."""
+    def append(self, held: Shaped[Tensor, ...], new: Shaped[Tensor, ...], spare: int = 0) -> Shaped[Tensor, ...]:
+        """`held` with `new` at its end.
+
+        Args:
+            held: a tensor, which stays as it is.
+            new: what is appended.
+            spare: places for more, if it is certain that more will come; 0: a room is made where single tokens come.
+        """
         more = int(new.shape[self.dim])
         if torch.is_grad_enabled():
             self._room = None  # a gradient needs what it was computed with as it was
         elif self._room is None or not self._room.fits(held, more):
             # The same object as the last time: nothing was taken out since.
-            grows = more == 1 and held.shape[self.dim] >= FROM and held is self._latest
-            self._room = Room(held, self.dim) if grows else None
+            grows = spare or (more == 1 and held is self._latest)
+            roomy = grows and held.shape[self.dim] >= FROM
+            self._room = Room(held, self.dim, max(spare, SPARE)) if roomy else None
         self._latest = torch.cat([held, new], self.dim) if self._room is None else self._room.append(new)
         return self._latest

@@ -10,7 +10,6 @@ All of them share `LoopRow`: the monitor of one request, and what is being done 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.records import Natural, Whole, checked
@@ -89,7 +89,7 @@ class ServingSettings:
 def _fields(given: Any, name: str) -> dict[str, Any] | Literal[False] | None:
     """Settings as a mapping; False and None as they are."""
     try:
-        value = json.loads(given) if isinstance(given, str) else given
+        value = parse_json(given) if isinstance(given, str) else given
     except ValueError:
         value = given
     if value is None or value is False:

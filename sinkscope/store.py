@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sinkscope._plain import build, pathless, plain
+from sinkscope._plain import build, parse_json, pathless, plain
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
 
@@ -61,6 +61,7 @@ class Folder(Generic[R]):
         self._kind, self._also, self._option = kind, also or {}, option
         self._settings = plain(settings, scrub=True)
         self._lock: Any = None
+        self._new: list[Path] = []  # folders that were made for it
 
     def __enter__(self: F) -> F:
         if self.folder is None:
@@ -75,6 +76,7 @@ class Folder(Generic[R]):
         from filelock import FileLock, Timeout
 
         try:
+            self._new = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.folder / LOCK)  # the system drops it when the process ends, however it ends
             self._lock.acquire(blocking=False)
@@ -98,13 +100,24 @@ class Folder(Generic[R]):
                 self.records = {record.key: record for record in found}
                 if whole < runs.stat().st_size:  # a kill cut the last line short; the next must not be glued to it
                     os.truncate(runs, whole)
-        except BaseException:
-            self.__exit__()
+        except BaseException as error:
+            self.__exit__(type(error))
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
+    def __exit__(self, *raised: object) -> None:
+        """Release the folder; one that was made for a work that failed before its first record is removed."""
+        if self._lock is None or self.folder is None:
+            return
+        try:
+            if self._new and raised and raised[0] is not None and not self.records:
+                for name in (SETTINGS, *self._also, LOCK):
+                    (self.folder / name).unlink(missing_ok=True)
+                for folder in self._new:
+                    folder.rmdir()
+        except OSError:  # what is in the way is not ours
+            pass
+        finally:
             self._lock.release()
 
     def _check_settings(self, found: Any, shown: str) -> None:
@@ -162,7 +175,7 @@ def read_lines(path: Path, name: str, kind: type[R]) -> tuple[list[R], int]:
     found: list[R] = []
     for number, line in enumerate(data[:whole].split(b"\n")[:-1], 1):
         try:
-            found.append(build(kind, json.loads(line), ""))
+            found.append(build(kind, parse_json(line), ""))
         except (ValueError, RecursionError):
             raise SinkscopeError(
                 f"{name}/{path.name} line {number} is damaged: delete that line, and run the same command again"
@@ -177,7 +190,7 @@ def read_json(path: Path, name: str) -> Any:
         SinkscopeError: it cannot be read.
     """
     try:
-        return json.loads(path.read_text("utf-8"))
+        return parse_json(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise SinkscopeError(f"{name}/{path.name} cannot be read ({error}): give another folder") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import time
 from dataclasses import replace
@@ -94,6 +95,12 @@ class Reader(HTMLParser):
             if self._type == "application/json":
                 assert "<" not in data  # nothing that could end the block, or begin a comment in it
                 self.data.append(json.loads(data))
+            elif self._type == "application/gzip":
+                unpacked = gzip.decompress(base64.b64decode(data)).decode()
+                if unpacked.startswith("["):  # columns of a table
+                    self.data.append([list(row) for row in zip(*json.loads(unpacked), strict=True)])
+                else:  # the page runs it
+                    self.scripts.append(unpacked)
             else:
                 self.scripts.append(data)
         else:

@@ -294,4 +294,4 @@ def test_bad_input_is_one_line(
     first, second = capsys.readouterr().err.splitlines()
     assert "only --json writes to standard output" in first and "x is given for two outputs" in second
     assert main(["barcode", "--head", "five"]) == 2
-    assert "--head 'five': expected layer and head with a dot between" in capsys.readouterr().err
+    assert "--head 'five': expected a head such as L5.H3" in capsys.readouterr().err

@@ -4,6 +4,8 @@ import errno
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from sinkscope import cli
 from sinkscope.cli import main, read_text
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
+from sinkscope.registry import entries
 from sinkscope.results import Result
 
 ROOT = Path(__file__).parents[1]
@@ -203,7 +206,8 @@ def test_our_own_mistakes_keep_their_traceback(calls: list[Any], monkeypatch: py
 def test_full_disk_after_the_work(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("x.json").write_text("old")
+    old = '{"schema": 1, "kind": "find-sinks"}'
+    Path("x.json").write_text(old)
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -213,7 +217,7 @@ def test_full_disk_after_the_work(
     out, err = capsys.readouterr()
     assert "Sink layer 2" in out  # what was found is seen all the same
     assert err == "error: cannot write x.json: the disk is full; make room or choose another place\n"
-    assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], "old")
+    assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)
 
 
 def test_full_standard_output() -> None:
@@ -249,9 +253,10 @@ def test_models_agree_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "--json", "-"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["schema"], data["kind"]) == (1, "models")
-    assert [line.split()[0] for line in lines[1:]] == [entry["name"] for entry in data["result"]]
+    assert [line.split()[0] for line in lines[3:]] == [entry["name"] for entry in data["result"]]
     row = next(line for line in lines if line.startswith("llama-2-7b "))
-    assert "1:7890, 1:10411" in row
+    assert main(["models", "--wide"]) == 0
+    assert "meta-llama/Llama-2-7b-hf  L1.N7890, L1.N10411" in re.sub("   +", "  ", capsys.readouterr().out)
     assert "meta-llama/Llama-2-7b-hf" in row
 
 
@@ -402,3 +407,49 @@ def test_bundled_model_end_to_end(tmp_path: Path) -> None:
 def test_module_and_console_script_share_one_entry() -> None:
     assert cli.command_line().info.name == "sinkscope"
     assert _run("--version").stdout == f"sinkscope {sinkscope.__version__}\n"
+
+
+EVERY_COMMAND = pytest.mark.parametrize("command", sorted({entry.command for entry in entries().values()}))
+
+
+@EVERY_COMMAND
+def test_help_fits_80_columns_and_has_examples(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An example of every function that shares the command, whose options exist, and where to read on."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    assert main([*command.split(), "--help"]) == 0
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    assert f"Documentation: docs/cli.md#sinkscope-{command.replace(' ', '-')}" in told
+    for entry in entries().values():
+        if entry.command != command:
+            continue
+        assert entry.examples, f"{entry.name} has no section Example in its docstring"
+        for line in entry.examples:
+            assert f"  {line}\n" in told
+            words = shlex.split(line.rpartition("| ")[2])
+            assert words[: 1 + len(command.split())] == ["sinkscope", *command.split()]
+            assert f"--{entry.marks['flag']}" in words if "flag" in entry.marks else True
+            assert all(f"{word} " in told or f"{word}\n" in told for word in words if word.startswith("--"))
+
+
+def test_the_help_shows_the_groups_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["--help"]) == 0
+    told = capsys.readouterr().out
+    groups = [line[:-1] for line in told.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert groups == ["Options", "Sinks", "Repetition", "Loops", "Dialogues", "Look"]
+    assert max(map(len, told.splitlines())) <= 80 and "--install-completion" in told and "sinkscope demo" in told
+
+
+@pytest.mark.parametrize(("typed", "says"), [("sinkscope find-s", "find-sinks"), ("sinkscope scan --qu", "--quick")])
+def test_the_shell_completes(typed: str, says: str) -> None:
+    asked = {"_SINKSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+    done = subprocess.run(
+        [sys.executable, "-m", "sinkscope"], env={**os.environ, **asked}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [says]

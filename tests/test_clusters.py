@@ -149,7 +149,7 @@ def test_batches_change_nothing_and_the_result_survives_a_file(tmp_path: Path) -
     assert Result.load(tmp_path / "c.json") == one
     drawn = one.figure()
     bars = dict(zip(drawn.data[0].x, drawn.data[0].y, strict=True))
-    assert bars["silent"] == one.silent and bars[f"head {one.clusters[0].head}"] == one.clusters[0].tokens
+    assert bars["silent"] == one.silent and bars[f"L0.H{one.clusters[0].head}"] == one.clusters[0].tokens
 
 
 class _Kill(BaseException):

@@ -123,7 +123,7 @@ def test_absolute_positions_are_outside_and_do_not_vanish(family: str) -> None:
     assert all(c.bound is None and c.r is None and c.closest is None for c in result.curves)
     assert all(s.expected is None for c in result.curves for s in c.same)
     assert min(c.distance[-1] for c in result.wholes()) > 0.05 * max(c.distance[0] for c in result.wholes())
-    assert "Outside the theorem" in result.summary()
+    assert "theorem 4.1 gives no bound here" in result.summary()
 
 
 def test_outside_the_window_the_distance_is_exactly_zero() -> None:
@@ -264,11 +264,13 @@ def test_result_survives_a_file_and_is_drawn(tmp_path: Path) -> None:
     result = _measured(organism("llama", 0), 50)
     result.save(tmp_path / "c.json")
     assert Result.load(tmp_path / "c.json") == result
-    assert "no head of the first layer exceeds its bound" in result.summary()
+    assert "every head stays within the bound of theorem 4.1" in result.summary()
     first, bound = result.figure().data[:2]
     assert list(first.x) == list(result.counts) and list(first.y) == list(_head(result, None).distance)
     assert list(bound.y) == list(_head(result, None).bound) and bound.line.dash == "dot"
-    assert first.name == "'cat'" and "no head exceeds" in result.figure().layout.title.text
+    assert first.name == "'cat'" and "no head of the first layer exceeds" in result.figure().layout.title.text.replace(
+        "<br>", " "
+    )
 
 
 def test_arguments_of_the_command_arrive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ from sinkscope.lines import select_lines
 from sinkscope.lines.choice import draw_of
 
 SPARSE: Any = {"alpha": 0.8, "shortest": 0, "dense_above": 9.0, "sample": 12, "budget": 1000, "dense_rows": 2}
+SPARSE |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # prompts are short here
 SMALL = LoopServe(**{**SPARSE, "budget": 12}, first=0, interval=4)  # pyright: ignore[reportArgumentType]
 WHOLE = LoopServe(alpha=1.0, budget=500, first=0, interval=4)
 LENGTHS, NEW = (40, 12, 25), 7
@@ -95,6 +96,22 @@ def test_equals_one_long_prompt_where_nothing_is_hidden(family: str, edit: Any, 
         assert turn.lines == (None,) * 3
         assert turn.read == turn.prompt_tokens + NEW / 2  # steps read 1 to NEW - 1 of the answer
     assert chat.ids == [token for turn in chat.turns for token in (*turn.prompt, *turn.ids)]
+
+
+@BOTH
+def test_branches_share_what_was_read_and_go_on_as_if_alone(answers: Any) -> None:
+    model = model_of("llama")
+
+    def talk(*turns: int) -> list[tuple[int, ...]]:
+        chat = Conversation(model, SMALL, answers=answers)
+        return [ask(chat, turn).ids for turn in turns]
+
+    trunk = Conversation(model, SMALL, answers=answers)
+    first = ask(trunk, 0).ids
+    branch = trunk.branch()
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(tensors(trunk), tensors(branch), strict=True) if a.numel())
+    assert [first, ask(branch, 1).ids, ask(branch, 2).ids] == talk(0, 1, 2)
+    assert len(trunk.turns) == 1 and [first, ask(trunk, 2).ids] == talk(0, 2)
 
 
 @BOTH

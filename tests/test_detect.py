@@ -264,7 +264,7 @@ def test_the_command_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixtu
     folder, text, out = o.save(tmp_path / "model"), text_file(o, tmp_path), tmp_path / "found.json"
     words = ["--model", str(folder), "--text", str(text), "--length", "12", "--sequences", "20", "--prefix", ""]
     assert main(["attack", "--detect", *words, "--json", str(out)]) == 0
-    assert "Watched: " in capsys.readouterr().out
+    assert "The rule watches L" in capsys.readouterr().out
     found = AttackDetection.load(out)
     # code is one unknown word over and over for this tokenizer: a repetition, and the alarm says so
     assert {d.harmless for d in found.detections} == {"text", "code", "repetition", "all"}

@@ -267,9 +267,14 @@ def test_means_and_errors_are_recomputed(tmp_path: Path) -> None:
     jackknife = (2 / 3 * sum((value - fmean(left)) ** 2 for value in left)) ** 0.5
     assert h2o.kl_error == pytest.approx(jackknife, rel=0.25)
     assert (shape.method, shape.budget, shape.cells, shape.kl_error) == ("a-shape", 0.25, 0.4, None)
-    assert made.summary() == (
+    assert made.details() == [
         "text by tiny along the text itself: h2o 64 KL 0.533, 33.3% agree, 50.0% kept, "
         "a-shape 0.25 KL 0, 100.0% agree, 50.0% kept"
+    ]
+    assert made.conclusion() == (
+        "On text by tiny along the text itself, a-shape 0.25 has KL 0 nats a token and the same likeliest token in "
+        "100.0% of 2 and h2o 64 has KL 0.533 nats a token and the same likeliest token in 33.3% of 6 (the farthest of "
+        "2); the full cache, which is the control, was not run."
     )
     assert Result.from_dict(json.loads(made.to_json())) == made
     with pytest.raises(SinkscopeError, match=r"both hold a-shape 0\.25 on text by tiny"):

@@ -66,7 +66,7 @@ def test_a_conversation_goes_on_from_what_the_method_said(tmp_path: Path) -> Non
         ("model", 6),
     ]
     assert "recall by recall after its own answers: full 100.0%" in table.summary()
-    assert [line.count("full") for line in table.summary().splitlines()] == [1, 1]
+    assert [line.count("full") for line in table.details()] == [1, 1]
 
 
 def test_a_conversation_cut_off_ends_the_same(tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sinkscope as ss
-from sinkscope.bench.dialogues.equal import shape_at, share_lines
 from sinkscope.bench.methods import at_settings, check_methods, name_of, read_method
 from sinkscope.errors import SinkscopeError
 from sinkscope.kv import H2O, AdaKV, AShape, Full, MInference, Progressive, SnapKV, StreamingLLM, TriShape
+from sinkscope.kv.shapes import shape_at, share_lines
 from sinkscope.lines.choice import HeadLines, minference_lines
 
 
@@ -32,6 +34,8 @@ def test_methods_with_settings_are_what_they_say() -> None:
             "loopserve-p : paper : recent=3",
         )
     }
+    printed: Any = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
+    printed |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}
     assert list(made.values()) == [
         ss.LoopServe(alpha=0.98, first=0, budget=200),
         SnapKV(window=32, pooling="max", budget=200),
@@ -42,8 +46,8 @@ def test_methods_with_settings_are_what_they_say() -> None:
         ss.LoopServe(budget=200),
         Progressive(gather=False, budget=200),
         TriShape(dense_rows=9),
-        ss.LoopServe(alpha=0.955, dense_rows=0, variant="faithful", shortest=0, budget=200),
-        ss.LoopServe(alpha=0.955, dense_rows=0, variant="faithful", shortest=0, decode=False, recent=3),
+        ss.LoopServe(**printed, budget=200),
+        ss.LoopServe(**printed, decode=False, recent=3),
     ]
     spoken = ("h2o : recent=.5 : budget=64", "progressive:gather=false", "loopserve :paper: alpha=.9")
     assert [read_method(text).spec for text in spoken] == [

@@ -281,7 +281,12 @@ def test_scores_intervals_and_counts_are_recomputed(tmp_path: Path) -> None:
         ("full", "all"),
         ("h2o", "end"),
     ]
-    assert made.summary() == "qasper by tiny: full 54.2%, h2o 64 100.0%"
+    assert made.details() == ["qasper by tiny: full 54.2%, h2o 64 100.0%"]
+    assert made.conclusion() == (
+        "On qasper by tiny, h2o 64 scores 100.0% on 2 questions (95 %: 34% to 100%); the full cache scores 54.2% on 4 "
+        "questions (95 %: 17% to 87%)."
+    )
+    assert [row["budget"] for row in made.rows()] == [None, None, None, 64], "the whole cache has no budget"
     assert Result.from_dict(json.loads(made.to_json())) == made
 
 
@@ -290,7 +295,7 @@ def test_several_budgets_stand_beside_each_other(tmp_path: Path) -> None:
     folders = [_folder(tmp_path / "a", [full, part]), _folder(tmp_path / "b", [full, part], budget=0.5)]
     made = tabulate_dialogues(folders)
     assert [(g.method, g.budget) for g in made.groups] == [("full", 1.0), ("h2o", 0.5), ("h2o", 64)]
-    assert made.summary() == "qasper by tiny: full 66.7%, h2o 0.5 66.7%, h2o 64 66.7%"
+    assert made.details() == ["qasper by tiny: full 66.7%, h2o 0.5 66.7%, h2o 64 66.7%"]
     other = _folder(tmp_path / "c", [_said("q-0", 0, "fish")])
     with pytest.raises(SinkscopeError, match=r"c and another folder both hold full .* but not the same: of other"):
         tabulate_dialogues([folders[0], other])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +15,9 @@ import pytest
 import torch
 
 import sinkscope
+from sinkscope.cli import main
 from sinkscope.models import adapters
+from sinkscope.registry import entries
 from sinkscope.results import Result
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +46,23 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return module.__dict__
 
     return running
+
+
+_OUTPUT = re.compile(r"^<!-- output: sinkscope (.+) -->\n```text\n(.*?)^```", re.M | re.S)
+
+
+def test_outputs_that_are_shown_are_real(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Word by word and up to "...", where a page shows what a command prints; numbers may differ in the last digits."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    shown = _OUTPUT.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert shown
+    for command, text in shown:
+        assert main(shlex.split(command)) == 0
+        wanted = text.partition("\n...\n")[0].splitlines()
+        for want, got in zip(wanted, capsys.readouterr().out.splitlines()[: len(wanted)], strict=True):
+            numbers = [[float(n) for n in re.findall(r"\d+(?:\.\d+)?", line)] for line in (want, got)]
+            assert re.sub(r"[\d.]+", "", want).split() == re.sub(r"[\d.]+", "", got).split()
+            assert numbers[0] == pytest.approx(numbers[1], rel=0.02, abs=0.1)
 
 
 def test_extending(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,18 +137,89 @@ def test_readme(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     real_load, real_find = ss.load, ss.find_sinks
     monkeypatch.setitem(vars(ss), "load", lambda _name, **options: real_load(**options))
     monkeypatch.setitem(vars(ss), "find_sinks", lambda _name: real_find(max_repeats=64))
-    inputs = {"input_ids": torch.tensor([[1, *[300] * 200]]), "max_new_tokens": 2, "do_sample": False}
     monkeypatch.setattr(adapters, "ADAPTERS", {k: v for k, v in adapters.ADAPTERS.items() if k != "starcoder2"})
-    names = run("README.md", inputs=inputs)
+    names = run("README.md")
     shares = names["first_token_mass"](names["model"], last=16).share
     assert max(shares) > 0.5 and "large-values" in policies() and "starcoder2" in adapters.ADAPTERS
     assert names["run"].events and len(names["turn"].ids) <= 20 < len(names["chat"].ids)
 
 
+_MARKED = re.compile(r"((?:^<!-- (?:test|output): [^\n]*-->\n)*)^```(\w+)\n(.*?)^```", re.M | re.S)
+_WITH = re.compile(r'<!-- test: with "(.+?)" for "(.+?)", because (.+?) -->')
+_SKIPPED = re.compile(r"<!-- test: skipped, because (.+?) -->")
+_OUTPUT = re.compile(r"<!-- output: (.+?) -->")
+
+
+def marked_blocks() -> list[tuple[str, str, str]]:
+    """Marks, language and source of every block of the README, with what stands in for what tests do not have."""
+    found: list[tuple[str, str, str]] = []
+    for marks, language, source in _MARKED.findall((ROOT / "README.md").read_text(encoding="utf-8")):
+        for there, written, _ in _WITH.findall(marks):
+            assert written in source, f"{written!r} is not in the block below its mark"
+            source = source.replace(written, there)
+        found.append((marks, language, source))
+    return found
+
+
+def test_every_command_that_is_shown_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the README and the pages: its words are a command, and its options are in the help."""
+    known = {entry.command for entry in entries().values()}
+    helps: dict[str, str] = {}
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    lines = [line for page in pages for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.M | re.S)
+             for line in block.replace("\\\n", " ").splitlines()]  # fmt: skip
+    shown = [part for line in lines for part in re.split(r"[|&;]+ *", line.partition("  #")[0])]
+    used = [shlex.split(part, comments=True) for part in shown if part.strip().startswith("sinkscope ")]
+    assert len(used) > 60
+    for words in used:
+        if words[1].startswith("-"):
+            continue
+        command = " ".join(words[1:3]) if " ".join(words[1:3]) in known else words[1]
+        assert command in known, words
+        if command not in helps:
+            assert main([*command.split(), "--help"]) == 0
+            helps[command] = capsys.readouterr().out
+        for word in words:
+            if word.startswith("--") and word != "--":
+                assert re.search(rf"{re.split('[= ]', word)[0]}[ ,\n]", helps[command]), f"{command} has no {word}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_readme_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block runs as written, in order, in an empty folder; its marks name the few exceptions and their reasons.
+
+    Output that is shown is what the command prints.
+    """
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "sinkscope").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m sinkscope "$@"\n')
+    (programs / "sinkscope").chmod(0o755)
+    paths = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": paths, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    monkeypatch.setattr(adapters, "ADAPTERS", {k: v for k, v in adapters.ADAPTERS.items() if k != "starcoder2"})
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    module = ModuleType("readme")
+    monkeypatch.setitem(sys.modules, "readme", module)
+    for number, (marks, language, source) in enumerate(marked_blocks(), 1):
+        name = f"block {number} of the README"
+        if _SKIPPED.search(marks):
+            continue
+        if language == "python":
+            exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
+        if language == "bash":
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", source], env=env, capture_output=True, text=True)
+            assert done.returncode == 0, f"{name}:\n{source}\n{done.stderr[-2000:]}"
+        for command in _OUTPUT.findall(marks):
+            done = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True)
+            missing = {*source.splitlines()} - {*done.stdout.splitlines(), "..."}
+            assert not missing, f"{name}: {command} does not print {missing}"
+    assert {"llama", "sinkscope-demo", "report.html", "dialogues.html", "runs", "sinks.html"} <= {*os.listdir()}
+
+
 @pytest.mark.slow
 def test_site_builds_strictly(tmp_path: Path) -> None:
-    import subprocess
-
     pytest.importorskip("mkdocs")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
@@ -157,3 +250,18 @@ def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
     assert len(medians) >= 3 and all(re.search(rf"\b{number}\b", told) for number in medians)
     for name in ("find_sinks", "repeat", "repeat-attention", "attack", "atlas", "divergence", "patch-make"):
         assert f"(../../figures/{name}.png)" in page and (ROOT / f"figures/{name}.png").exists()
+
+
+_IMAGE = re.compile(r"!\[[^\]]+\]\(([^)]+)\)")
+PAGES = sorted([*(ROOT / "docs/measure").glob("*.md"), *(ROOT / "docs/papers").glob("*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    images = list(_IMAGE.finditer(text))
+    assert images
+    for image in images:
+        assert (page.parent / image[1]).is_file(), image[1]
+        around = text[max(0, image.start() - 250) : image.end() + 60]
+        assert "How to read" in around, image[1]

@@ -56,7 +56,7 @@ def test_lowest_bar_is_inside_the_axis() -> None:
 
 def test_no_sink_is_drawn_and_said() -> None:
     figure = sample_without_sink().figure()
-    assert "no attention sink" in figure.layout.title.text
+    assert "Neither a norm spike nor an attention sink" in figure.layout.title.text
     assert _traces(figure)["first token"]["y"] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert not figure.layout.shapes  # no layer is marked
 
@@ -103,18 +103,19 @@ def test_html_needs_nothing_else_and_holds_everything(tmp_path: Path) -> None:
     read = _read(document)
     assert read.fetched == []
     assert 'class="plot"' in document and "Content-Security-Policy" in document
-    assert len(document) > 3_000_000  # plotly.js itself
+    assert 1_500_000 < len(document) < 5_000_000  # plotly.js itself
     for expected in ("find-sinks: tiny", "412", "Sink layer 2", "peak_memory_bytes", "1073741824", "top_k"):
         assert expected in read.text
 
 
 def test_html_escapes_what_comes_from_files() -> None:
     bad = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
-    plain = _read(page(sample_find_sinks()))
+    bare = replace(sample_find_sinks().repeats, tokens=())
+    plain = _read(page(sample_find_sinks(repeats=bare)))
     found = sample_find_sinks(
         model=replace(sample_find_sinks().model, name=bad.replace("/", ""), family=bad),
         settings={bad: bad, "seed": 0, "text": None},
-        repeats=replace(sample_find_sinks().repeats, tokens=()),
+        repeats=bare,
     )
     attacked = page(found)
     assert _read(attacked).tags == plain.tags

@@ -151,7 +151,7 @@ def test_tokens_of_the_first_tokens_own_cluster_are_left_out_of_the_median() -> 
     assert f"first occurrence is already a sink, without repetition: {words[0]!r}." in said
     alone = find_sinks(o.model, tokens=words[:1], **options)
     assert (alone.repeats.median, alone.repeats.unreached) == (None, 0)
-    assert "None of" not in alone.text() and "Repeats until" not in alone.text()
+    assert "None of" not in alone.text() and "becomes a sink after" not in alone.text()
     curve = repeat_norms(o.model, tokens=words, **options)
     assert f"after {found.median:.0f} repetitions (median of 1 of 2 tokens)" in curve.conclusion()
     assert f"without repetition: {words[0]!r}." in curve.text()

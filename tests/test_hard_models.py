@@ -107,11 +107,11 @@ def misleading(h: HardModel, result: FindSinks) -> list[str]:
     }[risen, attended]
     wrong = [] if text.startswith(beginning) else [f"the conclusion does not begin with {beginning!r}"]
     actors = {str(site[-1]) for sites in truth.sets for site in sites}
-    named = set(re.findall(r"neurons? (\d+)", text))
+    named = set(re.findall(r"\.N(\d+)", text))
     wrong += [f"the conclusion names neuron {n}" for n in named - actors]
     layers = {str(site[0]) for sites in truth.sets for site in sites} | {str(i) for i in truth.step_up}
     layers |= {str(layer) for layer, _ in truth.marking} | ({"0"} if h.name == "mlp_mark" else set())
-    wrong += [f"the conclusion names layer {n}" for n in set(re.findall(r"layer (\d+)", text)) - layers]
+    wrong += [f"the conclusion names layer {n}" for n in set(re.findall(r"(?:layer |L)(\d+)", text)) - layers]
     return [*wrong, *([f"conclusion: {text}"] if wrong else [])]
 
 

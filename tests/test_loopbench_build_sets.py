@@ -15,10 +15,11 @@ import pytest
 from experiments.loopbench import make_honest
 from sinkscope.bench.files import write_set
 from sinkscope.bench.loopbench.build import build
-from sinkscope.bench.loopbench.longbench import HEAD, TAIL, open_tokenizer, read_longbench, wiki2_prompt
+from sinkscope.bench.loopbench.longbench import HEAD, TAIL, read_longbench, wiki2_prompt
 from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, honest_texts, load_prompts
 from sinkscope.bench.scorers import best_f1, f1, normalise
 from sinkscope.errors import SinkscopeError
+from sinkscope.models.load import open_tokenizer
 
 GOOD = BenchPrompt("dc-0000", "dc", "List them.", 4, "a", 0, False)
 

@@ -135,6 +135,13 @@ def test_table_1_is_recomputed_independently(folder: Path) -> None:
     assert rows["ri", "tiny", "loopguard"]["tail_loop"] == 1.0
 
 
+def test_the_conclusion_has_the_full_cache_beside_the_best_method(folder: Path) -> None:
+    assert tabulate([folder]).conclusion() == (  # dry never looped; stoppers, which end every loop, do not count
+        "On LoopBench-DC and LoopBench-RI by tiny, dry loops in 0.0% of 1 runs (95 %: 0% to 79%); the full cache loops "
+        "in 50.0% of 4 runs (95 %: 15% to 85%)."
+    )
+
+
 def test_the_papers_rows_stand_beside_and_say_not_run(folder: Path) -> None:
     rows = _table(tabulate([folder]), "Table 1").rows
     theirs = [r for r in rows if r["model"] in ("Qwen3-1.7B", "Llama-3.2-1B")]
@@ -217,6 +224,10 @@ def test_the_organisms_truth_decides(tmp_path: Path) -> None:
     bars = json.loads(result.figure().to_json())["data"][0]
     assert (bars["x"], bars["y"]) == (["full", "loopguard"], [1.0, third])
     assert "full: 100.0% of 3 loops go on to the end" in result.summary()
+    assert result.conclusion() == (
+        "On the loop organism by tiny, loopguard leaves 33.3% of 3 loops and cuts 100.0% of 1 honest repetitions; the "
+        "full cache leaves 100.0% of 3 loops and cuts 0.0% of 1 honest repetitions."
+    )
 
 
 def test_table_3_counts_interventions_and_early_ones(folder: Path) -> None:
@@ -303,7 +314,10 @@ def test_table_2_scores_answers_and_compares_with_full(tmp_path: Path) -> None:
     assert rows["h2o"]["same"] == 0.5
     assert (rows["loopguard:paper"]["paper_f1"], rows["loopguard:paper"]["runs"]) == (53.61, "not run")
     assert not made.groups  # no loop is looked for in answers
-    assert made.summary() == "2WikiMultihopQA, tiny: F1 full 50, h2o 75"
+    assert made.details() == ["2WikiMultihopQA, tiny: F1 full 50, h2o 75"]
+    assert made.conclusion() == (
+        "On 2WikiMultihopQA by tiny, h2o has F1 75 on 2 questions; the full cache has F1 50 on 2 questions."
+    )
 
 
 def test_several_folders(tmp_path: Path, folder: Path) -> None:
@@ -383,6 +397,9 @@ def test_outputs_stand_side_by_side(shown: Path) -> None:
     assert [o.method for o in found.outputs] == ["full", "loopguard"]
     assert found.outputs == show(shown, "dc-0").outputs
     assert found == Result.from_dict(json.loads(found.to_json()))
+    assert (
+        found.conclusion() == "On prompt dc-0 of LoopBench-DC by tiny, loopguard does not loop; the full cache loops."
+    )
     assert [(o.length, o.loop, o.interventions) for o in found.outputs] == [(300, True, ()), (300, False, (20, 90))]
     assert [o.method for o in show(shown, 0, methods=["loopguard"]).outputs] == ["loopguard"]
     console = Console(width=120, file=StringIO())

@@ -261,6 +261,10 @@ def test_bad_input(fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(SinkscopeError) as caught:
         LoopGuard(**fields)
     assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+    named = str(caught.value).startswith("LoopGuard: ")
+    assert named or not fields.keys() & {"budget", "window", "copies", "poll", "max_level"}, (
+        "the class that was written"
+    )
 
 
 @torch.no_grad()

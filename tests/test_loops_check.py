@@ -80,7 +80,10 @@ def test_results_come_back_from_json(tmp_path: Path) -> None:
     found = check(["", "one word", "the " * 300], name="some texts")
     assert Result.load(found.save(tmp_path / "x.json")) == found
     assert isinstance(found, LoopCheck) and found.records[0].tokens == 0 and found.records[0].ttr is None
-    assert "Conclusion: 1 of 3 outputs in some texts loop; median period 1, median onset at token 0." in str(found)
+    assert found.conclusion() == (
+        "1 of 3 outputs in some texts loop; median period 1, median onset at token 0; their median type-token ratio is "
+        "0.0033, that of the others 1."
+    )
 
 
 def test_words_are_split_as_documented() -> None:

@@ -202,6 +202,23 @@ def test_what_else_is_done_to_a_layer_is_done_to_the_whole(change: str) -> None:
         assert torch.equal(worked.extra("seen")[..., 10:], plain.extra("seen")[..., 10:])
 
 
+def test_a_whole_cache_is_put_back_without_copying_it_again() -> None:
+    generator = torch.Generator().manual_seed(0)
+    worked, plain, places = CacheLayer(), CacheLayer(), list[int]()
+    with torch.no_grad():
+        for step in (600, *[1] * 12):
+            keys, values = (torch.randn(1, 2, step, 4, generator=generator) for _ in range(2))
+            for layer in (worked, plain):
+                layer.fill(keys, values, torch.arange(layer.seen + step)[None])
+            if worked.seen % 4 == 0:
+                worked.settle()
+                assert torch.equal(worked.keys, plain.keys) and torch.equal(worked.values, plain.values)
+                assert torch.equal(worked.pos, plain.pos)
+                places.append(worked.keys.data_ptr())
+                worked.work_on(torch.arange(worked.slots).expand(1, 2, -1) % 3 == 0)
+    assert len(places) == 4 and len(set(places[1:])) == 1
+
+
 def test_usage_counts_the_whole_and_the_copy_beside_it() -> None:
     """By hand: a batch with padding, so that the whole has holes and the copy does not have as many."""
     model = model_of("llama")

@@ -25,6 +25,7 @@ from sinkscope.lines.choice import draw_of, held_out, sample_queries, select_lin
 from sinkscope.models.target import Target
 
 SPARSE: Any = {"alpha": 0.85, "shortest": 0, "dense_above": 9.0, "sample": 12, "dense_rows": 3}
+PLAIN: Any = {"begin": 1, "local": 1, "sharp": None, "checked": 0}  # as in the paper
 
 
 def every_head(family: str = "llama") -> Any:
@@ -68,6 +69,10 @@ def line_masks(model: Any, ids: Tensor, mask: Tensor, turns: list[int], serve: L
                     variant=serve.variant,
                     scaling=scaling,
                     seed=draw_of(serve.seed, layer, stop - begin, stop - pad),
+                    begin=serve.begin,
+                    local=serve.local,
+                    sharp=serve.sharp,
+                    checked=serve.checked,
                 )
                 at = torch.arange(begin - pad, stop - pad)
                 sees[layer][row, :, begin:stop, :stop] = False
@@ -132,7 +137,7 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model() -> None:
 @pytest.mark.parametrize("dense_rows", [0, 5])
 def test_a_prompt_says_what_its_lines_lost(dense_rows: int) -> None:
     """Against whole attention matrices of a pass under the same masks: what held-out rows lose, and the last one."""
-    model, settings = every_head(), {**SPARSE, "alpha": 0.8, "dense_rows": dense_rows, "seed": 3}
+    model, settings = every_head(), {**SPARSE, **PLAIN, "alpha": 0.8, "dense_rows": dense_rows, "seed": 3}
     ids, mask = prompts([60], 0)
     serve = LoopServe(**settings, decode=False)
     with pytest.warns(UserWarning, match="less of the attention than alpha=0.8"), serve.on(model) as run:
@@ -182,6 +187,7 @@ def test_draws_differ_by_seed_layer_and_turn_and_the_printed_algorithm_can_be_ha
     paper = LoopServe.paper(budget=64)
     assert (paper.alpha, paper.sample, paper.recent, paper.dense_rows) == (0.955, 48, 0, 0)
     assert (paper.variant, paper.shortest, paper.interval, paper.budget) == ("faithful", 0, 16, 64)
+    assert {name: getattr(paper, name) for name in PLAIN} == PLAIN
     assert LoopServe.paper(variant="exact", alpha=0.9).alpha == 0.9
 
 

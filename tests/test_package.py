@@ -37,6 +37,7 @@ ORDER = (
     "bench",
     "html",
     "report",
+    "cards",
     "commands",
     "cli",
     "__main__",
@@ -44,6 +45,7 @@ ORDER = (
 GROUND = (
     "checked",
     "errors",
+    "notation",
     "output",
     "parallel",
     "progress",
@@ -54,6 +56,7 @@ GROUND = (
     "results",
     "store",
     "console",
+    "tables",
     "grid",
     "_plain",
     "_provenance",

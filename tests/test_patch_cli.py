@@ -188,4 +188,4 @@ def test_drawings_show_the_numbers(here: Path) -> None:
 
 def test_summary_of_a_refused_patch_has_its_evidence(here: Path) -> None:
     made = replace(_make(organism("llama", 2), here), verdict="refused", perplexity=Change(10.0, 10.5, 0.5, 0.01))
-    assert "10 -> 10.5 (+5.000% +- 0.100%, limit +1.0%)" in made.summary()
+    assert "from 10 to 10.5 (+5.000% +- 0.100%, where up to +1.0% is accepted)" in made.summary()

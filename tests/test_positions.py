@@ -17,6 +17,7 @@ from organisms.hard import hard
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.html import page
+from sinkscope.notation import neuron_name
 from sinkscope.results import Result
 from sinkscope.sinks.first_token.positions import TokenPositions, _tokenized, token_positions
 
@@ -40,7 +41,7 @@ def test_bos_alone_has_the_norm_of_a_sink(family: str, tmp_path: Path) -> None:
     found = _found(o, tmp_path, _words(o, ids[1:]))
     assert [t.id for t in found.tokens] == ids and found.tokens[0].kind == "BOS"
     assert found.sink_layer == found.layer == o.truth.sink_layer and found.high == (0,)
-    assert {n.name for n in found.neurons} >= {"L" + ".".join(map(str, site)) for site in o.truth.neurons}
+    assert {n.name for n in found.neurons} >= {neuron_name(*site) for site in o.truth.neurons}
     for neuron in found.neurons:
         values = np.abs(neuron.values)
         assert values[0] > 5 * values[1:].max()
@@ -127,7 +128,12 @@ def test_neurons_and_layer_of_ones_own(tmp_path: Path) -> None:
     own = _found(o, tmp_path, words, layer=1, neurons=["0.1.2", ".".join(map(str, site))])
     assert own.layer == 1 and own.sink_layer == o.truth.sink_layer
     assert own.neurons[1] in _found(o, tmp_path, words).neurons
-    for name, said in (("1.2", "LAYER.EXPERT.NEURON"), ("9.0.1", "layers 0 to"), ("x", "expected layer"), ("1.", "1.")):
+    for name, said in (
+        ("1.2", "such as L3.E2.N7"),
+        ("9.0.1", "layers 0 to"),
+        ("x", "expected a neuron"),
+        ("1.", "1."),
+    ):
         with pytest.raises(SinkscopeError, match=said):
             _found(o, tmp_path, words, neurons=[name])
     with pytest.raises(SinkscopeError, match="--layer 99"):
@@ -204,7 +210,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--file", str(tmp_path)], "is a directory"),
         (["--file", str(tmp_path / "long.txt")], "context of bundled holds"),
         (["a", "--chat"], "no chat template"),
-        (["a", "--neuron", "7"], "1.7890"),
+        (["a", "--neuron", "7"], "l1.n338"),
         (["a", "b"], "unexpected"),
     ):
         assert main(["positions", *words]) == 2, words

@@ -71,7 +71,7 @@ def test_each_number_is_that_of_a_pass_of_its_own(llama: Organism) -> None:
         assert (alone[-1] >= alone[0] / 2) == (n >= marked.repeats)
         assert max(unmarked.curves[0].norms) < 0.1 * float(alone[0])
     assert [row["repeats"] for row in result.rows()] == [marked.repeats, None]
-    assert "1 of 2 tokens never get there" in result.summary()
+    assert "1 of 2 tokens never reach half of the first token's norm" in result.summary()
 
 
 def test_typical_lines_are_quantiles_of_later_positions(llama: Organism) -> None:
@@ -308,14 +308,14 @@ def test_a_model_without_a_sink_is_an_answer() -> None:
     o = organism("llama", 0, kind="none")
     norms = repeat_norms(o.model, tokenizer=o.tokenizer, max_repeats=8, ablate=True)
     assert norms.sink_layer is None and norms.sequences == () and "no attention sink" in str(norms)
-    assert "no sink" in norms.figure().layout.title.text
+    assert "no attention sink" in norms.figure().layout.title.text
     attention = repeat_attention(o.model, tokenizer=o.tokenizer, max_repeats=8)
     assert attention.sink_layer is None and "no attention sink" in str(attention)
     natural = attention.sequences[0]
     assert (natural.high, natural.mass, natural.tail_mass) == (None, None, None) and len(natural.first) == len(
         attention.sequences[1].first
     )
-    assert "no sink" in attention.figure().layout.title.text
+    assert "no attention sink" in attention.figure().layout.title.text
 
 
 @pytest.mark.parametrize("measure", [repeat_norms, repeat_attention])

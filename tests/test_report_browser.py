@@ -5,8 +5,10 @@ from pathlib import Path
 import browser
 import pytest
 from report_kit import BAD, WORSE, fill, spoil
+from sample_results import sample_find_sinks
 
 import sinkscope as ss
+from sinkscope.html import save_html
 
 DRAWN = """(async () => {
   for (const box of document.querySelectorAll('.plot')) {
@@ -54,9 +56,14 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert chrome.run(f"{table}.tBodies[0].rows.length") == 10
         chrome.run(
             f"{{const find = {table}.previousSibling.querySelector('input');"
-            f"find.value = ''; find.dispatchEvent(new Event('input')); {table}.tHead.rows[0].cells[2].click();}}"
+            f"find.value = ''; find.dispatchEvent(new Event('input'));}}"
         )
-        norms = chrome.run(f"[...{table}.tBodies[0].rows].map((row) => Number(row.cells[2].textContent))")
+        heads = chrome.run(f"[...{table}.tHead.rows[0].cells].map((cell) => cell.textContent)")
+        at = next(i for i, head in enumerate(heads) if head.startswith("contribution"))
+        chrome.run(f"{table}.tHead.rows[0].cells[{at}].focus()")
+        for kind in ("keyDown", "keyUp"):
+            chrome.send("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13)
+        norms = chrome.run(f"[...{table}.tBodies[0].rows].map((row) => Number(row.cells[{at}].textContent))")
         assert norms == sorted(norms) and norms[0] == 4.0
 
         # the reader's machine turns dark
@@ -71,6 +78,21 @@ def test_in_a_browser(tmp_path: Path) -> None:
         assert chrome.run(DRAWN) == 5
         assert chrome.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
 
+        # a single page at both widths, plotly.js inside and beside it, and everything reached with the tab key
+        for name, beside in (("inside", False), ("beside", True)):
+            single = save_html(sample_find_sinks(), tmp_path / f"{name}.html", assets=beside)
+            for width in (1400, 390):
+                chrome.open(single, width, phone=width < 1000)
+                assert chrome.run(DRAWN) == 1
+                assert chrome.run("document.documentElement.scrollWidth <= innerWidth")
+        wanted = chrome.run("document.querySelectorAll('.plot, th, summary').length")
+        reached = 0
+        for _ in range(60):
+            chrome.send("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
+            reached += chrome.run("document.activeElement.matches('.plot, th, summary')")
+        assert reached >= wanted > 5
+
         assert chrome.errors == []
         assert {address.partition(":")[0] for address in chrome.asked} <= {"file", "data", "blob"}
-        assert {address for address in chrome.asked if address.startswith("file")} == {path.resolve().as_uri()}
+        files = {address.rpartition("/")[2] for address in chrome.asked if address.startswith("file")}
+        assert files == {"report.html", "inside.html", "beside.html", next(tmp_path.glob("plotly-*.js")).name}

@@ -35,10 +35,10 @@ def _leaves(value: Any) -> Iterator[int]:
 @given(data)
 def test_no_value_of_a_record_is_lost(value: dict[str, Any]) -> None:
     tables = list(module.tables(value))
-    shown = {int(n) for t in tables for row in t.rows for cell in row for n in re.findall(r"\b\d{3}\b", cell)}
-    cut = any("…" in cell for t in tables for row in t.rows for cell in row)
+    shown = {int(n) for t in tables for row in t.cells for cell in row for n in re.findall(r"\b\d{3}\b", cell)}
+    cut = any("…" in cell for t in tables for row in t.cells for cell in row)
     assert cut or shown == set(_leaves(value))
-    assert all(len(row) == len(t.head) for t in tables for row in t.rows)
+    assert all(len(row) == len(t.head) for t in tables for row in t.cells)
 
 
 def test_tables_of_a_record() -> None:
@@ -48,7 +48,7 @@ def test_tables_of_a_record() -> None:
         "slow": {"seconds": 2, "ok": False},
         "runs": [{"seed": 0, "rows": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]}, {"seed": 1, "rows": []}],
     }
-    shown = {t.title: (t.head, t.rows) for t in module.tables(value)}
+    shown = {t.title: (t.head, t.cells) for t in module.tables(value)}
     assert shown[""] == (["name", "value"], [["ratio", "0.5"]])
     assert shown["fast"] == (["name", "value"], [["seconds", "1"], ["ok", "yes"]])
     assert shown["runs"] == (
@@ -57,12 +57,12 @@ def test_tables_of_a_record() -> None:
     )
     del value["runs"]
     (_, both) = module.tables(value)
-    assert (both.head, both.rows) == (["name", "seconds", "ok"], [["fast", "1", "yes"], ["slow", "2", "no"]])
+    assert (both.head, both.cells) == (["name", "seconds", "ok"], [["fast", "1", "yes"], ["slow", "2", "no"]])
 
 
 def test_long_lists_are_cut_between_values() -> None:
     (table,) = module.tables({"steps": list(range(1000, 1100)), "pairs": [[i, 2 * i] for i in range(50)]})
-    steps, pairs = (row[1] for row in table.rows)
+    steps, pairs = (row[1] for row in table.cells)
     shown = steps.removesuffix(", … (100 values)").split(", ")
     assert shown == [str(1000 + i) for i in range(len(shown))] and 5 < len(shown) < 20
     assert pairs == "[0, 0], … (50 values)"

@@ -266,7 +266,7 @@ def test_one_neuron_is_looked_at_by_both_of_its_factors(family: str, tmp_path: P
     assert [s.method for s in found.separators[2:]] == methods
     other = (best.neuron + 1) % Target.of(o.model).d_mlp
     assert _found(o, tmp_path, neuron=other, expert=expert).separators[2].train_auroc <= best.train_auroc
-    assert f"Neuron {best.neuron}" in found.conclusion() and "perfectly" not in found.text()
+    assert f"N{best.neuron} reaches AUROC" in found.conclusion() and "perfectly" not in found.text()
 
 
 def test_a_neuron_that_is_not_there_is_refused(tmp_path: Path) -> None:

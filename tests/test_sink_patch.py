@@ -563,7 +563,7 @@ GOOD: dict[str, Any] = {
         ({"sites": [{"layer": 1, "neuron": 3, "expert": "a"}]}, ["sites[0].expert"]),
         ({"sites": [{"layer": 1, "neuron": 3, "calibrated": "x"}]}, ["sites[0].calibrated", "x"]),
         ({"sites": ["x"]}, ["sites[0] is 'x'", "valid dictionary"]),
-        ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "neuron 3"]),
+        ({"value": "calibrated", "sites": [{"layer": 1, "neuron": 3}]}, ["no calibrated value", "L1.N3"]),
     ],
 )
 def test_bad_patch_files(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:

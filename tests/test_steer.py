@@ -169,7 +169,7 @@ def test_other_ways_to_name_the_same() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Ablate(heads=["L1.N3"]), ["'L1.N3'", "L0.H4"]),
+        (lambda: Ablate(heads=["L1.N3"]), ["'L1.N3'", "L5.H3"]),
         (lambda: Ablate(sites=["L1.H3"]), ["'L1.H3'", "L1.N338"]),
         (lambda: Ablate(heads=4), ["head 4", "(layer, head)"]),
         (lambda: Ablate(heads=[(0, -1)]), ["(0, -1)", "from 0"]),

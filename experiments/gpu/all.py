@@ -103,7 +103,7 @@ PARTS = (
     _part("circuits", "--shape tiny --length 24 --sequences 16 --max-repeats 64", dtype=False),
     _part(
         "loopguard",
-        "--shape tiny --pairs 2 --prompt-tokens 96 --new-tokens 20 --budget 64 --prompts 2 --max-new-tokens 64 "
+        "--shape tiny --pairs 2 --prompt-tokens 96 --new-tokens 20 --budget 64 --prompts 2 --max-new-tokens 256 "
         "--batch-size 2 --methods full,loopguard",
     ),
 )

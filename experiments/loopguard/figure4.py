@@ -19,12 +19,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.metrics import TEXT, Continued, read_run
 from sinkscope.bench.loopbench.tables import tabulate
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.models.load import load
 from sinkscope.text import typical_text
@@ -105,8 +105,9 @@ def _by_run(records: Sequence[Continued], method: str) -> list[list[int]]:
     return [[e["step"] for e in r.events if e["kind"] == "guard"] for r in records if r.method == method]
 
 
-def figure(result: dict[str, Any], cap: int) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Both distributions, the paper's ranges behind them."""
+    result, cap = data["result"], max(int(run["max_new_tokens"]) for run in data["settings"]["runs"])
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -141,22 +142,6 @@ def figure(result: dict[str, Any], cap: int) -> Any:
             row=1,
             col=2,
         )
-    honest, text = result["control"]["honest_repetition"], result["control"]["ordinary_text"]
-    fig.add_annotation(
-        text="Texts with an alarm: "
-        + "; ".join(
-            f"{name}, honest repetition {len(honest['alarmed'][method])} of {honest['texts']}, "
-            f"ordinary text {text['alarmed'][method]} of {text['texts']}"
-            for method, name in DRAWN.items()
-        ),
-        x=1,
-        y=1.16,
-        xref="paper",
-        yref="paper",
-        xanchor="right",
-        showarrow=False,
-        font={"size": 13},
-    )
     shade: dict[str, Any] = {"fillcolor": GREY, "opacity": 0.2, "line_width": 0, "layer": "below"}
     low, high = PAPER["counts"]
     fig.add_vrect(
@@ -169,17 +154,14 @@ def figure(result: dict[str, Any], cap: int) -> Any:
     fig.update_xaxes(title_text="new tokens", range=[0, cap], row=1, col=2)
     fig.update_yaxes(title_text="share of runs", tickformat=".0%", row=1, col=1)
     fig.update_yaxes(title_text="share of interventions", tickformat=".0%", row=1, col=2)
-    return fig.update_layout(
-        title={"text": "When LoopGuard intervenes on LoopBench's small set", "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1400,
-        height=500,
-        font={"size": 13},
-        barmode="group",
-        bargap=0.1,
-        margin={"l": 70, "r": 20, "t": 90, "b": 60},
-        legend={"orientation": "h", "y": -0.2},
+    times = " and ".join(f"{row['mean']:.1f} times with {DRAWN[row['method']]}" for row in drawn)
+    honest, text = result["control"]["honest_repetition"], result["control"]["ordinary_text"]
+    alarms = max(len(honest["alarmed"][method]) + text["alarmed"][method] for method in DRAWN)
+    found = (
+        f"A run of LoopBench's small set has interventions {times} (the paper: {low} to {high}); {alarms or 'no'} "
+        f"alarms on {honest['texts']} texts of honest repetition and {text['texts']} pieces of ordinary text"
     )
+    return finished(fig, None, found, width=1400, height=540, barmode="group", bargap=0.1, legend=-0.2, bottom=110)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -194,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     made = [read_run(folder).settings for folder in args.runs]
     settings = {"runs": [{**s, "folder": folder.name} for folder, s in zip(args.runs, made, strict=True)]}
     text = record("loopguard-fig4", result, settings, started=started)
-    save("loopguard_fig4", text, figure(result, max(int(s["max_new_tokens"]) for s in made)), args.out)
+    save("loopguard_fig4", text, figure, args.out)
     for row in result["guards"]:
         early = "-" if row["early"] is None else f"{row['early']:.1%}"
         print(

@@ -18,12 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
-from sinkscope.attention.barcode import Barcode, HeadBarcode, barcode
+from sinkscope._plain import build
+from sinkscope.attention.barcode import Barcode, HeadBarcode, Picture, barcode
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.console import ProgressBar
-from sinkscope.figures.style import ORANGE
+from sinkscope.figures.style import ORANGE, finished
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.models.load import load
 
@@ -35,18 +36,17 @@ PANELS = {
 }
 
 
-def figure(loop: Barcode, guarded: Barcode) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """A row per head: the loop, its last steps, ordinary text, and the run with LoopGuard."""
     from plotly.subplots import make_subplots
 
-    shown = [h for h in loop.heads if h.whole is not None]
-    other = {(h.layer, h.head): h for h in guarded.heads}
-    titles = [f"{h.layer}.{h.head}: {name}" for h in shown for name in PANELS.values()]
+    loop, guarded, shown = (data["result"][name] for name in ("loop", "guarded", "shown"))
+    titles = [f"L{head.replace('.', '.H')}: {name}" for head in shown for name in PANELS.values()]
     fig: Any = make_subplots(
         rows=len(shown), cols=len(PANELS), subplot_titles=titles, horizontal_spacing=0.04, vertical_spacing=0.07
     )
-    for row, h in enumerate(shown, 1):
-        pictures = [picture(h, other.get((h.layer, h.head)), name) for name in PANELS]
+    for row, own in enumerate(shown.values(), 1):
+        pictures = [None if own[name] is None else build(Picture, own[name], name) for name in PANELS]
         top = max([0.05, *(_high(p) for p in pictures if p is not None)])
         for col, one in enumerate(pictures, 1):
             if one is None:
@@ -64,25 +64,22 @@ def figure(loop: Barcode, guarded: Barcode) -> Any:
                 col=col,
             )
             fig.update_yaxes(autorange="reversed", row=row, col=col)
-        for mark in [m for m in guarded.marks if m.kind == "guard"][:40]:
-            fig.add_hline(mark.step, line={"color": ORANGE, "width": 1}, row=row, col=len(PANELS))
-        if loop.onset is not None:
-            fig.add_vline(loop.onset, line={"color": ORANGE, "width": 1, "dash": "dot"}, row=row, col=1)
+        for step in guarded["interventions"][:40]:
+            fig.add_hline(step, line={"color": ORANGE, "width": 1}, row=row, col=len(PANELS))
+        if loop["onset"] is not None:
+            fig.add_vline(loop["onset"], line={"color": ORANGE, "width": 1, "dash": "dot"}, row=row, col=1)
     fig.update_xaxes(title_text="position", row=len(shown))
     fig.update_yaxes(title_text="step", col=1)
-    ends = "no loop" if loop.period is None else f"loop of period {loop.period}"
-    return fig.update_layout(
-        title={
-            "text": f"Attention over {loop.steps} new tokens, {ends}. Dotted: where it begins; lines: interventions",
-            "x": 0.01,
-            "xanchor": "left",
-        },
-        template="plotly_white",
-        width=1560,
-        height=110 + 260 * len(shown),
-        font={"size": 12},
-        margin={"l": 60, "r": 20, "t": 90, "b": 60},
+    ends = ["no loop" if one["period"] is None else f"a loop of period {one['period']}" for one in (loop, guarded)]
+    found = (
+        f"{loop['steps']} new tokens end in {ends[0]}, with LoopGuard as printed in {ends[1]} after "
+        f"{len(guarded['interventions'])} interventions (dotted: the loop begins; lines: interventions)"
     )
+    return finished(fig, None, found, width=1560, height=130 + 260 * len(shown), font={"size": 12}, bottom=60)
+
+
+def _steps(guarded: Barcode) -> list[int]:
+    return [mark.step for mark in guarded.marks if mark.kind == "guard"]
 
 
 def picture(plain: HeadBarcode, guarded: HeadBarcode | None, name: str) -> Any:
@@ -131,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     result = {
         "loop": {"period": loop.period, "onset": loop.onset, "prompt_tokens": loop.prompt_tokens, "steps": loop.steps},
-        "guarded": {"period": guarded.period, "onset": guarded.onset, "interventions": [m.step for m in guarded.marks]},
+        "guarded": {"period": guarded.period, "onset": guarded.onset, "interventions": _steps(guarded)},
         "heads": near,
         "shown": {
             f"{h.layer}.{h.head}": {
@@ -151,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "heads": named,
         "sampling": "greedy",
     }
-    save("loopguard_fig5", record("loopguard-fig5", result, settings, started=started), figure(loop, guarded), args.out)
+    save("loopguard_fig5", record("loopguard-fig5", result, settings, started=started), figure, args.out)
     print(loop.summary())
     print(guarded.summary())
 

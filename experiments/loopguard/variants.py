@@ -34,10 +34,10 @@ from typing import Any
 import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.prompts import load_prompts
-from sinkscope.figures.style import BLUE, GREEN, ORANGE
+from sinkscope.figures.style import BLUE, GREEN, ORANGE, finished
 from sinkscope.generate import generate, padded
 from sinkscope.interventions import Event
 from sinkscope.kv.loopguard import LoopGuard
@@ -127,8 +127,9 @@ def row_of(
     }
 
 
-def figure(rows: list[dict[str, Any]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Diversity, compressibility and loop rates, a group of bars per variant."""
+    rows = data["result"]["rows"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -143,15 +144,12 @@ def figure(rows: list[dict[str, Any]]) -> Any:
     ):
         fig.add_bar(x=names, y=[row[key] for row in rows], name=label, marker_color=colour, row=1, col=col)
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%", row=1, col=2)
-    return fig.update_layout(
-        title={"text": "Variants of the intervention", "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1400,
-        height=520,
-        font={"size": 13},
-        barmode="group",
-        margin={"l": 60, "r": 20, "t": 90, "b": 110},
+    least = min(rows, key=lambda row: row["tail_loop"])
+    found = (
+        f"At the end {least['tail_loop']:.0%} of the runs loop with {least['name']}, and "
+        f"{rows[0]['tail_loop']:.0%} with {rows[0]['name']}"
     )
+    return finished(fig, None, found, width=1400, height=560, barmode="group", bottom=130)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -193,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(rows[-1], flush=True)
     settings = {"prompts": len(prompts), "max_new_tokens": args.max_new_tokens, "budget": args.budget}
     text = record("loopguard-variants", {"rows": rows}, settings, started=started)
-    save(f"loopguard_variants{args.name}", text, figure(rows), args.out)
+    save(f"loopguard_variants{args.name}", text, figure, args.out)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.loopbench.metrics import Continued, read_run
 from sinkscope.console import ProgressBar
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.kv.loopguard import LoopGuard, Retention, plan
 from sinkscope.loops import tail_period
 from sinkscope.loops.signals import WINDOW
@@ -206,8 +206,9 @@ def text_cases(tokenizer: Any, count: int, length: int) -> list[tuple[list[int],
     return [([ids[0], *ids[1 + i * length : (i + 1) * length]], length // 2) for i in range(count)]
 
 
-def figure(result: dict[str, Any]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """What followed, and which cuts end a cycle."""
+    result = data["result"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -249,16 +250,18 @@ def figure(result: dict[str, Any]) -> Any:
     fig.update_yaxes(range=[0, 1.03], tickformat=".0%")
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=2)
     fig.update_xaxes(title_text="what is taken out of the cache", row=1, col=3)
-    return fig.update_layout(
-        title={"text": "After an intervention, and where a loop lives", "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1500,
-        height=500,
-        font={"size": 13},
-        barmode="group",
-        margin={"l": 60, "r": 20, "t": 90, "b": 80},
-        legend={"orientation": "h", "y": -0.22, "x": 0.3},
+    name = next(iter(result["where"]))
+    rows = {row["cut"]: row for row in result["where"][name]}
+    told = (
+        f"{cut} {row['cycle_goes_on']:.0%} and {row['some_loop']:.0%}"
+        for cut, row in rows.items()
+        if row["cycle_goes_on"] is not None
     )
+    found = (
+        f"How often the same cycle goes on, and how often there is some loop, by what is cut ({name}): "
+        + ", ".join(told)
+    )
+    return finished(fig, None, found, width=1500, height=600, barmode="group", legend=-0.25, bottom=170)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -312,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "organism": "loop_organism(0, reach=64), periods 3 to 24",
         "sampling": "greedy",
     }
-    save("loopguard_why", record("loopguard-why", result, settings, started=started), figure(result), args.out)
+    save("loopguard_why", record("loopguard-why", result, settings, started=started), figure, args.out)
     print(result["aftermath"], result["organism"])
     for name, rows in where.items():
         print(name, [(r["cut"], r["cycle_goes_on"], r["some_loop"]) for r in rows])

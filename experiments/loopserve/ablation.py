@@ -14,11 +14,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.loopserve.runs import CHAIN, KEPT, answers, options, rows_of, seconds_of, settings_of, specs
 from experiments.loopserve.table1 import COLOURS, own_table
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
+from sinkscope.figures.style import at_place, finished
 
 NAMES = {
     "whole cache": "full",
@@ -38,8 +39,9 @@ SHOWN = (
 )
 
 
-def figure(rows: Sequence[dict[str, Any]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Bars by half and position of the question."""
+    rows = data["result"]["rows"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.06)
@@ -49,7 +51,7 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
             fig.add_bar(
                 x=[row["label"] for row in mine],
                 y=[row[key] for row in mine],
-                name=f"question at {place}",
+                name=f"question {at_place(place)}",
                 marker_color=COLOURS[place],
                 legendgroup=place,
                 showlegend=col == 1,
@@ -66,16 +68,9 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
                 else None,
             )
     fig.update_yaxes(range=[0, 1.06], tickformat=".0%")
-    return fig.update_layout(
-        title={"text": "The halves of LoopServe, alone and together", "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1500,
-        height=560,
-        font={"size": 13},
-        barmode="group",
-        legend={"orientation": "h", "y": 1.18, "x": 0.6},
-        margin={"l": 50, "r": 20, "t": 110, "b": 90},
-    )
+    right = {row["label"]: row["score"] for row in rows if (row["suite"], row["position"]) == (KEPT.name, "middle")}
+    found = "One fact, question in the middle, right answers: " + ", ".join(f"{k} {v:.0%}" for k, v in right.items())
+    return finished(fig, None, found, width=1500, height=600, barmode="group", legend=-0.38, bottom=170)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = record(
         "loopserve-ablation", {"rows": rows}, settings_of([suite for suite, _, _ in SHOWN], seconds), started=started
     )
-    save("loopserve_ablation", text, figure(rows), args.out)
+    save("loopserve_ablation", text, figure, args.out)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,13 @@ all answers are one fact, for which the prompt's last token searches. On the tex
 text are compared with those of full attention (KL in nats). Only prompts are sparse; cells are the share of the causal
 cells that attention covers, and `held` is what the lines hold for queries that were not sampled.
 
+What each part of the default keeps is measured by leaving it out: on the third turns, on questions over two hops, whose
+answer hangs on a row in the middle of the prompt (recall-2hop), and on facts in ordinary text (the model in the
+package), at five depths each, as `sinkscope needle` asks them.
+
 Beside the grid: the choice as printed; exact weights on the printed sample; and, for single turns, a sample of all
 queries, which misses no row and shows what an alpha over the sum of all rows loses. Those that draw a sample are run
-with several seeds; `low` and `high` are the smallest and the largest share over draws. About 10 minutes of a free core.
+with several seeds; `low` and `high` are the smallest and the largest share over draws. About 15 minutes of a free core.
 """
 
 from __future__ import annotations
@@ -18,37 +22,52 @@ import argparse
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.dialogues.fidelity import text_dialogues
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.figures.style import BLUE, GREEN, ORANGE, RED
+from sinkscope.bench.needle.prompts import form_of, needle_prompt
+from sinkscope.figures.style import BLUE, GREEN, RED, finished
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.models.load import load
+from sinkscope.models.names import BUNDLED
 from sinkscope.models.target import Target
 
-ALPHAS, ROWS, SEEDS, FIRST = (0.8, 0.9, 0.955), (0, 1, 16, 64), (0, 1, 2), 300
+ALPHAS, ROWS, SEEDS, FIRST = (0.75, 0.9, 0.955), (0, 16, 64), (0, 1, 2), 300
 THIRD, SINGLE, LONGER = "third turn, 1,800 tokens", "one turn, 900 tokens", "one turn, 3,600 tokens"
 SIZES = {THIRD: (6, 3, 600), SINGLE: (8, 1, 900), LONGER: (2, 1, 3600)}
 """Number of dialogues, their turns, and the tokens of each turn; a question at each of three positions."""
 LENGTHS, TEXTS, ANSWER = (512, 1536), 3, 64
 HALF: dict[str, Any] = {"decode": False, "shortest": 0}
+HOPS, FACTS = "two hops, 1,200 tokens", "facts in text, 1,024 tokens"
+NEEDLES = {HOPS: ("recall-2hop", "variable-tracking", 1200, 3), FACTS: (None, "needle", 1024, 4)}
+"""Model, task, tokens, and prompts at each depth."""
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+WITHOUT: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "first tokens and local band": {"begin": 1, "local": 1},
+    "dense lines": {"sharp": None},
+    "checked queries": {"checked": 0},
+    "all three": {"begin": 1, "local": 1, "sharp": None, "checked": 0},
+}
+"""Parts that are left out of the default."""
 ALL = "exact weights, all rows"
 CHOICES: dict[str, tuple[LoopServe, ...]] = {
     "default": tuple(LoopServe(**HALF, seed=seed) for seed in SEEDS),
-    "as printed": tuple(LoopServe.paper(**HALF, seed=seed) for seed in SEEDS),
-    "exact weights, rows drawn": tuple(LoopServe.paper(**HALF, variant="exact", seed=seed) for seed in SEEDS),
+    "as printed": tuple(LoopServe.paper(**HALF, seed=seed) for seed in SEEDS[:1]),
+    "exact weights, rows drawn": tuple(LoopServe.paper(**HALF, variant="exact", seed=seed) for seed in SEEDS[:2]),
     ALL: (LoopServe.paper(**HALF, variant="exact", sample=1 << 20),),
 }
-COLOURS = dict(zip(ROWS, (RED, ORANGE, BLUE, GREEN), strict=True))
+COLOURS = dict(zip(ROWS, (RED, BLUE, GREEN), strict=True))
 
 
 def grid(rows: Sequence[int] = ROWS) -> dict[tuple[float, int], LoopServe]:
@@ -80,6 +99,32 @@ def answered(target: Target, serve: LoopServe, questions: Sequence[tuple[str, st
     return {"right": right, "questions": len(questions), "score": right / len(questions), **costs(data)}
 
 
+def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
+    """The model and the prompts of a task of `sinkscope needle`, with the string that the answer has to begin with."""
+    name, task, tokens, count = NEEDLES[where]
+    target = Target.of(load(name, backend="hf"))
+    form = form_of(name or BUNDLED)
+    made = [
+        needle_prompt(target.tokenizer, form, task, tokens, depth, FIRST, number)
+        for depth in DEPTHS
+        for number in range(count)
+    ]
+    return target, [(prompt.text, prompt.answers[0]) for prompt in made]
+
+
+def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """How many answers begin with the string that was asked for, on how many of the cells."""
+    right, data = 0, list[Any]()
+    for prompt, answer in questions:
+        ids = target.tokenizer(prompt, return_tensors="pt").input_ids
+        with nullcontext() if serve is None else serve.on(target) as run:
+            said = greedy(target, ids, len(target.tokenizer(f" {answer}", add_special_tokens=False).input_ids))[0]
+        right += target.tokenizer.decode(said).strip().startswith(answer)
+        data += [] if run is None else [event.data for event in run.events]
+    counted = {"right": right, "questions": len(questions), "score": right / len(questions)}
+    return counted | (costs(data) if data else {"cells": 1.0, "held": 1.0})
+
+
 def costs(data: Sequence[Any]) -> dict[str, float]:
     """Mean over prompts, layers and heads: cells, and what the lines hold outside of the sample."""
     return {"cells": fmean(d["attended"] for d in data), "held": fmean(fmean(d["recovered"]) for d in data)}
@@ -103,9 +148,19 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     """All numbers."""
     target = Target.of(load("recall", backend="hf"))
     points, choices, text = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    parts = list[dict[str, Any]]()
+    asked_of = {THIRD: (target, asked(THIRD)), **{where: needles(where) for where in NEEDLES}}
+    for where, (who, questions) in asked_of.items():
+        for name, options in WITHOUT.items():
+            row = (answered if where == THIRD else sought)(who, LoopServe(**HALF, **options), questions)
+            parts.append({"where": where, "without": name, **row})
+            print(parts[-1], flush=True)
+        if where != THIRD:
+            parts.append({"where": where, "without": "any sparsity", **sought(who, None, questions)})
+            print(parts[-1], flush=True)
     for where in SIZES:
         questions = asked(where)
-        for (alpha, rows), serve in grid(ROWS if where != LONGER else (1, 16)).items():
+        for (alpha, rows), serve in grid(ROWS if where != LONGER else (16,)).items():
             row = answered(target, serve, questions)
             points.append({"where": where, "alpha": alpha, "dense_rows": rows, **row})
             print(points[-1], flush=True)
@@ -132,11 +187,12 @@ def measured() -> dict[str, list[dict[str, Any]]]:
             own = {"kl": fmean(kl), "kl_by_text": kl, **costs([d for _, data in made for d in data])}
             text.append({"where": f"text, {length:,} tokens", "alpha": alpha, "dense_rows": many, **own})
             print(text[-1], flush=True)
-    return {"grid": points, "choices": choices, "text": text}
+    return {"grid": points, "choices": choices, "parts": parts, "text": text}
 
 
-def figure(found: dict[str, list[dict[str, Any]]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Right answers, and the divergence on text, over the cells: a curve per number of dense rows."""
+    found = data["result"]
     from plotly.subplots import make_subplots
 
     titles = [*SIZES, *(f"text, {length:,} tokens" for length in LENGTHS)]
@@ -179,14 +235,16 @@ def figure(found: dict[str, list[dict[str, Any]]]) -> Any:
     fig.update_yaxes(type="log", exponentformat="power", dtick=1, row=2)
     fig.update_yaxes(title="right answers", row=1, col=1)
     fig.update_yaxes(title="KL to full attention, nats", row=2, col=1)
-    return fig.update_layout(
-        title={"text": "Recall and text model by alpha (numbers at the blue points) and dense rows", "x": 0.01},
-        template="plotly_white",
+    found = "Recall and text model by alpha (numbers at the blue points) and dense rows"
+    legend = {"orientation": "v", "x": 0.72, "y": 0.36, "xanchor": "left"}
+    return finished(
+        fig,
+        None,
+        found,
         width=1500,
         height=900,
-        font={"size": 13},
-        legend={"x": 0.72, "y": 0.36},
-        margin={"l": 60, "r": 20, "t": 90, "b": 60},
+        legend=legend,
+        bottom=60,
     )
 
 
@@ -198,8 +256,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="outside of the sample")  # what is held is in the table
     found = measured()
-    settings = {"model": "recall", "text_model": "bundled", "sizes": SIZES, "first_seed": FIRST, "seeds": SEEDS}
-    save("loopserve_default", record("loopserve-default", found, settings, started=started), figure(found), args.out)
+    settings = {
+        "model": "recall",
+        "text_model": "bundled",
+        "needles": NEEDLES,
+        "sizes": SIZES,
+        "first_seed": FIRST,
+        "seeds": SEEDS,
+    }
+    save("loopserve_default", record("loopserve-default", found, settings, started=started), figure, args.out)
 
 
 if __name__ == "__main__":

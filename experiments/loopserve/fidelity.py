@@ -10,6 +10,7 @@ Controls: the whole cache, which is at 0, and a random part of it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
@@ -27,7 +28,7 @@ from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.tables import FIDELITY, Near
 from sinkscope.bench.files import read_folder
 from sinkscope.console import ProgressBar
-from sinkscope.figures.style import BLUE, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREY, ORANGE, RED, finished, powers
 from sinkscope.models.load import load
 
 PROMPT, ANSWER = 1024, 96
@@ -52,7 +53,6 @@ CURVES: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("first", "chosen from everything", "loopserve-d:first={}", (0, 16)),
     ("first", "chosen from what is left", "progressive:mode=evict:after={}", (0, 16)),
 )
-TITLE = f"Text model, one setting at a time: ordinary text, {PROMPT} tokens and {ANSWER} more (dots: texts)"
 TITLES = {
     "alpha": "alpha of the prompt's half",
     "sample": "queries in the sample",
@@ -61,6 +61,7 @@ TITLES = {
     "window": f"observation window (budget {FIXED})",
     "first": "first steps that read all (12.5 %)",
 }
+LEAST = 1e-6  # nats: smaller ones are drawn there, on a logarithmic axis
 ALONE = ("loopserve", "loopserve-p", "loopserve:paper", "loopserve-p:paper", "loopserve-d")
 
 
@@ -93,8 +94,9 @@ def _said(row: dict[str, Any]) -> str:
     )
 
 
-def figure(points: Sequence[dict[str, Any]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """A panel per setting: mean KL, a dot per text."""
+    points = data["result"]["points"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -106,31 +108,33 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
             line = [point for point in mine if point["curve"] == curve]
             x, legend = [str(point["value"]) for point in line], f"legend{number + 1}" if number else "legend"
             fig.add_scatter(
-                x=x, y=[p["kl"] for p in line], name=curve, mode="lines+markers", line_color=colour, legend=legend, **at
+                x=x,
+                y=[max(p["kl"], LEAST) for p in line],
+                name=curve,
+                mode="lines+markers",
+                line_color=colour,
+                legend=legend,
+                **at,
             )
             dots = [(a, value) for a, point in zip(x, line, strict=True) for value in point["kl_by_answer"]]
             fig.add_scatter(
                 x=[a for a, _ in dots],
-                y=[b for _, b in dots],
+                y=[max(b, LEAST) for _, b in dots],
                 mode="markers",
                 showlegend=False,
                 marker={"color": colour, "size": 4, "opacity": 0.35},
                 **at,
             )
     fig.update_xaxes(type="category")
-    fig.update_yaxes(rangemode="tozero", exponentformat="none")
-    for row, col in ((1, 3), (2, 1)):
-        fig.update_yaxes(type="log", range=[-4, 0], dtick=1, row=row, col=col)
-    fig.update_yaxes(title="KL to full attention, nats", col=1)
-    return fig.update_layout(
-        title={"text": TITLE, "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1500,
-        height=950,
-        font={"size": 12},
-        margin={"l": 70, "r": 20, "t": 90, "b": 60},
-        **legends(fig, len(TITLES)),
+    fig.update_yaxes(**powers(), range=[math.log10(LEAST) - 0.2, 0.2])
+    fig.update_yaxes(title=f"KL to full attention, nats<br>(less than {LEAST:g} is drawn there)", col=1)
+    spread = {panel: [p["kl"] for p in points if p["figure"] == panel] for panel in TITLES}
+    most = max(spread, key=lambda panel: max(spread[panel]) - min(spread[panel]))
+    found = (
+        f"On ordinary text the {TITLES[most]} matters most: the KL to full attention goes from {min(spread[most]):.2g} "
+        f"to {max(spread[most]):.2g} nats ({PROMPT} tokens and {ANSWER} more; dots: texts)"
     )
+    return finished(fig, None, found, width=1500, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -177,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "answering_seconds": round(seconds_of(records)),
     }
     text = record("loopserve-fidelity", {"points": points, "halves": halves}, settings, started=started)
-    save("loopserve_fidelity", text, figure(points), args.out)
+    save("loopserve_fidelity", text, figure, args.out)
 
 
 if __name__ == "__main__":

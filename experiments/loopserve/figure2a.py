@@ -10,6 +10,7 @@ many lines the halves share, over texts, heads and shares (Fig. 2 b).
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,9 @@ from typing import Any
 
 import torch
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
-from sinkscope.figures.style import BLUE, ORANGE
+from sinkscope.figures.style import BLUE, ORANGE, finished
 from sinkscope.lines.choice import attention_of, top_lines
 from sinkscope.lines.sums import Scores, line_sums, scores_of
 from sinkscope.models.load import load
@@ -54,19 +55,31 @@ def apart(lines: dict[str, list[int]]) -> float:
     return len(second - set(lines["first_slash"])) / max(1, len(second))
 
 
-def telling(lines: dict[str, list[int]]) -> float:
-    """How well a head shows what the figure is about: it has slash lines in both halves, and they differ."""
-    return min(len(lines["first_slash"]), len(lines["second_slash"]), 4) + apart(lines)
+def telling(lines: dict[str, list[int]], probs: torch.Tensor) -> float:
+    """How well a head shows what the figure is about: what slash lines of the second half alone carry there."""
+    half = len(probs) // 2
+    inside = probs[half:, half:]
+    new = set(lines["second_slash"]) - set(lines["first_slash"])
+    return sum(float(inside.diagonal(-offset).sum()) for offset in new) * bool(lines["first_slash"])
 
 
-def figure(lines: dict[str, list[int]], probs: torch.Tensor, title: str) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """The map, darker where a query attends more, and the lines of both halves over their part of it."""
     import plotly.graph_objects as go
 
-    keys = len(probs)
-    half, shown = keys // 2, probs.clone()
-    shown[torch.triu(torch.ones_like(shown), 1) > 0] = torch.nan
-    fig: Any = go.Figure(go.Heatmap(z=shown.sqrt().tolist(), colorscale="Greys", showscale=False, hoverinfo="skip"))
+    lines, layer, head = (data["result"][name] for name in ("lines", "layer", "head"))
+    shown = [[math.sqrt(int(word) / 1000) for word in line.split()] for line in data["result"]["map"]]
+    keys = len(shown)
+    half = keys // 2
+    found = f"Layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
+    fig: Any = go.Figure(
+        go.Heatmap(
+            z=[[*row, *[None] * (keys - len(row))] for row in shown],
+            colorscale="Greys",
+            showscale=False,
+            hoverinfo="skip",
+        )
+    )
     for name, colour, (begin, end) in (("first", BLUE, (0, half)), ("second", ORANGE, (half, keys))):
         x, y = list[float | None](), list[float | None]()
         for key in lines[f"{name}_vertical"]:
@@ -82,21 +95,13 @@ def figure(lines: dict[str, list[int]], probs: torch.Tensor, title: str) -> Any:
     fig.add_shape(type="rect", **corner, line={"color": ORANGE, "dash": "dot"})
     fig.update_yaxes(range=[keys - 0.5, -0.5], title="query", scaleanchor="x", constrain="domain", showgrid=False)
     fig.update_xaxes(title="key", range=[-0.5, keys - 0.5], constrain="domain", showgrid=False)
-    return fig.update_layout(
-        title={"text": title, "x": 0.02},
-        template="plotly_white",
-        width=900,
-        height=940,
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.08},
-        margin={"l": 60, "r": 20, "t": 70, "b": 60},
-    )
+    return finished(fig, None, found, width=900, height=940, legend=-0.08, bottom=60, top=70)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m experiments.loopserve.figure2a", description=__doc__)
     parser.add_argument("--tokens", type=int, default=192)
-    parser.add_argument("--head", default="", help="LAYER.HEAD; by default one with slash lines in both halves")
+    parser.add_argument("--head", default="", help="LAYER.HEAD; by default the one with the heaviest new slash lines")
     parser.add_argument("--out", type=Path, default=Path("figures"))
     args = parser.parse_args(argv)
     started = time.perf_counter()
@@ -111,18 +116,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with scores_of(target, see, list(range(target.n_layers))):
         target.forward(ids[None])
-    layer, head = (
-        (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(found[k][0]))
-    )
+    layer, head = (int(n) for n in args.head.split(".")) if args.head else max(found, key=lambda k: telling(*found[k]))
     lines, probs = found[layer, head]
-    title = f"{target.name}, layer {layer}, head {head}: {apart(lines):.0%} of the second half's slash lines are new"
+    shares = [" ".join(str(round(1000 * share)) for share in row[: i + 1]) for i, row in enumerate(probs.tolist())]
     every = {f"{a}.{b}": apart(own) for (a, b), (own, _) in found.items()}
-    result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every}
+    result = {"layer": layer, "head": head, "lines": lines, "slash_lines_that_are_new": every, "map": shares}
     settings = {"model": "bundled", "tokens": args.tokens, "eta": ETA}
     save(
         "loopserve_fig2a",
         record("loopserve-fig2a", result, settings, started=started),
-        figure(lines, probs, title),
+        figure,
         args.out,
     )
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.bench.dialogues.run import run_dialogues
 from sinkscope.bench.dialogues.tables import Answered, tabulate_dialogues
 from sinkscope.console import ProgressBar
-from sinkscope.figures.style import BLUE, GREEN, ORANGE
+from sinkscope.figures.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
 
 METHODS = ("full", "streaming", "snapkv", "adakv", "progressive", "progressive-0")
@@ -57,8 +57,9 @@ def _point(group: Answered) -> dict[str, Any]:
     }
 
 
-def figure(panels: Sequence[dict[str, Any]], budget: int) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """A panel for each number of facts: bars by method and position."""
+    panels, budget = data["result"]["panels"], data["settings"]["budget"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -74,7 +75,7 @@ def figure(panels: Sequence[dict[str, Any]], budget: int) -> Any:
             fig.add_bar(
                 x=[html.escape(b["method"]) for b in bars],
                 y=[b["accuracy"] for b in bars],
-                name=f"question at {place}",
+                name=f"question {at_place(place)}",
                 legendgroup=place,
                 showlegend=column == 1,
                 marker_color=colour,
@@ -90,17 +91,15 @@ def figure(panels: Sequence[dict[str, Any]], budget: int) -> Any:
             )
     fig.update_yaxes(range=[-0.02, 1.05], tickformat=".0%")
     fig.update_yaxes(title_text="right answers", row=1, col=1)
-    title = f"Accuracy by position of the question, {budget} cached tokens (recall model)"
-    return fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        barmode="group",
-        width=1500,
-        height=520,
-        font={"size": 13},
-        margin={"l": 60, "r": 20, "t": 90, "b": 60},
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.18},
+    one = {(p["method"], p["position"]): p["accuracy"] for p in panels[0]["points"]}
+    spread = {m: {place: one[m, place] for place in POSITIONS} for m, _ in one}
+    most = max(spread, key=lambda m: max(spread[m].values()) - min(spread[m].values()))
+    told = (f"{value:.0%} {at_place(place)}" for place, value in spread[most].items())
+    found = (
+        f"With {budget} cached tokens {most} answers questions by their place: {', '.join(told)}; the whole "
+        f"cache answers at least {min(spread['full'].values()):.0%} anywhere"
     )
+    return finished(fig, None, found, width=1500, height=560, barmode="group", legend=-0.3)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -130,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "controls": ["full", "streaming"],
     }
     text = record("loopserve-fig2d", {"panels": panels}, settings, started=started)
-    save("loopserve_fig2d", text, figure(panels, args.budget), args.out)
+    save("loopserve_fig2d", text, figure, args.out)
     for panel in panels:
         for method in METHODS:
             points = [p for p in panel["points"] if p["method"] == method]

@@ -12,13 +12,14 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import ASK, FACT, TAIL, recall_dialogue
-from sinkscope.figures.style import BLUE, GREEN, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREEN, ORANGE, RED, at_place, finished
 
 CONTEXT, NEEDED, QUESTION, ANSWER = "context", "fact that an answer needs", "question", "answer"
 COLOURS = {CONTEXT: "#d9d9d9", NEEDED: GREEN, QUESTION: ORANGE, ANSWER: BLUE}
@@ -52,15 +53,16 @@ def chain(turns: Sequence[Any], number: int) -> list[str]:
     return found
 
 
-def figure(rows: Sequence[dict[str, Any]], turns: int) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """A bar per position: tokens from left to right, lines between turns."""
+    rows, turns = data["result"]["pieces"], data["settings"]["turns"]
     import plotly.graph_objects as go
 
     fig: Any = go.Figure()
     for kind, colour in COLOURS.items():
         mine = [row for row in rows if row["kind"] == kind]
         fig.add_bar(
-            y=[f"question at {row['position']}" for row in mine],
+            y=[f"question {at_place(row['position'])}" for row in mine],
             x=[row["tokens"] for row in mine],
             base=[row["start"] for row in mine],
             orientation="h",
@@ -70,18 +72,30 @@ def figure(rows: Sequence[dict[str, Any]], turns: int) -> Any:
     for turn in range(turns):
         start = next(row["start"] for row in rows if row["turn"] == turn)
         fig.add_vline(x=start, line={"color": RED, "width": 1.5, "dash": "dot"})
-        fig.add_annotation(x=start, y=1.1, yref="paper", text=f"turn {turn + 1}", showarrow=False, xanchor="left")
+        fig.add_annotation(x=start, y=1.12, yref="paper", text=f"turn {turn + 1}", showarrow=False, xanchor="left")
     fig.update_xaxes(title="token of the dialogue")
     fig.update_yaxes(autorange="reversed")
-    return fig.update_layout(
-        title={"text": "Three positions of the questions of one dialogue", "x": 0.02},
-        template="plotly_white",
+    away: dict[str, list[int]] = {}
+    for row in rows:
+        if row["kind"] == "question":
+            same = [
+                r for r in rows if (r["position"], r["turn"], r["kind"]) == (row["position"], row["turn"], "answer")
+            ]
+            away.setdefault(row["position"], []).append(same[0]["start"] - row["start"])
+    found = "From a question to its answer: " + ", ".join(
+        f"{fmean(tokens):.0f} tokens if it stands {at_place(place)}" for place, tokens in away.items()
+    )
+    margin = {"l": 190, "r": 20, "t": 110, "b": 100}
+    return finished(
+        fig,
+        None,
+        found,
         width=1300,
-        height=380,
-        font={"size": 13},
+        height=400,
         barmode="overlay",
-        legend={"orientation": "h", "y": -0.28},
-        margin={"l": 150, "r": 20, "t": 90, "b": 60},
+        legend=-0.25,
+        bottom=100,
+        margin=margin,
     )
 
 
@@ -102,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows.append({"position": place, "turn": number, "kind": kind, "start": start, "tokens": tokens})
                 start += tokens
     text = record("loopserve-fig8", {"pieces": rows}, {"turns": args.turns, "tokens": args.tokens}, started=started)
-    save("loopserve_fig8", text, figure(rows, args.turns), args.out)
+    save("loopserve_fig8", text, figure, args.out)
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from experiments.bench_lines import MARKED, SHAPES, VOCAB, made, memory
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.record import record
 from sinkscope.console import note
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, AdaKV, SnapKV
 from sinkscope.kv.loopserve import LoopServe, tokens_read
@@ -221,8 +221,9 @@ def rows_of(runs: Sequence[Run], outputs: Sequence[int]) -> list[dict[str, Any]]
     return rows
 
 
-def figure(rows: list[dict[str, Any]], outputs: Sequence[int], load: Sequence[float] = (0, 0)) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """Times and ratios by context, by length of the answer, and memory."""
+    rows, load, outputs = data["result"]["rows"], data["result"]["load"], data["settings"]["outputs"]
     from plotly.subplots import make_subplots
 
     most = max(r["rounds"] for r in rows)
@@ -282,16 +283,12 @@ def figure(rows: list[dict[str, Any]], outputs: Sequence[int], load: Sequence[fl
     single = [f"{n:,}" for n in ticks if all(r["rounds"] == 1 for r in rows if r["context"] == n)]
     said = f"one thread of a CPU, load average {load[0]:.0f} to {load[1]:.0f}; median of {most} rounds"
     said += f", one at {', '.join(single)}" if single and most > 1 else ""
-    title = f"A turn: latency and memory<br><sup>{said}</sup>"
-    return fig.update_layout(
-        title={"text": title, "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1500,
-        height=860,
-        font={"size": 13},
-        legend={"orientation": "h", "y": -0.1},
-        margin={"l": 60, "r": 30, "t": 110},
+    faster = {r["arm"]: r["times_faster"][last] for r in rows if r["context"] == shown and r["arm"] != "full"}
+    found = (
+        f"A turn of {last} tokens after {shown:,} tokens of context, times faster than full attention: "
+        + ", ".join(f"{arm} {times:.1f}" for arm, times in sorted(faster.items(), key=lambda item: -item[1]))
     )
+    return finished(fig, None, f"{found} ({said})", width=1500, height=900, legend=-0.1, top=100)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -364,7 +361,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{number + 1}/{len(todo)} {arm} at {context}: first token {found['seconds'][0]:.2f} s, "
             f"{1e3 * statistics.fmean(found['seconds'][1:]):.1f} ms a token; about {left:.0f} s left"
         )
-    save(NAME, written(True), figure(rows_of(runs, args.outputs), args.outputs, loads(runs)), args.out)
+    save(NAME, written(True), figure, args.out)
     for row in rows_of(runs, args.outputs):
         print(json.dumps(row))
 

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.record import record
 from sinkscope.attention.lines import line_weights
 from sinkscope.attention.overlap import line_overlap
-from sinkscope.figures.style import BLUE, GREEN, ORANGE
+from sinkscope.figures.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
 from sinkscope.published import read_prompts
 
@@ -90,8 +90,15 @@ def table(sources: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def figure(sources: Sequence[dict[str, Any]], title: str) -> Any:
+def title(sources: Sequence[dict[str, Any]]) -> str:
+    """What the last window finds in each source, with the question at the end and at the beginning."""
+    found = [f"{each['name']} {each['shown']['end']:.0%} and {each['shown']['begin']:.0%}" for each in sources]
+    return f"Found by the last window, question at the end and at the beginning: {'; '.join(found)}"
+
+
+def figure(data: dict[str, Any]) -> Any:
     """Six panels: Figs. 1, 1 d, 2 b, 2 c, 4 a and 4 b, a colour for each source, random choices dotted."""
+    sources = data["result"]["sources"]
     from plotly.subplots import make_subplots
 
     titles = [
@@ -120,7 +127,7 @@ def figure(sources: Sequence[dict[str, Any]], title: str) -> Any:
             curve(at, agree["etas"], agree[f"{name}_random"], source, colour, "dot")
         places, name = tokens["positions"], html.escape(source["name"])
         found = [p["overlap"][k] for p in places]
-        x = [p["position"] for p in places]
+        x = [at_place(p["position"]) for p in places]
         fig.add_bar(x=x, y=found, name=name, legendgroup=name, showlegend=False, marker_color=colour, row=2, col=1)
         blocks = [each for each in tokens["blocks"] if each["overlap"]]
         curve(4, [b["block"] for b in blocks], [b["overlap"][k] for b in blocks], source, colour)
@@ -133,18 +140,10 @@ def figure(sources: Sequence[dict[str, Any]], title: str) -> Any:
             source,
             colour,
         )
-    for at, said in enumerate(("eta", "eta", "eta", "question at", "block", "blocks apart")):
+    for at, said in enumerate(("eta", "eta", "eta", "question", "block", "blocks apart")):
         fig.update_xaxes(title_text=said, row=at // 3 + 1, col=at % 3 + 1)
     fig.update_yaxes(range=[0, 1.02], tickformat=".0%")
-    return fig.update_layout(
-        title={"text": html.escape(title), "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1500,
-        height=860,
-        font={"size": 13},
-        margin={"l": 60, "r": 20, "t": 110, "b": 60},
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12},
-    )
+    return finished(fig, None, title(sources), width=1500, height=900, legend=-0.1)
 
 
 def rewritten(page: str, made: str) -> str:
@@ -160,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--topics", type=Path, required=True, help="LongEval's 5_topics.jsonl")
     parser.add_argument("--lines", type=Path, required=True, help="LongEval's 200_lines.jsonl")
     parser.add_argument("--model", default="bundled")
-    parser.add_argument("--count", type=int, default=4, help="prompts of each file, pieces of ordinary text")
+    parser.add_argument("--count", type=int, default=12, help="prompts of each file, pieces of ordinary text")
     parser.add_argument("--length", type=int, default=512, help="most tokens of each; longer ones lose their middle")
     parser.add_argument("--new", type=int, default=32, help="most tokens of an answer")
     parser.add_argument("--out", type=Path, default=Path("figures"))
@@ -177,8 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     origin = "LongEval, github.com/DachengLi1/LongChat, Apache-2.0"
     settings = {"model": args.model, **options, "window": 8, "files": digests, "origin": origin}
     text = record("loopserve-longeval", {"sources": sources}, settings, started=started)
-    title = f"LoopServe's observations on LongEval's files, at most {args.length} tokens ({args.model})"
-    save("loopserve_longeval", text, figure(sources, title), args.out)
+    save("loopserve_longeval", text, figure, args.out)
     print(made := table(sources))
     if args.page is not None:
         args.page.write_text(rewritten(args.page.read_text(encoding="utf-8"), made), encoding="utf-8")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import (
     ALL,
@@ -31,7 +31,7 @@ from experiments.loopserve.runs import (
     specs,
 )
 from experiments.record import record
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, finished
 
 PRINTED, DRAWN, DENSE = "as printed", "exact weights, rows drawn", "default: last 16 rows dense"
 """Curves of the prompt's half: algorithm 5 with its one overlap, the same with exact weights, and ours."""
@@ -62,7 +62,6 @@ CURVES: tuple[tuple[str, Suite, str, str, tuple[float, ...]], ...] = (
     ("first, chain", SWEPT_CHAIN, "chosen from everything", "loopserve-d:first={}", (0, 16)),
     ("first, chain", SWEPT_CHAIN, "chosen from what is left", "progressive:mode=evict:after={}", (0, 16)),
 )
-TITLE = "Recall model, one setting at a time: right answers; of chains, what is said before the first mistake"
 TITLES = {
     "alpha": "alpha of the prompt's half (one fact)",
     "sample": "queries in the sample (one fact)",
@@ -84,8 +83,9 @@ def methods_of(suite: Suite) -> dict[tuple[str, str, float], str]:
     }
 
 
-def figure(points: Sequence[dict[str, Any]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """A panel per setting: right answers with intervals where one fact is asked, else how far answers go."""
+    points = data["result"]["points"]
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(
@@ -131,15 +131,11 @@ def figure(points: Sequence[dict[str, Any]]) -> Any:
                 )
     fig.update_xaxes(type="category")
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
-    return fig.update_layout(
-        title={"text": TITLE, "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
-        width=1700,
-        height=950,
-        font={"size": 12},
-        margin={"l": 50, "r": 20, "t": 90, "b": 40},
-        **legends(fig, len(TITLES)),
-    )
+    every = [p for p in points if p["position"] == ALL]
+    spread = {n: [p["prefix" if "chain" in n else "score"] for p in every if p["figure"] == n] for n in TITLES}
+    told = (f"{name} {min(values):.0%} to {max(values):.0%}" for name, values in spread.items())
+    found = "Right answers (of chains, what comes before the first mistake) by setting: " + "; ".join(told)
+    return finished(fig, None, found, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
 def legends(fig: Any, panels: int) -> dict[str, Any]:
@@ -148,7 +144,7 @@ def legends(fig: Any, panels: int) -> dict[str, Any]:
     for number in range(panels):
         name = str(number + 1) if number else ""
         x, y = fig.layout[f"xaxis{name}"].domain, fig.layout[f"yaxis{name}"].domain
-        found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "xanchor": "left", "yanchor": "top"}
+        found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "orientation": "v", "xanchor": "left"}
     return found
 
 
@@ -171,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
     result = {"points": points, "full": full}
     settings = settings_of([SWEPT_KEPT, SWEPT_CHAIN], seconds)
-    save("loopserve_sweeps", record("loopserve-sweeps", result, settings, started=started), figure(points), args.out)
+    save("loopserve_sweeps", record("loopserve-sweeps", result, settings, started=started), figure, args.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.loopguard.drawn import save
+from experiments.drawn import save
 from experiments.loopserve.paper import TURNS
 from experiments.loopserve.runs import (
     LONGBENCH,
@@ -29,7 +29,7 @@ from experiments.loopserve.runs import (
     turns_of,
 )
 from experiments.record import record
-from sinkscope.figures.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED
+from sinkscope.figures.style import BLUE, COLOURS, GREEN, GREY, ORANGE, RED, finished
 
 BUDGET = 128
 PURPLE, SKY = COLOURS[3:5]
@@ -64,20 +64,22 @@ SHOWN = (
 )
 
 
-def figure(rows: Sequence[dict[str, Any]]) -> Any:
+def figure(data: dict[str, Any]) -> Any:
     """A curve per method over the turns."""
+    rows = data["result"]["rows"]
+    names = list(dict.fromkeys(row["label"] for row in rows))
     from plotly.subplots import make_subplots
 
     fig: Any = make_subplots(rows=1, cols=2, subplot_titles=[title for _, _, title in SHOWN], horizontal_spacing=0.04)
     for col, (suite, key, _) in enumerate(SHOWN, 1):
-        for name, (colour, dash, symbol, size) in sorted(zip(NAMES, LINES, strict=True), key=lambda pair: -pair[1][3]):
+        for name, (colour, dash, symbol, size) in sorted(zip(names, LINES, strict=False), key=lambda pair: -pair[1][3]):
             mine = [row for row in rows if (row["suite"], row["label"]) == (suite.name, name)]
             fig.add_scatter(
                 x=[row["turn"] for row in mine],
                 y=[row[key] for row in mine],
                 name=name,
                 legendgroup=name,
-                legendrank=list(NAMES).index(name),
+                legendrank=names.index(name),
                 showlegend=col == 1,
                 mode="lines+markers",
                 line={"color": colour, "dash": dash, "width": 2},
@@ -87,14 +89,19 @@ def figure(rows: Sequence[dict[str, Any]]) -> Any:
             )
     fig.update_xaxes(title="turn", dtick=1)
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
-    return fig.update_layout(
-        title={"text": f"Nine turns, one cache, {BUDGET} tokens of budget", "x": 0.01, "xanchor": "left"},
-        template="plotly_white",
+    last = {row["label"]: row["score"] for row in rows if (row["suite"], row["turn"]) == (NINE.name, len(TURNS))}
+    found = f"Right answers in turn {len(TURNS)} with {data['settings']['budget']} cached tokens: " + ", ".join(
+        f"{name} {score:.0%}" for name, score in last.items()
+    )
+    legend = {"x": 0, "xanchor": "left", "y": -0.16, "entrywidth": 220, "itemwidth": 50}
+    return finished(
+        fig,
+        None,
+        found,
         width=1400,
-        height=640,
-        font={"size": 13},
-        legend={"orientation": "h", "x": 0, "y": -0.16, "entrywidth": 220, "itemwidth": 50},
-        margin={"l": 50, "r": 20, "t": 90, "b": 60},
+        height=660,
+        bottom=150,
+        legend=legend,
     )
 
 
@@ -119,9 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             sep="\n",
         )
     settings = settings_of([suite for suite, _, _ in SHOWN], seconds) | {"budget": BUDGET}
-    save(
-        "loopserve_turns", record("loopserve-turns", {"rows": rows}, settings, started=started), figure(rows), args.out
-    )
+    save("loopserve_turns", record("loopserve-turns", {"rows": rows}, settings, started=started), figure, args.out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -27,7 +28,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import Observe, Rows
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
-from sinkscope.output import check_writable
+from sinkscope.output import ARRAYS, write_output
 
 Head = tuple[int, int]
 """(layer, query head)."""
@@ -263,10 +264,9 @@ class Barcode(Result):
         """
         if not self.arrays:
             raise SinkscopeError("this result was read from a file, which holds pictures only: record it again")
-        target = check_writable(path)
-        with open(target, "wb") as file:
-            np.savez_compressed(file, **{f"{la}.{h}": a.numpy() for (la, h), a in self.arrays.items()})  # pyright: ignore[reportArgumentType]
-        return Path(target)
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **{f"{la}.{h}": a.numpy() for (la, h), a in self.arrays.items()})  # pyright: ignore[reportArgumentType]
+        return write_output(path, packed.getvalue())
 
 
 @measurement(
@@ -275,14 +275,14 @@ class Barcode(Result):
     loading="whole",
     edits=True,
     quick={"max_new_tokens": 24, "layers": [0]},
-    outputs=[Output("npz", "Write every step of every head.", Barcode.save_arrays)],
+    outputs=[Output("npz", "Write every step of every head.", Barcode.save_arrays, kind=ARRAYS)],
 )
 def barcode(
     setup: Setup,
     prompt: Annotated[str | Sequence[int] | None, Option("--prompt-file", metavar="FILE|-", reads="text")] = None,
     *,
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
-    heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="LAYER.HEAD", reads="head")] = None,
+    heads: Annotated[Sequence[tuple[int, int]] | None, Option(metavar="L0.H4", reads="head")] = None,
     max_new_tokens: Positive = 512,
     bins: Positive = 512,
     raw: bool = False,
@@ -303,6 +303,9 @@ def barcode(
         raw: Keep a column per position instead, for up to four heads.
         control: Record ordinary text of the same length as well.
         live: Show the mean over the heads while it grows, on a terminal or in a notebook.
+
+    Example:
+        sinkscope barcode --live --html barcode.html
     """
     kept = _chosen(setup, layers, heads)
     if raw and len(kept) > RAW_HEADS:

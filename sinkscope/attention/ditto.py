@@ -94,6 +94,15 @@ class Ditto(Result):
     """
 
     percent: ClassVar[tuple[str, ...]] = ("increased", "likeliest")
+    columns: ClassVar[tuple[str, ...]] = (
+        "unit",
+        "copies",
+        "probability",
+        "ablated",
+        "control",
+        "increased",
+        "likeliest",
+    )
 
     after: int
     first: float
@@ -150,6 +159,15 @@ class Ditto(Result):
     figure="sinkscope.figures.attention:draw_ditto",
     loading="whole",
     quick={"periods": [4], "units": 2, "draws": 1},
+    scan={
+        "order": 50,
+        "seconds": [1.7, 9.0],
+        "quick": {"periods": [8], "units": 3, "draws": 2},
+        "numbers": {
+            "probability of a repeated cycle's token": ["copied", "first"],
+            "the same without the copying heads": ["ablated", "control", "copied - control"],
+        },
+    },
 )
 def ditto(
     setup: Setup,
@@ -172,6 +190,9 @@ def ditto(
         heads: Ablate this many of the best induction heads. By default as few as take away half of the copying, and at
             most a quarter of all heads.
         draws: Draws of other heads for the control.
+
+    Example:
+        sinkscope ditto --model qwen3-1.7b --period 8
     """
     _check(setup.target, periods, heads)
     target, total = setup.target, setup.n_layers * setup.n_heads

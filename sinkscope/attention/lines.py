@@ -115,7 +115,9 @@ class LineWeights(Weights, Result):
         picture: the attention map of one of them with its lines.
     """
 
+    page: ClassVar[str] = "measure/lines"
     percent: ClassVar[tuple[str, ...]] = (*_NAMES, "vertical")
+    columns: ClassVar[tuple[str, ...]] = ("head", "mass", "random_mass", "cells", "vertical", "line_sums", "eta")
 
     etas: tuple[float, ...]
     inputs: tuple[Input, ...]
@@ -162,12 +164,18 @@ class LineWeights(Weights, Result):
 
 
 @measurement(
-    group="Look",
+    group="Dialogues",
     figure="sinkscope.figures.attention:draw_weights",
     command="lines",
     loading="whole",
     edits=True,
     quick={"count": 1, "length": 48, "layers": [1]},
+    scan={
+        "order": 70,
+        "seconds": [0.6, 6.0],
+        "quick": {"count": 4, "length": 256},
+        "numbers": {"attention on the heaviest 10 % of lines": ["mass.1", "random_mass.1"]},
+    },
 )
 def line_weights(
     setup: Setup,
@@ -178,7 +186,7 @@ def line_weights(
     length: int | None = None,
     etas: Sequence[float] = ETAS,
     layers: Sequence[int] | None = None,
-    head: Annotated[tuple[int, int] | None, Option(reads="head", metavar="LAYER.HEAD")] = None,
+    head: Annotated[tuple[int, int] | None, Option(reads="head", metavar="L0.H4")] = None,
 ) -> LineWeights:
     """Measure how much of the attention of every head the heaviest vertical and slash lines carry.
 
@@ -199,6 +207,9 @@ def line_weights(
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
         SinkscopeError: Bad input; the message is one line and says what to do.
+
+    Example:
+        sinkscope lines --model llama-3.1-8b --data samsum.jsonl
     """
     chosen = shares(etas)
     setup.record(etas=chosen)

@@ -157,6 +157,16 @@ class Locking(Result):
     """
 
     kind: ClassVar[str] = "locking"
+    columns: ClassVar[tuple[str, ...]] = (
+        "head",
+        "score",
+        "healthy_score",
+        "gain",
+        "mass",
+        "stability",
+        "onset",
+        "width",
+    )
 
     tokens: int
     prompt_tokens: int
@@ -248,6 +258,9 @@ def locking(
         suffix: Positions that count as the suffix; three periods if these are more.
         window: Tokens of the type-token ratio.
         control: Compare with ordinary text of the same length; from Python also the ids of such a text.
+
+    Example:
+        sinkscope locking --model qwen3-1.7b --max-new-tokens 500
     """
     if prompt is not None and ids is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")

@@ -163,7 +163,9 @@ class LineOverlap(Overlap, Result):
         tokens: observation 4; None: it was not asked for, or the texts have no questions.
     """
 
+    page: ClassVar[str] = "measure/overlap"
     percent: ClassVar[tuple[str, ...]] = _NAMES
+    columns: ClassVar[tuple[str, ...]] = ("head", "inputs", "inputs_random", *_NAMES[3:], "inputs_paper", "eta")
 
     etas: tuple[float, ...]
     texts: tuple[Input, ...]
@@ -202,11 +204,18 @@ class LineOverlap(Overlap, Result):
 
 
 @measurement(
-    group="Look",
+    group="Dialogues",
     figure="sinkscope.figures.attention:draw_overlap",
     command="overlap",
     loading="whole",
     quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},
+    scan={
+        "order": 72,
+        "seconds": [1.3, 8.0],
+        "quick": {"count": 3, "length": 192, "max_new_tokens": 12},
+        "full": {"length": 384},
+        "numbers": {"heaviest lines shared by two texts": ["inputs.0", "inputs_random.0"]},
+    },
 )
 def line_overlap(
     setup: Setup,
@@ -242,6 +251,9 @@ def line_overlap(
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
         SinkscopeError: Bad input; the message is one line and says what to do.
+
+    Example:
+        sinkscope overlap --model llama-3.1-8b --data samsum.jsonl
     """
     chosen, parts = shares(etas), shares(budgets, "--budget")
     setup.record(etas=chosen, budgets=parts)

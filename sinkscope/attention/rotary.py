@@ -184,6 +184,10 @@ class RotaryInvariance(Result):
     """
 
     kind: ClassVar[str] = "rotary"
+    columns: ClassVar[tuple[str, ...]] = (
+        *("layer", "spread", "change", "other_change", "healthy_change", "bound", "tail_mass", "drift", "step_drift"),
+        *("contraction", "tightness", "error"),
+    )
 
     tokens: int
     prompt_tokens: int
@@ -305,6 +309,9 @@ def rotary_invariance(
         ids: A whole sequence that ends in a loop, instead of generating one.
         max_new_tokens: Tokens to generate.
         layers: Measure this layer. By default all layers.
+
+    Example:
+        sinkscope rotary --model qwen3-1.7b --layer 3
     """
     if prompt is not None and ids is not None:
         raise SinkscopeError("a prompt and ids are given: expected one of them")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.names import ORGANISM
 from sinkscope.published import SETS
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from sinkscope.bench.dialogues.tables import Dialogues, Fidelity
     from sinkscope.bench.loopbench.tables import LoopBench
     from sinkscope.bench.methods import Budget
+    from sinkscope.bench.needle.run import Needle
     from sinkscope.bench.runner import NamedModel
 
 TEXT = "text"
 
 
-@command(group="Benchmarks", command="loopbench run")
+@command(group="Loops", command="loopbench run")
 def loopbench_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -66,6 +67,9 @@ def loopbench_run(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loopbench run --methods full,loopguard --out runs
     """
     from sinkscope.bench.loopbench.prompts import honest_texts, load_prompts
     from sinkscope.bench.methods import check_methods, parse_budget
@@ -104,10 +108,10 @@ def loopbench_run(
     return tabulate([folder])
 
 
-@command(group="Benchmarks", command="dialogues run")
+@command(group="Dialogues", command="dialogues run")
 def dialogues_run(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str = "recall",
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -158,6 +162,9 @@ def dialogues_run(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues run --methods full,h2o --budget 128 --out runs
     """
     names, share = _methods_of(methods, settings, budget)
     some = _dialogues_of(dialogues, count, seed)
@@ -184,10 +191,10 @@ def dialogues_run(
     return tabulate_dialogues([folder])
 
 
-@command(group="Benchmarks", command="dialogues fidelity")
+@command(group="Dialogues", command="dialogues fidelity")
 def dialogues_fidelity(
     *,
-    out: Annotated[Path, Option(metavar="DIR")],
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     backend: Literal["bridge", "hf", "nnsight"] = "hf",
@@ -238,6 +245,9 @@ def dialogues_fidelity(
         workers: Processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues fidelity --dialogues text --out near
     """
     names, share = _methods_of(methods, settings, budget)
 
@@ -276,7 +286,7 @@ def dialogues_fidelity(
     return tabulate_fidelity([folder])
 
 
-@command(group="Benchmarks", command="dialogues table")
+@command(group="Dialogues", command="dialogues table")
 def dialogues_table(
     folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
 ) -> Dialogues | Fidelity:
@@ -284,18 +294,100 @@ def dialogues_table(
 
     Args:
         folders: Folders of runs, or of fidelity.
+
+    Example:
+        sinkscope dialogues table runs --json table.json
     """
     from sinkscope.bench.dialogues.tables import FIDELITY, tabulate_dialogues, tabulate_fidelity
 
     try:
-        settings = json.loads((folders[0] / "settings.json").read_bytes())
+        settings = parse_json((folders[0] / "settings.json").read_bytes())
     except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
         settings = None
     fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
 
 
-def _named(model: str | None, backend: str, **options: str | None) -> NamedModel:
+@command(group="Dialogues", command="needle")
+def needle(
+    model: Annotated[object, Option("--model", metavar="NAME")] = None,
+    *,
+    tokenizer: Hidden = None,
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    tasks: Annotated[Sequence[str], Option("--tasks", reads="commas")] = (),
+    lengths: Annotated[Sequence[int], Option("--lengths", reads="commas")] = (640, 1024, 1536, 2048),
+    depths: Annotated[Sequence[float], Option("--depths", reads="commas")] = (0.0, 0.25, 0.5, 0.75, 1.0),
+    samples: Positive = 1,
+    methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = (),
+    budget: float = 0.125,
+    form: Literal["recall", "facts", "ruler"] | None = None,
+    max_new_tokens: Positive | None = None,
+    batch_size: Positive = 1,
+    out: Annotated[Path | None, Option(metavar="DIR", writes=True)] = None,
+    seed: Count = 0,
+    workers: Positive = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    progress: Hidden = None,
+) -> Needle:
+    """Measure at which depth and length of a prompt each method still finds what is asked for.
+
+    Args:
+        model: A short name, hub id or folder; recall and recall-2hop are the recall models in the package. By default
+            the bundled model.
+        tokenizer: Where a live model carries none.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        tasks: needle, multi-key, key-value, tracking and chain, with commas between. By default all that the
+            form has.
+        lengths: Longest prompts in tokens, with commas between.
+        depths: Where the first statement that the answer needs stands, from 0 to 1, with commas between.
+        samples: Prompts of each task, length and depth.
+        methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
+            package.module:Class. By default full and ten more; an unknown name lists all.
+        budget: Fraction of the context that every method with a size gets.
+        form: Words of the prompts: ruler are RULER's in English, recall those of the recall models, facts sentences
+            that the bundled model knows. By default what suits the model.
+        max_new_tokens: Longest answer. By default RULER's 128, and 8 in the other forms.
+        batch_size: Prompts that run together.
+        out: Where answers are kept. If the folder holds a part of this run, the run continues.
+        seed: Seed of every random choice.
+        workers: Processes that share the work; more than one run over Ray.
+        ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope needle --model recall --lengths 640,1024 --out needle
+    """
+    from sinkscope.bench.needle.run import run_needle
+
+    if model is None or isinstance(model, str):
+        model = _named(model, backend, revision=revision, device=device, dtype=dtype)
+    return run_needle(
+        model,
+        out=out,
+        tokenizer=tokenizer,
+        form=form,
+        tasks=tasks,
+        lengths=lengths,
+        depths=depths,
+        samples=samples,
+        methods=methods,
+        share=budget,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        seed=seed,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+    )
+
+
+def _named(model: Any, backend: str, **options: str | None) -> NamedModel:
     """A model that each process opens for itself."""
     from sinkscope.bench.runner import NamedModel
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from sinkscope._plain import pathless
+from sinkscope._plain import parse_json, pathless
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import check_writable, write_atomic
 from sinkscope.results import ModelInfo, provenance
@@ -112,6 +112,8 @@ def check_out(out: str | os.PathLike[str], *, force: bool = False) -> None:
         check_writable(path)
         if path.is_file() and not force:
             raise SinkscopeError(f"{path.name} is there already: give another --out, or --force to replace it")
+    if Path(out).is_file() and not manifest_path(out).is_file():
+        raise SinkscopeError(f"{Path(out).name} has no manifest, so it is no set of sinkscope: give another --out")
 
 
 def write_set(
@@ -169,12 +171,12 @@ class Contents(Generic[R]):
 
 
 def open_folder(
-    folder: str | os.PathLike[str], settings: Mapping[str, Any], prompts: Iterable[Any], kind: type[R]
+    folder: str | os.PathLike[str] | None, settings: Mapping[str, Any], prompts: Iterable[Any], kind: type[R]
 ) -> Folder[R]:
     """A run's folder, to be written; use it in a `with`.
 
     Args:
-        folder: new, empty, or of an earlier run with the same settings.
+        folder: new, empty, or of an earlier run with the same settings; None: records are kept in memory alone.
         settings: everything that decides the records.
         prompts: all of them, as dataclasses or dicts with an "id".
         kind: class of the records.
@@ -206,7 +208,7 @@ def read_folder(folder: str | os.PathLike[str], kind: type[R], command: str) -> 
     if (path / PROMPTS).is_file():
         for number, line in enumerate((path / PROMPTS).read_bytes().splitlines(), 1):
             try:
-                prompt = json.loads(line)
+                prompt = parse_json(line)
                 prompts[prompt["id"]] = prompt
             except (ValueError, KeyError, TypeError):
                 raise SinkscopeError(f"{name}/{PROMPTS} line {number} is damaged: run into another folder") from None

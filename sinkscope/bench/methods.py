@@ -36,7 +36,7 @@ class MethodKind:
         fixed: fields that the name decides.
         without: fields that cannot be given.
         sized: it reads a part of the cache, of `budget` tokens.
-        shaped: it is a shape of prompts, which `bench.dialogues.equal` makes at a share of the context.
+        shaped: it is a shape of prompts, which `kv.shapes.ShapeShare` makes at a share of the context.
         paper: it is always what the paper prints.
         block: "cache" and "guard" stand in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
     """
@@ -76,6 +76,7 @@ _PRINTED = "paper"
 _KV, _GUARD, _SERVE = "sinkscope.kv", "sinkscope.kv.loopguard", "sinkscope.kv.loopserve"
 _DECODING = ("budget", "interval", "first", "per_head")
 _PROMPTS = ("alpha", "sample", "recent", "dense_rows", "seed", "variant", "shortest", "dense_above", "kernel")
+_PROMPTS += ("begin", "local", "sharp", "checked")
 
 
 def _guard(about: str, paper: bool = True, **fixed: Any) -> MethodKind:
@@ -165,7 +166,8 @@ def kind_of(name: str) -> MethodKind:
 def name_of(method: str) -> str:
     """A method without its settings."""
     name, _, rest = (part.strip() for part in method.partition(":"))
-    return f"{name}:{rest.partition(':')[0]}" if _is_class(name, rest) else name
+    known = name in METHODS or not rest.partition(":")[0].isidentifier()
+    return name if known else f"{name}:{rest.partition(':')[0]}"
 
 
 def block_of(method: str) -> Block:
@@ -179,16 +181,6 @@ def order_of(method: str) -> tuple[int, str]:
     names = list(METHODS)
     name = name_of(method)
     return (names.index(name) if name in METHODS else len(names)), method
-
-
-def _policies() -> Mapping[str, Any]:
-    from sinkscope.kv.policy import policies
-
-    return policies()
-
-
-def _is_class(name: str, rest: str) -> bool:
-    return name not in METHODS and rest.partition(":")[0].isidentifier()
 
 
 @dataclass(frozen=True)
@@ -235,7 +227,7 @@ class Method:
                     f"{self.spec}: a share of the context as budget decides the other sizes: give budget alone, or "
                     "the sizes without it"
                 )
-            from sinkscope.bench.dialogues.equal import ShapeShare
+            from sinkscope.kv.shapes import ShapeShare
 
             return ShapeShare(kind.made, options["budget"])
         if kind.sized:
@@ -256,9 +248,11 @@ def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
     Raises:
         SinkscopeError: an unknown name or setting, a setting twice, or a value of the wrong kind.
     """
+    from sinkscope.kv.policy import policies
+
     name = name_of(text.strip()).strip()
     usual = [each for each, kind in METHODS.items() if kind.block in blocks]
-    if name not in usual and ":" not in name and (name in METHODS or name not in _policies()):
+    if name not in usual and ":" not in name and (name in METHODS or name not in policies()):
         near = get_close_matches(name, usual, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise SinkscopeError(

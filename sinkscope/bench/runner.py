@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from sinkscope.bench.methods import Budget, Method
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.generate import ends_and_pad, padded
 from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import decoding, noted_decoding
 from sinkscope.kv.loopserve.serve import LoopServe
 from sinkscope.kv.session import Session
 from sinkscope.models.open import fingerprint_of
@@ -67,6 +68,8 @@ class Asked:
     def settings(self) -> dict[str, Any]:
         """What decides a record, whatever is done with the model."""
         t = self.target
+        with noted_decoding() as used:
+            decoding(t, do_sample=False)
         return {
             "model": asdict(ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, self.fingerprint)),
             "kind": t.kind,
@@ -75,6 +78,7 @@ class Asked:
             "attention": str(getattr(t.config, "_attn_implementation", "unknown")),
             "max_new_tokens": self.new,
             "budget": self.budget,
+            "decoding": used,
         }
 
     def cut(self, row: list[int]) -> tuple[list[int], bool]:
@@ -111,14 +115,12 @@ class Asked:
                 input_ids=ids,
                 attention_mask=mask,
                 max_new_tokens=self.new if new is None else new,
-                pad_token_id=self.pad,
-                do_sample=False,
-                **options,
+                **decoding(self.target, do_sample=False, pad_token_id=self.pad, **options),
             )
             return made[:, ids.shape[1] :].tolist(), [] if run is None else run.events
 
 
-def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
+def ask(model: object, tokenizer: Any, new: int, budget: Budget, chat: bool = False) -> Asked:
     """The model, ready to be asked.
 
     Args:
@@ -126,12 +128,15 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget) -> Asked:
         tokenizer: where the model carries none.
         new: most tokens of an answer.
         budget: of methods that have none of their own.
+        chat: prompts are wrapped in its chat template.
 
     Raises:
-        SinkscopeError: it carries no tokenizer.
+        SinkscopeError: it carries no tokenizer, or no chat template.
     """
     target = Target.of(model.open() if isinstance(model, NamedModel) else model, tokenizer)
-    target.need_tokenizer()
+    tok = target.need_tokenizer()
+    if chat and not getattr(tok, "chat_template", None):
+        raise SinkscopeError(f"the tokenizer of {target.name} has no chat template: leave out chat")
     return Asked(target, fingerprint_of(target), *ends_and_pad(target), new, budget)
 
 
@@ -158,21 +163,22 @@ class Batch:
     Attributes:
         model: fingerprint of the model.
         methods: that answer.
-        prompts: names of the prompts in the folder.
-        rows: what the benchmark knows of each prompt.
-        size: of it in the progress.
+        rows: the prompts, which have an `id`, each with what else the benchmark knows of it.
     """
 
     model: str
     methods: tuple[Method, ...]
-    prompts: tuple[str, ...]
-    rows: tuple[Any, ...]
-    size: int
+    rows: tuple[tuple[Any, Any], ...]
 
     @property
-    def keys(self) -> tuple[tuple[str, str, str], ...]:
+    def size(self) -> int:
+        """Of it in the progress."""
+        return len(self.methods) * len(self.rows)
+
+    @property
+    def keys(self) -> tuple[tuple[Any, ...], ...]:
         """Keys of the records that it makes."""
-        return tuple((self.model, method.spec, prompt) for method in self.methods for prompt in self.prompts)
+        return tuple((self.model, method.spec, each.id) for method in self.methods for each, _ in self.rows)
 
 
 Answer = Callable[[Asked, Batch], Sequence[Any]]

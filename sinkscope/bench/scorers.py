@@ -42,16 +42,6 @@ def score(metric: str, said: str, answers: Sequence[str], *, classes: Sequence[s
     return float(METRICS[metric](said, answers, classes))
 
 
-def exact(said: str, answer: str) -> float:
-    """1 where the words are the same, up to the end mark of the recall model, which decoders may leave out."""
-    return float(_until_end(said) == _until_end(answer))
-
-
-def contains(said: str, answer: str) -> float:
-    """1 where the answer is in what was said (SCBench, Li et al. 2025)."""
-    return float(answer in said)
-
-
 def _until_end(text: str) -> list[str]:
     words = text.split()
     return words[: words.index(END)] if END in words else words
@@ -121,27 +111,17 @@ def letter(said: str, answers: Sequence[str]) -> float:
     return float(next((word for word in said.split() if word in "ABCD"), "") in answers)
 
 
-def stated_letter(said: str, answer: str) -> float:
-    """1 where it is said that the right letter is the correct answer, in LongBench v2's words."""
+def _stated(said: str) -> str:
+    """The letter that is said to be the correct answer, in LongBench v2's words; empty: none is."""
     said = said.replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", said) or re.search(r"The correct answer is ([A-D])", said)
-    return float(found is not None and found[1] == answer)
+    return found[1] if found else ""
 
 
 def paragraph(said: str, answer: str) -> float:
     """Share of the numbers said that are the right paragraph's, "Paragraph 7" (LongBench, passage retrieval)."""
     numbers, right = _digits(said), re.search(r"Paragraph (\d+)", answer)
     return numbers.count(right[1]) / len(numbers) if numbers and right else 0.0
-
-
-def last_number(said: str, answer: str) -> float:
-    """1 where the last number that is said is the right one (LongEval, lines)."""
-    return float([int(digits) for digits in _digits(said)[-1:]] == [int(digits) for digits in _digits(answer)])
-
-
-def first_digits(said: str, answer: str) -> float:
-    """1 where the first digits that are said are the answer (SCBench, pass keys)."""
-    return float(_digits(said)[:1] == [answer])
 
 
 def first_number(said: str, answer: str) -> float:
@@ -159,12 +139,7 @@ def _digits(text: str) -> list[str]:
 def every(said: str, answer: str) -> float:
     """Share of the answer's parts, which stand between commas, that are said in any case (RULER; SCBench)."""
     parts = answer.split(", ")
-    return sum(any_case(said, part) for part in parts) / len(parts)
-
-
-def any_case(said: str, answer: str) -> float:
-    """1 where the answer is in what was said, upper and lower case being equal."""
-    return contains(said.lower(), answer.lower())
+    return sum(part.lower() in said.lower() for part in parts) / len(parts)
 
 
 def f1_characters(said: str, answer: str) -> float:
@@ -206,15 +181,19 @@ def _best(one: Callable[[str, str], float]) -> Metric:
 
 METRICS: dict[str, Metric] = {
     "f1": _best(f1),
-    "exact": _best(exact),
-    "contains": _best(contains),
-    "any-case": _best(any_case),
+    # the same words, up to the end mark of the recall model, which decoders may leave out
+    "exact": _best(lambda said, answer: float(_until_end(said) == _until_end(answer))),
+    "contains": _best(lambda said, answer: float(answer in said)),
+    "any-case": _best(lambda said, answer: float(answer.lower() in said.lower())),
     "all": _best(every),
     "paragraph": _best(paragraph),
-    "stated-letter": _best(stated_letter),
-    "last-number": _best(last_number),
+    # LongBench v2: it is said, in the words asked for, that this letter is the correct answer
+    "stated-letter": _best(lambda said, answer: float(_stated(said) == answer)),
+    # LongEval's lines: the last number that is said
+    "last-number": _best(lambda said, answer: float([*map(int, _digits(said)[-1:])] == [*map(int, _digits(answer))])),
     "first-number": _best(first_number),
-    "first-digits": _best(first_digits),
+    # SCBench's pass keys: the first digits that are said
+    "first-digits": _best(lambda said, answer: float(_digits(said)[:1] == [answer])),
     "f1-characters": _best(f1_characters),
     "accuracy": lambda said, answers, classes: max(accuracy(said, answer, classes) for answer in answers),
     "rouge-l": lambda said, answers, _: rouge_l(said, answers),

@@ -17,11 +17,14 @@ from sinkscope.figures.style import (
     GREY,
     ORANGE,
     RED,
+    at_place,
     axes,
+    by_layer,
     counted,
     finished,
     level,
     panels,
+    powers,
     shares,
 )
 
@@ -47,17 +50,11 @@ def draw_barcode(result: Any) -> go.Figure:
         for col, part in enumerate(parts, 1):
             _steps(fig, getattr(h, part), top, row, col, scale=row == 1 and col == 1)
         _marks(fig, result, h, row, parts.index("late") + 1)
-    ends = (
-        "no loop at the end"
-        if result.period is None
-        else f"loop of period {result.period} from position {result.onset}"
-    )
     axes(fig, len(shown), None, x="position")
     axes(fig, None, 1, y="step")
     return finished(
         fig,
         result,
-        f"attention over {result.steps} generated tokens, {ends}",
         width=350 * len(parts) + 130,
         height=max(420, 265 * len(shown) + 120),
         margin={"l": 60, "r": 90, "t": 90, "b": 60},
@@ -134,13 +131,8 @@ def draw_locking(result: Any) -> go.Figure:
     _gains(fig, result)
     _bars(fig, result)
     _along(fig, result)
-    ends = "no loop"
-    if result.loop_onset is not None:
-        ends = f"loop of period {result.period} from position {result.loop_onset}"
-    locked = sum(h.gain >= 0.2 for h in result.heads)
-    found = f"{ends}, {locked} of {len(result.heads)} heads locked"
     legend = {"y": -0.1, "x": 1, "xanchor": "right"}
-    return finished(fig, result, found, width=1300, height=850, bottom=60, legend=legend, barmode="overlay")
+    return finished(fig, result, width=1300, height=870, bottom=80, legend=legend, barmode="overlay")
 
 
 def _gains(fig: Any, result: Any) -> None:
@@ -158,7 +150,7 @@ def _gains(fig: Any, result: Any) -> None:
         ygap=1,
         colorbar={"title": {"text": "gain"}, "x": 0.455, "y": 0.79, "len": 0.46, "thickness": 12},
     )
-    axes(fig, x=counted("head", 1 + max(h.head for h in result.heads), 16), y={"autorange": True})
+    axes(fig, x=counted("head", 1 + max(h.head for h in result.heads), 16))
 
 
 def _bars(fig: Any, result: Any) -> None:
@@ -203,29 +195,21 @@ def _along(fig: Any, result: Any) -> None:
                 hovertemplate="position %{x}: %{y:.3f}<extra>" + name + "</extra>",
             )
     events = (
-        ("prompt ends", result.prompt_tokens, GREY, 0.98),
-        ("loop begins", result.loop_onset, ORANGE, 0.86),
-        ("heads lock", result.locking_onset, BLUE, 0.74),
-        ("last new 4-gram", result.last_new, RED, 0.62),
-        ("diversity has collapsed", result.collapse, RED, 0.5),
+        ("prompt ends", result.prompt_tokens, GREY, "dash"),
+        ("loop begins", result.loop_onset, ORANGE, "dash"),
+        ("last new 4-gram", result.last_new, GREEN, "dash"),
+        ("heads lock", result.locking_onset, BLUE, "dash"),
+        ("diversity has collapsed", result.collapse, RED, "longdash"),
     )
-    for name, at, color, height in events:
+    for name, at, color, dash in events:  # several can be close together: their names stand in the legend
         if at is not None:
-            fig.add_vline(at, line={"color": color, "width": 1, "dash": "dash"}, row=2, col=1)
-            fig.add_annotation(
-                x=at,
-                y=height,
-                text=f" {name}: {at}",
-                showarrow=False,
-                xanchor="left",
-                font={"color": color, "size": 11},
-                row=2,
-                col=1,
-            )
+            ends = {"x": [at, at], "y": [0, 1.02], "mode": "lines", "name": f"{name}: {at}"}
+            fig.add_scatter(**ends, line={"color": color, "dash": dash, "width": 1.5}, hoverinfo="name", row=2, col=1)
     axes(fig, 2, 1, x="position", y={"range": [0, 1.02]})
 
 
 _SIZES = (0.01, 1.0)
+_EXACT = "<br>(10<sup>-6</sup>: exactly the same)"
 _EVERY_LAYER = {"title_text": "layer", "dtick": 1}
 
 
@@ -239,7 +223,7 @@ def draw_ditto(result: Any) -> go.Figure:
     ]
     fig = panels(titles, spacing=0.035)
     series = (
-        ("intact", "probability", BLUE, "solid"),
+        ("intact", "probability", BLUE, "solid"),  # wide, because the control mostly lies on it
         (f"without the {ablated} heads of largest induction score", "ablated", RED, "dash"),
         (f"without {ablated} other heads (median of draws)", "control", GREY, "dot"),
     )
@@ -249,7 +233,7 @@ def draw_ditto(result: Any) -> go.Figure:
             y=getattr(curve, field),
             name=name,
             mode="lines+markers",
-            line={"color": color, "dash": dash},
+            line={"color": color, "dash": dash, "width": 5 if field == "probability" else 2},
             showlegend=col == 1 and ablated > 0,
             row=1,
             col=col,
@@ -259,22 +243,20 @@ def draw_ditto(result: Any) -> go.Figure:
     for col, field in ((count + 1, "induction"), (count + 2, "previous_token")):
         bar = {"showscale": col > count + 1, "colorbar": {"thickness": 12}}
         _heads(fig, result, col, lambda h, field=field: (getattr(h, field),), "%{z:.2f}", **bar)
-    told = f"the next token of a cycle after {result.after} copies: {result.copied:.2f}, first {result.first:.2f}"
-    return finished(fig, result, told, width=280 * len(titles) + 100, height=450)
+    return finished(fig, result, width=280 * len(titles) + 100, height=450)
 
 
 def draw_rotary(result: Any) -> go.Figure:
     """How queries and keys repeat, what that does to scores, the tail operator along the sequence, and decay."""
     if result.period is None:
-        title = f"{html.escape(result.model.name)}: no loop in {result.tokens} tokens"
-        return go.Figure().update_layout(title={"text": title}, template="plotly_white")
+        return finished(go.Figure(), result, width=800, height=260)
     titles = [
         "Queries and keys a shift apart",
         "Scores a shift apart",
         "Tail operator (Eq. 4)",
         "Decay of a disturbance",
     ]
-    fig = panels(titles, rows=2, cols=2, vertical_spacing=0.17)
+    fig = panels(titles, rows=2, cols=2, vertical_spacing=0.17, spacing=0.11)
     _vectors(fig, result)
     _scores(fig, result)
     _drift(fig, result)
@@ -282,7 +264,6 @@ def draw_rotary(result: Any) -> go.Figure:
     return finished(
         fig,
         result,
-        f"loop of period {result.period} from position {result.onset}, {result.repeated!r}",
         width=1400,
         height=950,
         margin={"l": 70, "r": 260, "t": 90, "b": 60},
@@ -325,7 +306,7 @@ def _vectors(fig: Any, result: Any) -> None:
             if any(v is not None for v in values):
                 _per_head(fig, result.heads, values, f"{what} {shift}", color, 1, 1)
                 fig.data[-1].marker.symbol = "circle" if what == "queries" else "x-thin-open"
-    axes(fig, x=_EVERY_LAYER, y={"title_text": "largest distance over median length", "type": "log"})
+    axes(fig, x=_EVERY_LAYER, y=powers(f"largest distance over median length{_EXACT}"))
 
 
 def _scores(fig: Any, result: Any) -> None:
@@ -341,7 +322,7 @@ def _scores(fig: Any, result: Any) -> None:
             _per_head(fig, result.heads, values, name, color, 1, 2)
             if field == "bound":
                 fig.data[-1].marker.symbol = "line-ew-open"
-    axes(fig, 1, 2, x=_EVERY_LAYER, y={"title_text": "mean difference over spread of scores", "type": "log"})
+    axes(fig, 1, 2, x=_EVERY_LAYER, y=powers(f"mean difference over spread of scores{_EXACT}"))
 
 
 def _drift(fig: Any, result: Any) -> None:
@@ -370,7 +351,7 @@ def _drift(fig: Any, result: Any) -> None:
         )
     fig.add_vline(x=result.onset, line={"color": GREY, "dash": "dot"}, row=2, col=1)
     begins = "position (dotted: the loop begins)"
-    axes(fig, 2, 1, x=begins, y={"title_text": "movement over length", "type": "log"})
+    axes(fig, 2, 1, x=begins, y=powers("movement over length"))
 
 
 def _decay(fig: Any, result: Any) -> None:
@@ -397,7 +378,7 @@ def _decay(fig: Any, result: Any) -> None:
             col=2,
             hovertemplate="%{x} periods later: %{y:.3g} of the first change<extra>" + name + "</extra>",
         )
-    change = {"title_text": "change of the last hidden state, over the first", "type": "log"}
+    change = powers("change of the last hidden state, over the first")
     axes(fig, 2, 2, x={"title_text": "periods after the disturbed one", "dtick": 1}, y=change)
 
 
@@ -439,7 +420,7 @@ def draw_weights(result: Any) -> go.Figure:
     )
     _attention_map(fig, p)
     legend = {"y": -0.14, "x": 0, "xanchor": "left"}
-    return finished(fig, result, "what vertical and slash lines carry", width=1500, height=600, legend=legend)
+    return finished(fig, result, width=1500, height=600, legend=legend)
 
 
 def draw_overlap(result: Any) -> go.Figure:
@@ -460,8 +441,7 @@ def draw_overlap(result: Any) -> go.Figure:
         _found(fig, t)
     legend = {"y": -0.25 / rows + 0.02, "x": 0, "xanchor": "left"}
     height = 500 * rows + 100
-    told = "how far heavy lines agree"
-    return finished(fig, result, told, width=1500, height=height, legend=legend, bottom=120, barmode="group")
+    return finished(fig, result, width=1500, height=height, legend=legend, bottom=120, barmode="group")
 
 
 def _curves(fig: Any, result: Any, series: Iterable[tuple[str, str, str, str]], at: float) -> None:
@@ -490,8 +470,7 @@ def _heads(fig: Any, result: Any, col: int, numbers: Any, hover: str, **settings
         hovertemplate=f"layer %{{y}}, head %{{x}}: {hover}<extra></extra>",
         **style,
     )
-    down = {"autorange": "reversed"}
-    axes(fig, 1, col, x=counted("head", len(heads), 8), y=counted("layer", len(layers), 16) | down)
+    axes(fig, 1, col, x=counted("head", len(heads), 8), y=by_layer(len(layers)))
 
 
 def _attention_map(fig: Any, p: Any) -> None:
@@ -538,7 +517,7 @@ def _found(fig: Any, t: Any) -> None:
     for i, budget in enumerate(t.budgets):
         color, tokens = (GREEN, ORANGE, BLUE, RED, GREY)[i % 5], f"{budget:.0%} of the tokens"
         fig.add_bar(
-            x=[html.escape(p.position) for p in t.positions],
+            x=[html.escape(at_place(p.position)) for p in t.positions],
             y=[p.overlap[i] for p in t.positions],
             name=tokens,
             marker_color=color,
@@ -562,7 +541,7 @@ def _found(fig: Any, t: Any) -> None:
     if own:
         fig.add_vline(-0.5, line={"color": GREY, "dash": "dot", "width": 1}, row=2, col=2)
     for col, x, y in (
-        (1, "place of the question (dotted: random tokens)", "important tokens found"),
+        (1, "question (dotted: random tokens)", "important tokens found"),
         (2, "block (0: first of the answer; dashed: without its own queries)", "important tokens found"),
         (3, f"blocks of {t.window} queries apart", "important tokens shared"),
     ):

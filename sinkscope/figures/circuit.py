@@ -33,10 +33,9 @@ def draw_circuit(result: Any) -> go.Figure:
     fig.add_annotation(text=note, showarrow=False, font={"color": GREY}, **here)
     fig.update_xaxes(visible=False)
     fig.update_yaxes(visible=False)
-    found = "circuit of the attention sink" if edges else "no circuit of an attention sink"
     columns, rows = ({place[axis] for place in places.values()} for axis in (0, 1))
-    size = {"width": max(800, 150 * len(columns)), "height": max(360, 160 + 42 * len(rows))}
-    return finished(fig, result, found, bottom=60, showlegend=False, **size)
+    width, height = max(800, 150 * len(columns)), max(360, 160 + 42 * len(rows))
+    return finished(fig, result, bottom=60, showlegend=False, width=width, height=height)
 
 
 class _Edge(NamedTuple):

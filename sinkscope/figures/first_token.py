@@ -24,24 +24,22 @@ from sinkscope.figures.style import (
     powers,
     shares,
 )
+from sinkscope.notation import neuron_name
 from sinkscope.results import cell
 
 
 def draw_find_sinks(result: Any) -> go.Figure:
     """Norms and attention per layer, contributions of the neurons, and their ablation against the control."""
-    sink, spike = result.attention_sink, result.norm_spike
     titles = ["Norm of the residual stream", "Heads that attend to the first token"]
     titles += ["What each neuron writes", "Norm lost by ablation"] if result.neurons else []
     fig = panels(titles, [0.27, 0.2, 0.22, 0.31] if result.neurons else None, spacing=0.06)
     _norms(fig, result)
-    _attention(fig, sink, len(result.first_token_norm))
+    _attention(fig, result.attention_sink, len(result.first_token_norm))
     if result.neurons:
         _contributions(fig, result.neurons)
         _ablation(fig, result)
-    found = ("norm spike" if spike else "no norm spike") + " and " + ("attention sink" if sink else "no attention sink")
-    found += "" if result.sink_layer is None else f", made in layer {result.sink_layer}"
     width = 1600 if result.neurons else 1000
-    return finished(fig, result, found, width=width, height=460, barmode="group", bargap=0.25)
+    return finished(fig, result, width=width, height=460, barmode="group", bargap=0.25)
 
 
 def _attention(fig: Any, sink: Any, layers: int) -> None:
@@ -94,12 +92,11 @@ def _norms(fig: Any, result: Any) -> None:
             row=1,
             col=1,
         )
-    axes(fig, x=counted("layer", len(layers)), y={"title_text": "L2 norm", "type": "log", "exponentformat": "power"})
+    axes(fig, x=counted("layer", len(layers)), y=powers("L2 norm"))
 
 
 def _neuron(neuron: Any) -> str:
-    expert = "" if neuron.expert is None else f"<br>expert {neuron.expert}"
-    return f"L{neuron.layer}{expert}<br>{neuron.neuron}"
+    return neuron_name(neuron.layer, neuron.expert, neuron.neuron).replace(".", "<br>")
 
 
 def _contributions(fig: Any, neurons: Any) -> None:
@@ -165,7 +162,6 @@ def draw_massive_activations(result: Any) -> go.Figure:
     return finished(
         fig,
         result,
-        "massive activations, value drain, secondary sinks",
         width=1400,
         height=120 + 340 * count,
         bottom=90,
@@ -212,7 +208,7 @@ def _values(fig: Any, condition: Any, row: int) -> None:
         col=2,
     )
     level(fig, 1.0, row, 2, color=GREY)
-    axes(fig, row, 2, x=counted("layer", len(layers)), y={"title_text": "ratio of norms", "rangemode": "tozero"})
+    axes(fig, row, 2, x=counted("layer", len(layers)), y=powers("ratio of norms"))
 
 
 def _secondary_sinks(fig: Any, condition: Any, row: int) -> None:
@@ -244,8 +240,6 @@ def _secondary_sinks(fig: Any, condition: Any, row: int) -> None:
 def draw_heads(result: Any) -> go.Figure:
     """What each layer's heads carry, which head marks which first token, and how the heads look at themselves."""
     marked = result.marking_layer is not None
-    found = "no sink" if result.sink_layer is None else result.answer
-    found = f"first token marked by heads of layer {result.marking_layer} ({found})" if marked else found
     titles = ["All heads of a layer replaced", "One head replaced, by first token", "Attention to itself"]
     shown = titles if marked else titles[:1] if result.layer_drops else [""]
     fig = panels(shown, [0.16, 0.42, 0.42], spacing=0.12)
@@ -255,7 +249,7 @@ def draw_heads(result: Any) -> go.Figure:
         _head_tokens(fig, result)
         _self_attention(fig, result)
     legend = {"y": -0.16, "x": 1.0, "xanchor": "right"}
-    return finished(fig, result, found, width=1400 if marked else 800, height=560, bottom=100, legend=legend)
+    return finished(fig, result, width=1400 if marked else 800, height=560, bottom=100, legend=legend)
 
 
 def _head_layers(fig: Any, result: Any) -> None:
@@ -267,7 +261,7 @@ def _head_layers(fig: Any, result: Any) -> None:
         row=1,
         col=1,
         marker_color=[ORANGE if i == result.marking_layer else GREY for i in layers],
-        text=[f"{d:.0%}" for d in result.layer_drops],
+        text=[f"{d:.0%}".replace("-0%", "0%") for d in result.layer_drops],
         textposition="outside",
         cliponaxis=False,
         hovertemplate="layer %{x}: %{y:.1%} lost<extra></extra>",
@@ -342,7 +336,9 @@ def draw_separability(result: Any) -> go.Figure:
     plane, neurons = result.separators[0], result.separators[2:]
     titles = [f"LDA: AUROC {plane.auroc:.4f} on held-out tokens and texts" + _control([plane])]
     if neurons:
-        titles.append("; ".join(f"{_separator(s)}: AUROC {s.auroc:.4f}" for s in neurons) + _control(neurons))
+        titles.append(
+            "; ".join(f"{html.escape(result.named(s))}: AUROC {s.auroc:.4f}" for s in neurons) + _control(neurons)
+        )
     fig = panels(titles)
     fields = [("plane", "across"), ("gate", "position" if len(neurons) == 1 else "up")][: len(titles)]
     for first, held in product((False, True), repeat=2):
@@ -351,20 +347,14 @@ def draw_separability(result: Any) -> go.Figure:
             _scatter(fig, points, first, held, x, y, col)
     fig.add_vline(0.0, line={"color": GREY, "dash": "dot", "width": 1}, row=1, col=1)
     axes(fig, x="along LDA's direction (means at -0.5 and 0.5)", y="along the widest direction across it")
-    named = [*(f"pre-activation of {_separator(s)}" for s in neurons), "position"]
+    named = [*(f"pre-activation of {html.escape(result.named(s))}" for s in neurons), "position"]
     if neurons:
         axes(fig, 1, 2, x=named[0], y=named[1])
-    found = f"after the attention of layer {result.layer}"
-    return finished(fig, result, found, width=1300 if neurons else 750, height=560, top=110, legend=-0.17)
+    return finished(fig, result, width=1300 if neurons else 750, height=560, top=110, legend=-0.17)
 
 
 def _control(separators: Any) -> str:
     return "<br>with random labels: " + ", ".join(f"{s.shuffled_auroc:.4f}" for s in separators)
-
-
-def _separator(separator: Any) -> str:
-    expert = "" if separator.expert is None else f" of expert {separator.expert}"
-    return f"{html.escape(separator.method)} {separator.neuron}{expert}"
 
 
 def _scatter(fig: Any, points: Any, first: bool, held: bool, x: str, y: str, col: int) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, axes, counted, finished, panels, powers, shares
+from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, axes, by_layer, counted, finished, panels, powers, shares
+from sinkscope.notation import neuron_name
 from sinkscope.results import cell
 
 
@@ -21,10 +22,7 @@ def draw_screen(result: Any) -> go.Figure:
     fig.add_scatter(x=layers, y=[one.largest for one in result.layers], name="largest", line={"color": BLUE}, **style)
     axes(fig, x=counted("layer", len(layers)), y=powers("largest norm written"))
     fig.add_bar(
-        x=[
-            f"L{c.layer}" + ("" if c.expert is None else f"<br>expert {c.expert}") + f"<br>{c.neuron}"
-            for c in result.candidates
-        ],
+        x=[neuron_name(c.layer, c.expert, c.neuron).replace(".", "<br>") for c in result.candidates],
         y=[c.reach for c in result.candidates],
         text=[f"z {c.z:.1f}" for c in result.candidates],
         textposition="outside",
@@ -36,7 +34,7 @@ def draw_screen(result: Any) -> go.Figure:
     )
     written = {"title_text": "largest norm written", "rangemode": "tozero"}
     axes(fig, 1, 2, x={"type": "category", "tickangle": 0}, y=written)
-    return finished(fig, result, "neurons by their weights", width=1200, height=460)
+    return finished(fig, result, width=1200, height=460)
 
 
 def draw_positions(result: Any) -> go.Figure:
@@ -65,11 +63,10 @@ def draw_positions(result: Any) -> go.Figure:
             row=1,
             col=col,
         )
-        axes(fig, 1, col, x="position", y="layer")
+        axes(fig, 1, col, x="position", y=by_layer(len(layers)))
         if len(names) <= 40:
             axes(fig, 1, col, x={"tickvals": places, "ticktext": names, "tickangle": -60, "tickfont": {"size": 10}})
-    found = f"norms and attention of {len(names)} tokens"
-    return finished(fig, result, found, width=1400, height=520, bottom=150 if len(names) <= 40 else 80)
+    return finished(fig, result, width=1400, height=520, bottom=150 if len(names) <= 40 else 80)
 
 
 def draw_training(result: Any) -> go.Figure:
@@ -88,13 +85,13 @@ def draw_training(result: Any) -> go.Figure:
         mode="markers+text" if few else "markers",
         textposition="top center",
         marker={"color": GREEN, "size": 9},
-        hovertemplate="%{x}: layer %{y}, neurons %{text}<extra></extra>",
+        hovertemplate="%{x}: layer %{y}, %{text}<extra></extra>",
         col=3,
         **style,
     )
     axes(fig, None, None, x={"type": "category", "categoryorder": "array", "categoryarray": names})
     axes(fig, 1, 1, y=shares("share of heads") | {"rangemode": "tozero"})
-    axes(fig, 1, 2, y={"title_text": "over the typical norm", "type": "log"})
+    axes(fig, 1, 2, y=powers("over the typical norm"))
     depth = result.model.n_layers
-    axes(fig, 1, 3, y=counted("layer", depth) | {"range": [-0.5, depth - 0.5]})
-    return finished(fig, result, f"{len(known)} checkpoints", width=1400, height=460, bottom=120)
+    axes(fig, 1, 3, y=by_layer(depth) | {"autorange": False, "range": [depth - 0.5, -0.5]})
+    return finished(fig, result, width=1400, height=460, bottom=120)

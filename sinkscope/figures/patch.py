@@ -8,6 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from sinkscope.figures.style import BAND, BLUE, GREEN, GREY, ORANGE, RED, axes, finished, level, panels
+from sinkscope.notation import neuron_names
 
 
 def draw_make(result: Any) -> go.Figure:
@@ -24,11 +25,9 @@ def draw_make(result: Any) -> go.Figure:
         _cost(fig, result)
     if result.later:
         _later(fig, result)
-    count = f", {len(result.neurons)} neuron{'s' * (len(result.neurons) > 1)}" if result.neurons else ""
     return finished(
         fig,
         result,
-        result.verdict + count,
         width=1900 if result.later else 1350,
         height=480,
         bottom=120,
@@ -72,7 +71,7 @@ def _tried(fig: Any, result: Any) -> None:
         mode="markers",
         showlegend=False,
         marker={"size": 9, "color": [ORANGE if set(t.neurons) == chosen else GREY for t in result.tried]},
-        text=[", ".join("/".join(map(str, n)) for n in t.neurons) for t in result.tried],
+        text=[neuron_names(t.neurons) for t in result.tried],
         hovertemplate="%{text}<br>norm %{y:.4g}<extra></extra>",
         row=1,
         col=2,
@@ -136,7 +135,9 @@ def draw_eval(result: Any) -> go.Figure:
     text = [s for s in result.scores if s.metric == "perplexity"]
     tasks = [s for s in result.scores if s.metric != "perplexity"]
     shown = [p for p in (("perplexity", text), ("benchmarks", tasks)) if p[1]]
-    fig = panels([name for name, _ in shown], [0.3, 0.7], spacing=0.12)
+    fig = panels(
+        [f"{name}<br>(bars: two standard errors; below: the original)" for name, _ in shown], [0.3, 0.7], spacing=0.12
+    )
     for col, (name, scores) in enumerate(shown, 1):
         ppl = name == "perplexity"
         unit = [s.original / 100 if ppl else 0.01 for s in scores]  # per cent of the perplexity, points of a score
@@ -168,5 +169,4 @@ def draw_eval(result: Any) -> go.Figure:
         change = {"title_text": "change, %" if ppl else "change, points", "zeroline": True, "zerolinecolor": GREY}
         beside = {"range": [-0.6, len(names) - 0.4], "showgrid": False, "zeroline": False}
         axes(fig, 1, col, x=ticks | beside, y=change)
-    found = "cost of the patch (bars: two standard errors; below: original)"
-    return finished(fig, result, found, width=700 + 90 * len(tasks), height=480, bottom=100, legend=-0.25)
+    return finished(fig, result, width=700 + 90 * len(tasks), height=480, bottom=100, legend=-0.25)

@@ -26,6 +26,7 @@ from sinkscope.figures.style import (
     powers,
     shares,
 )
+from sinkscope.notation import neuron_names
 
 _CONDITIONS = {
     "intact": "intact",
@@ -44,17 +45,16 @@ def repeat_norms(result: Any) -> go.Figure:
     if result.typical_norm is not None:
         for column in range(1, len(curves) + 1):
             _norms(fig, result, column)
-    axes(fig, None, None, x="repetitions" if len(curves) < 3 else "repeated tokens", y=powers())
+    named = "repetitions" if len(curves) < 3 else "repeated tokens"
+    axes(fig, None, None, x={"title_text": named, "type": "log", "dtick": 1}, y=powers())
     axes(fig, y="L2 norm of the residual stream")
-    where = "no sink" if result.sink_layer is None else f"repeated tokens at sink layer {result.sink_layer}"
     legend = {"orientation": "v", "x": 1.01, "y": 1, "xanchor": "left"}
-    return finished(fig, result, where, width=1400 if many else 1000, height=520, legend=legend, bottom=70)
+    return finished(fig, result, width=1400 if many else 1000, height=520, legend=legend, bottom=70)
 
 
 def _condition(curve: Any) -> str:
-    names = ", ".join(".".join(map(str, site[1:])) for site in curve.sites[:4])
-    more = ", ..." if len(curve.sites) > 4 else ""
-    return _CONDITIONS[curve.condition] + (f"<br>({names}{more})" if names else "")
+    names = neuron_names(curve.sites, 4)
+    return _CONDITIONS[curve.condition] + (f"<br>({names})" if names else "")
 
 
 def _norms(fig: Any, result: Any, column: int) -> None:
@@ -81,10 +81,13 @@ def _norms(fig: Any, result: Any, column: int) -> None:
     for y, name, line in lines:
         ends = {"x": [x[0], x[-1]], "y": [y, y], "mode": "lines"}
         fig.add_scatter(**ends, name=name, line=line, legendgroup=name, showlegend=listed, **place)
-    for i, sequence in enumerate(result.sequences):
+    # Curves that lie on each other: wide ones first, and what swings from token to token behind them all.
+    order = sorted(enumerate(result.sequences), key=lambda one: len(one[1].ids) == 1)
+    for i, sequence in order:
         cycle = len(sequence.ids) > 1
         name = html.escape(f"cycle of {len(sequence.ids)}" if cycle else sequence.label)
-        line = {"color": "#000000" if cycle else COLOURS[1 + i % 7], "dash": "dash" if cycle else "solid"}
+        width = 1 if cycle else max(1.5, 8 - 1.5 * i)
+        line = {"color": "#000000" if cycle else COLOURS[1 + i % 7], "width": width}
         group: dict[str, Any] = {"legendgroup": f"s{i}", **place}
         y = sequence.curves[column - 1].norms
         fig.add_scatter(x=x, y=y, mode="lines", name=name, line=line, showlegend=listed, **group)
@@ -129,7 +132,8 @@ def repeat_attention(result: Any) -> go.Figure:
     axes(fig, None, 1, y="query position")
     axes(fig, x=counted("layer", len(layers)), y=shares("share of attention", 0, 1.02))
     if across > 1:
-        axes(fig, 1, left + 1, x=counted("layer", len(layers)), y=powers())
+        tails = [v for sequence in result.sequences for v in sequence.tail_ratio or ()]
+        axes(fig, 1, left + 1, x=counted("layer", len(layers)), y=powers(None, tails))
     bar = {
         "title": {"text": "share of attention<br>(queries of a row,<br>keys of a column)"},
         "tickvals": [-3, -2, -1, 0],
@@ -141,7 +145,6 @@ def repeat_attention(result: Any) -> go.Figure:
     return finished(
         fig,
         result,
-        f"head-averaged attention, {'no sink' if result.sink_layer is None else f'sink layer {result.sink_layer}'}",
         width=1400,
         height=400 + 330 * down,
         top=100,
@@ -188,7 +191,7 @@ def convergence(result: Any) -> go.Figure:
     titles = ["First layer: distance to the token alone", f"Its heads at n = {result.counts[-1]}"]
     fig = panels([*titles, *(["Every layer (median over tokens)"] if deep else [])], spacing=0.075)
     for i, whole in enumerate(result.wholes()):
-        _whole(fig, result, whole, COLOURS[i % len(COLOURS)])
+        _whole(fig, result, whole, COLOURS[i % len(COLOURS)], max(1.5, 6 - 1.5 * i))
     if result.outside is None:
         note = {"name": "dotted: bound, sum over heads", "line": {"color": GREY, "dash": "dot"}}
         fig.add_scatter(x=[None], y=[None], mode="lines", **note, row=1, col=1)
@@ -209,25 +212,21 @@ def convergence(result: Any) -> go.Figure:
         )
     axes(fig, x=_REPETITIONS, y=powers("L2 distance of the outputs"))
     heads = counted("head (dot: measured, bar: bound)", 1 + max(c.head for c in result.curves if c.head is not None))
-    axes(fig, 1, 2, x=heads, y={"type": "log", "exponentformat": "power"})
+    axes(fig, 1, 2, x=heads, y=powers())
     if deep:
         _layers(fig, result)
-    slopes = [c.exponent for c in result.wholes() if c.exponent is not None]
-    found = "no head exceeds its bound" if result.holds else "a head exceeds its bound"
-    found += f"; exponent of n {median(slopes):.2f}" if slopes else ""
-    found = found if result.outside is None else f"outside theorem 4.1 ({result.outside})"
     legend2 = {"orientation": "h", "y": -0.24, "x": 1, "xanchor": "right", "yanchor": "top"}
     legend = {"y": -0.24, "x": 0.3}
-    return finished(fig, result, found, width=1400 if deep else 1000, height=480, legend=legend, legend2=legend2)
+    return finished(fig, result, width=1400 if deep else 1000, height=480, legend=legend, legend2=legend2)
 
 
-def _whole(fig: Any, result: Any, whole: Any, color: str) -> None:
-    """The curve of a token in the first layer, and its heads."""
+def _whole(fig: Any, result: Any, whole: Any, color: str, width: float) -> None:
+    """The curve of a token in the first layer, and its heads; curves that lie on each other get thinner."""
     label = html.escape(repr(whole.token), quote=False)
     label += "" if len(result.prefixes) == 1 else f", k = {result.prefixes[whole.prefix].k}"
     style: dict[str, Any] = {"x": result.counts, "row": 1, "col": 1, "mode": "lines"}
     y = [d if d > 0 else None for d in whole.distance]
-    fig.add_scatter(y=y, name=label, line={"color": color, "width": 2.5}, **style)
+    fig.add_scatter(y=y, name=label, line={"color": color, "width": width}, **style)
     if whole.bound is not None:
         line = {"color": color, "dash": "dot", "width": 1.5}
         fig.add_scatter(y=whole.bound, line=line, showlegend=False, name=f"{label}: bound", **style)
@@ -276,7 +275,7 @@ def divergence(result: Any) -> go.Figure:
     if leaks:
         _leaks(fig, result)
     legend = {"y": -0.25, "x": 0.3}
-    return finished(fig, result, "repetition and divergence", width=1400 if leaks else 850, height=480, legend=legend)
+    return finished(fig, result, width=1400 if leaks else 850, height=480, legend=legend)
 
 
 def _probabilities(fig: Any, result: Any, prefix: bool, patched: bool) -> None:
@@ -332,12 +331,11 @@ def draw_loops(result: Any) -> go.Figure:
     _points(fig, looping, "onset", BLUE, "circle-open", "onset of the longest repetition")
     _points(fig, looping, "detected", RED, "x", "detected")
     level(fig, theta, color=GREY, annotation_text=f"threshold {theta:g}")
+    left = f" ({len(shown)} of {len(result.records)} records)" if len(shown) < len(result.records) else ""
     ratio = {"title_text": f"type-token ratio of the last {window} tokens", "range": [0, 1.03]}
-    axes(fig, x={"title_text": "tokens", "rangemode": "tozero"}, y=ratio)
-    left = f", {len(shown)} of them drawn" if len(shown) < len(result.records) else ""
-    found = f"{result.loops} of {len(result.records)} loop{left}"
+    axes(fig, x={"title_text": f"tokens{left}", "rangemode": "tozero"}, y=ratio)
     legend = {"y": -0.16, "x": 1.0, "xanchor": "right"}
-    return finished(fig, result, found, width=1000, height=520, top=70, bottom=90, legend=legend)
+    return finished(fig, result, width=1000, height=520, top=70, bottom=90, legend=legend)
 
 
 def draw_calibration(result: Any) -> go.Figure:
@@ -348,8 +346,7 @@ def draw_calibration(result: Any) -> go.Figure:
     fig.add_scatter(x=names, y=[r.per_million for r in result.rates], mode="markers", error_y=limits, name="measured")
     level(fig, result.promised, color=GREY, annotation_text=f"promised: {result.promised:.3g}")
     axes(fig, x={}, y={"title_text": "false alarms per million tokens", "rangemode": "tozero"})
-    found = f"vocabulary of {result.vocabulary}, {result.held_out} held-out tokens"
-    return finished(fig, result, found, width=1000, height=520, top=70, bottom=90)
+    return finished(fig, result, width=1000, height=520, top=70, bottom=90)
 
 
 def _curve(fig: Any, record: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -32,7 +34,7 @@ def panels(titles: Sequence[str], widths: Sequence[float] | None = None, *, spac
 def finished(
     fig: Any,
     result: Any,
-    found: str,
+    found: str = "",
     *,
     width: int,
     height: int,
@@ -43,10 +45,12 @@ def finished(
 ) -> go.Figure:
     """The figure with its title and the layout that all figures share.
 
+    The title is what was found: the first sentence of the result's conclusion. It breaks into lines that fit.
+
     Args:
         fig: what was drawn.
-        result: names the model; None: the title does not begin with it.
-        found: the title behind the model's name; it is escaped here, with the name.
+        result: names the model and has a conclusion; None: the title is `found` alone.
+        found: the title where the result has no conclusion; it is escaped here.
         width: pixels.
         height: pixels.
         legend: height of the legend, which is below the panels; or what is different about it.
@@ -54,15 +58,25 @@ def finished(
         top: margin for the titles.
         more: for plotly's `update_layout`.
     """
-    name = "" if result is None else f"{result.model.name}: "
+    said = found
+    if result is not None:
+        said = f"{result.model.name}: {result.conclusion().partition('. ')[0].removesuffix('.') or found}"
+    lines = textwrap.wrap(said, width // 7)
     place = legend if isinstance(legend, dict) else {"y": legend}
     return fig.update_layout(
         **{
-            "title": {"text": html.escape(name + found), "x": 0.01, "xanchor": "left"},
+            "title": {
+                "text": "<br>".join(map(html.escape, lines)),
+                "font": {"size": 15},
+                "x": 0.01,
+                "xanchor": "left",
+                "y": 1 - 16 / height,
+                "yanchor": "top",
+            },
             "template": "plotly_white",
             "width": width,
             "height": height,
-            "margin": {"l": 70, "r": 20, "t": top, "b": bottom},
+            "margin": {"l": 70, "r": 20, "t": top + 18 * max(0, len(lines) - 2), "b": bottom},
             "font": {"size": 13},
             "legend": {"orientation": "h", "y": -0.27, "x": 0.5, "xanchor": "center", "yanchor": "top"} | place,
         }
@@ -92,6 +106,11 @@ def axes(
             update(**({"title_text": axis} if isinstance(axis, str) else axis), row=row, col=col)
 
 
+def at_place(position: str) -> str:
+    """Where a question stands, in words."""
+    return {"begin": "at the beginning", "middle": "in the middle", "end": "at the end"}.get(position, position)
+
+
 def counted(title: str, count: int, most: int = 12) -> dict[str, Any]:
     """An axis of whole numbers from 0, with about `most` of them written out."""
     return {"title_text": title, "dtick": max(1, count // most)}
@@ -102,9 +121,16 @@ def shares(title: str | None = None, *span: int | float) -> dict[str, Any]:
     return {"title_text": title, "tickformat": ".0%"} | ({"range": list(span)} if span else {})
 
 
-def powers(title: str | None = None) -> dict[str, Any]:
-    """A logarithmic axis with powers of ten."""
-    return {"title_text": title, "type": "log", "dtick": 1, "exponentformat": "power"}
+def powers(title: str | None = None, values: Iterable[float | None] = ()) -> dict[str, Any]:
+    """A logarithmic axis with powers of ten, at most about eight of them for these `values`."""
+    sizes = [math.log10(v) for v in values if v is not None and v > 0] or [0.0]
+    every = math.ceil((max(sizes) - min(sizes) + 1) / 8)
+    return {"title_text": title, "type": "log", "dtick": every, "exponentformat": "power"}
+
+
+def by_layer(count: int, most: int = 16) -> dict[str, Any]:
+    """The vertical axis of a map, layer by something: layer 0 is at the top in all of them."""
+    return counted("layer", count, most) | {"autorange": "reversed"}
 
 
 def level(fig: Any, y: float, row: int = 1, col: int = 1, *, color: str = RED, dash: str = "dot", **more: Any) -> None:

@@ -22,6 +22,7 @@ from sinkscope.figures.style import (
     panels,
     shares,
 )
+from sinkscope.notation import head_name
 
 _BINS = 24
 _POINTS = 4000  # more would only make the file large
@@ -58,14 +59,13 @@ def clusters(result: Any) -> go.Figure:
         _strengths(fig, result)
     if result.pairs is not None:
         _pairs(fig, result.pairs)
-    said = f"clusters of {len(result.ids):,} tokens" if result.ids else "no sink neuron, no clusters"
     width = 1400 if shown == 3 else 1000
-    return finished(fig, result, said, width=width, height=480, legend=-0.22, barmode="overlay")
+    return finished(fig, result, width=width, height=480, legend=-0.22, barmode="overlay")
 
 
 def _bars(fig: Any, result: Any) -> None:
     bars = [
-        (f"head {c.head}", c.tokens, COLOURS[i % len(COLOURS)], html.escape(" ".join(map(repr, c.examples))))
+        (head_name(0, c.head), c.tokens, COLOURS[i % len(COLOURS)], html.escape(" ".join(map(repr, c.examples))))
         for i, c in enumerate(result.clusters[:16])
     ]
     if rest := result.clusters[16:]:
@@ -108,7 +108,7 @@ def _strengths(fig: Any, result: Any) -> None:
 
 
 def _pairs(fig: Any, pairs: Any) -> None:
-    names = [f"{html.escape(repr(t))}, head {h}" for t, h in zip(pairs.tokens, pairs.heads, strict=True)]
+    names = [f"{html.escape(repr(t))}, {head_name(0, h)}" for t, h in zip(pairs.tokens, pairs.heads, strict=True)]
     spots = list(range(len(names)))
     fig.add_heatmap(
         z=pairs.norm,
@@ -128,7 +128,7 @@ def _pairs(fig: Any, pairs: Any) -> None:
             fig.add_vline(i - 0.5, line={"color": "white", "width": 1}, row=1, col=3)
             fig.add_hline(i - 0.5, line={"color": "white", "width": 1}, row=1, col=3)
     middles = {h: [i for i in spots if pairs.heads[i] == h] for h in dict.fromkeys(pairs.heads)}
-    ticks = {"tickvals": [sum(m) / len(m) for m in middles.values()], "ticktext": [f"head {h}" for h in middles]}
+    ticks = {"tickvals": [sum(m) / len(m) for m in middles.values()], "ticktext": [head_name(0, h) for h in middles]}
     first = {"title_text": "first token", "autorange": "reversed", **ticks}
     axes(fig, 1, 3, x={"title_text": "second token", **ticks}, y=first)
 
@@ -139,9 +139,8 @@ def atlas(result: Any) -> go.Figure:
     if result.ids:
         _histogram(fig, result)
         _shared(fig, result)
-    said = f"repetition of {len(result.ids):,} tokens" if result.ids else "no sink"
     more: dict[str, Any] = {"legend": -0.3, "bottom": 130, "barmode": "stack", "bargap": 0.05}
-    return finished(fig, result, said, width=1300, height=520, **more)
+    return finished(fig, result, width=1300, height=520, **more)
 
 
 def _histogram(fig: Any, result: Any) -> None:
@@ -157,7 +156,7 @@ def _histogram(fig: Any, result: Any) -> None:
         for h, n in zip(result.head, result.repeats, strict=True):
             if h == head:
                 counts[-1 if n is None else -2 if n > high else bisect_right(edges, n)] += 1
-        name = "no single head" if head is None else f"head {head}"
+        name = "no single head" if head is None else head_name(0, head)
         fig.add_bar(
             x=list(range(len(labels))),
             y=counts,
@@ -212,8 +211,7 @@ def attack(result: Any) -> go.Figure:
         for row, (x, y) in enumerate(zip(below, _SUCCESS, strict=True), 1):
             axes(fig, row, column, x=x, y=shares(y if column == 1 else None, -0.03, 1.03))
         fig.add_vline(result.success, line={"color": GREY, "dash": "dot", "width": 1}, row=3, col=column)
-    title = f"sinks after layer {result.sink_layer} without a repeated token"
-    return finished(fig, result, title, width=420 * len(contexts) + 120, height=960, legend=-0.09)
+    return finished(fig, result, width=420 * len(contexts) + 120, height=960, legend=-0.09)
 
 
 def _columns(contexts: list[str], **more: Any) -> Any:
@@ -245,7 +243,7 @@ def _nothing(result: Any) -> go.Figure:
     fig.add_annotation(text=html.escape(result.conclusion()), showarrow=False, font={"size": 16})
     fig.update_xaxes(visible=False)
     fig.update_yaxes(visible=False)
-    return finished(fig, result, "nothing to draw", width=900, height=260)
+    return finished(fig, result, width=900, height=260)
 
 
 def detection(result: Any) -> go.Figure:
@@ -277,8 +275,7 @@ def detection(result: Any) -> go.Figure:
     axes(fig, 1, 1, y="attacks detected")
     axes(fig, 2, 1, y=f"pieces that raise the alarm<br>at threshold {result.threshold:g}")
     more: dict[str, Any] = {"legend": -0.12, "bottom": 120, "barmode": "group"}
-    title = "attacks seen in sink neurons at later positions"
-    return finished(fig, result, title, width=420 * len(contexts) + 120, height=760, **more)
+    return finished(fig, result, width=420 * len(contexts) + 120, height=760, **more)
 
 
 def _detected(fig: Any, result: Any, drawn: list[Any], rules: list[tuple[int, int]], column: int) -> None:

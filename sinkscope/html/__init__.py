@@ -6,9 +6,11 @@ Text is escaped, data stands in blocks of JSON, only the scripts of the page may
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -24,12 +26,13 @@ from typing import Any
 from sinkscope import __version__
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
-from sinkscope.output import write_atomic
+from sinkscope.output import write_atomic, write_output
 from sinkscope.results import Result
 
 ENVELOPE = ("model", "settings", "provenance")
 # plotly renders a few tags; any other comes from a file and is shown as text
 _TAG = re.compile(r"<(?!/?(?:b|i|u|s|br|em|strong|sub|sup|extra)\s*/?>)", re.I)
+_BESIDE = '<template id="plotly" data-src='
 _SCRIPTS = re.compile(r"<script>(.*?)</script>", re.S)  # scripts that run; blocks of data have a type
 
 
@@ -50,31 +53,50 @@ class Section:
     html: str
 
 
-def page(result: Result, *more: Result) -> str:
+def page(result: Result, *more: Result, assets: bool = False) -> str:
     """One HTML document with summary, table, figures, settings and provenance; plotly.js is inside it.
 
     All text is escaped: names, tokens and settings come from files. `more` results follow the first.
     """
-    return document(f"{result.kind}: {result.model.name}", [result_section(one) for one in (result, *more)])
+    beside = result.beside()
+    about = f"{len(beside)} results" if beside else ""
+    sections = [result_section(one) for one in (result, *beside, *more)]
+    return document(f"{result.kind}: {result.model.name}", sections, about, assets=assets)
 
 
-def save_html(result: Result, path: str | os.PathLike[str], *more: Result) -> Path:
+def save_html(result: Result, path: str | os.PathLike[str], *more: Result, assets: bool = False) -> Path:
     """Write `page(result, *more)` to `path`, whole or not at all.
+
+    Args:
+        result: what the page shows.
+        path: the file.
+        more: results that follow the first.
+        assets: whether plotly.js lies beside the page, once for all pages of its folder, instead of inside of it.
 
     Raises:
         SinkscopeError: the file cannot be written.
     """
-    return save_document(path, page(result, *more))
+    return save_document(path, page(result, *more, assets=assets))
 
 
 def save_document(path: str | os.PathLike[str], text: str) -> Path:
-    """Write a page, whole or not at all.
+    """Write a page, whole or not at all, and plotly.js beside it if the page asks for it there.
+
+    It may replace an earlier page.
 
     Raises:
-        SinkscopeError: the file cannot be written.
+        SinkscopeError: the file cannot be written, or holds something else.
     """
     # a lone surrogate, which a token may hold, has no UTF-8
-    return write_atomic(path, text.encode(errors="backslashreplace"))
+    written = write_output(path, text.encode(errors="backslashreplace"))
+    if _BESIDE in text and not (library := written.with_name(_library_name())).is_file():
+        write_atomic(library, importlib.import_module("plotly.offline").get_plotlyjs())
+    return written
+
+
+def _library_name() -> str:
+    """The file that pages share where plotly.js is not inside of them."""
+    return f"plotly-{importlib.import_module('plotly').__version__}.min.js"
 
 
 def result_section(result: Result, file: str = "") -> Section:
@@ -95,14 +117,19 @@ def section(kind: str, file: str, lists: Mapping[str, Mapping[str, Any]], shown:
     details = (
         f"<details><summary>{name}</summary><dl>{_entries(values)}</dl></details>" for name, values in lists.items()
     )
-    html = "\n".join([_made(file, lists["provenance"]), shown, *details])
+    html = "\n".join([shown, _made(file, lists["provenance"]), *details])
     # Control characters, which HTML does not know, are written out.
     clean = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", html)
     return Section(kind, str(lists.get("model", {}).get("name", "")), file, clean)
 
 
 def document(
-    heading: str, sections: Sequence[Section], about: str = "", skipped: Sequence[tuple[str, str]] = ()
+    heading: str,
+    sections: Sequence[Section],
+    about: str = "",
+    skipped: Sequence[tuple[str, str]] = (),
+    *,
+    assets: bool = False,
 ) -> str:
     """The whole file: contents, sections, what was left out, and plotly.js once.
 
@@ -111,9 +138,9 @@ def document(
         sections: the sections, in order.
         about: a few words beside the heading.
         skipped: names of files that were left out, and why.
+        assets: whether plotly.js lies beside the page (`save_document` writes it there).
     """
     from plotly.io import templates
-    from plotly.offline import get_plotlyjs
 
     themes = {mode: templates[f"plotly_{mode}"].to_plotly_json() for mode in ("white", "dark")}
     # A page of one result has its name as heading.
@@ -130,9 +157,13 @@ def document(
         places.append(("skipped", "left out", ""))
         words[0] += f', <a href="#skipped">{len(skipped)} file{"s" if len(skipped) != 1 else ""} left out</a>'
     links = (f'<li><a href="#{to}">{text(kind)} <small>{text(file)}</small></a></li>' for to, kind, file in places)
-    scripts = [*([get_plotlyjs()] if '<div class="plot"' in body else []), _asset("page.js")]
+    library, hashes = _plotly(assets) if '<div class="plot"' in body else ("", [])
+    script = _asset("page.js")
+    # A script that is known by its hash may load what is not: plotly.js beside the page.
+    allowed = [*hashes, *map(_hash, [script, *_SCRIPTS.findall(body)]), *(["'strict-dynamic'"] if assets else [])]
     return Template(_asset("page.html")).substitute(
-        allowed=" ".join(dict.fromkeys(map(_hash, [*scripts, *_SCRIPTS.findall(body)]))),
+        allowed=" ".join(dict.fromkeys(allowed)),
+        version=__version__,
         title=escape(f"{heading}: {about}" if about else heading),
         heading=escape(heading),
         about=" · ".join(words),
@@ -140,8 +171,18 @@ def document(
         style=_asset("page.css"),
         body=body,
         themes=_inert(json.dumps(themes, separators=(",", ":"))),
-        scripts="".join(f"<script>{script}</script>\n" for script in scripts),
+        plotly=library,
+        script=script,
     )
+
+
+def _plotly(beside: bool) -> tuple[str, list[str]]:
+    """Where the page finds plotly.js, and the hashes of what may run for it: packed it is a third as large."""
+    if beside:
+        return f'{_BESIDE}"{_library_name()}"></template>\n', []
+    library: str = importlib.import_module("plotly.offline").get_plotlyjs()
+    packed = base64.b64encode(gzip.compress(library.encode(), mtime=0)).decode()
+    return f'<script type="application/gzip" id="plotly">{packed}</script>\n', [_hash(library)]
 
 
 def text(words: str) -> str:
@@ -175,7 +216,7 @@ def _made(file: str, made: Mapping[str, Any]) -> str:
         argv[0] = "sinkscope"
     command = f"<code>{escape(shlex.join(argv))}</code>" if len(argv) > 1 else ""
     facts = [*([file] if file else []), *(str(made[key]) for key in ("device", "dtype") if made.get(key))]
-    if isinstance(seconds := made.get("seconds"), int | float):
+    if isinstance(seconds := made.get("seconds"), int | float) and seconds:
         facts.append(f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.0f} min")
     if isinstance(peak := made.get("peak_memory_bytes"), int):
         facts.append(f"{peak / 1e9:.2g} GB")
@@ -185,11 +226,14 @@ def _made(file: str, made: Mapping[str, Any]) -> str:
 
 
 def _figure(result: Result) -> str:
-    """The figure as JSON, without its template, because each page has a light and a dark one."""
     try:
-        figure = result.figure()
+        return plot(result.figure())
     except SinkscopeError:  # not every kind has a drawing
         return ""
+
+
+def plot(figure: Any) -> str:
+    """A plotly figure as a part of a page, without its template, because each page has a light and a dark one."""
     # Six digits are more than a screen has pixels, and a third of the file.
     drawn = json.loads(str(figure.to_json()), parse_float=lambda number: float(f"{float(number):.6g}"))
     layout = drawn["layout"]
@@ -218,13 +262,15 @@ def check_png() -> None:
     """Say now, before the work, if no PNG can be made here.
 
     Raises:
-        SinkscopeError: kaleido or the browser it draws with is missing.
+        SinkscopeError: kaleido, Pillow or the browser that draws is missing.
     """
-    if importlib.util.find_spec("kaleido") is None:
-        raise SinkscopeError(
-            'a PNG needs kaleido: pip install "sinkscope[png]" (and a browser: plotly_get_chrome); --html always works',
-            page="png",
-        )
+    for module, name in (("kaleido", "kaleido"), ("PIL", "Pillow")):
+        if importlib.util.find_spec(module) is None:
+            raise SinkscopeError(
+                f'a PNG needs {name}: pip install "sinkscope[png]" (and a browser: plotly_get_chrome); '
+                "--html always works",
+                page="png",
+            )
     chromium: Any = importlib.import_module("choreographer.browsers.chromium").Chromium
     if chromium.find_browser(skip_local=False) is None:
         raise SinkscopeError(
@@ -240,10 +286,43 @@ def save_png(result: Result, path: str | os.PathLike[str]) -> Path:
         SinkscopeError: there is no kaleido or no browser, it does not start, or the file cannot be written.
     """
     check_png()
-    drawn = result.figure()
+    return write_png(result.figure(), path)
+
+
+def write_png(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write a plotly figure as `save_png` does.
+
+    Raises:
+        SinkscopeError: as for `save_png`.
+    """
+    return write_output(path, png(figure))
+
+
+def png(figure: Any, scale: float = 2, most: int = 200_000) -> bytes:
+    """A plotly figure as a PNG of at most 256 colours, which is a third of the size and looks the same.
+
+    Args:
+        figure: what is drawn.
+        scale: pixels of the picture for a pixel of the figure.
+        most: bytes; with fewer colours if it needs more, down to 16.
+
+    Raises:
+        SinkscopeError: there is no kaleido, no Pillow or no browser, or it does not start.
+    """
+    check_png()
+    image: Any = importlib.import_module("PIL.Image")
+    notes: Any = importlib.import_module("PIL.PngImagePlugin").PngInfo()
+    notes.add_text("Software", f"sinkscope {__version__}")
     try:
-        image = drawn.to_image(format="png", scale=2)
+        drawn = figure.to_image(format="png", scale=scale)
     except Exception as error:  # a browser can fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise SinkscopeError(f"the browser made no PNG ({reason}); --html always works", page="png") from error
-    return write_atomic(path, image)
+    whole, packed = image.open(io.BytesIO(drawn)).convert("RGB"), io.BytesIO()
+    for colours in (256, 64, 16):
+        packed = io.BytesIO()
+        few = whole.quantize(colours, method=image.Quantize.MAXCOVERAGE, dither=0)  # a thin line keeps its colour
+        few.save(packed, "PNG", optimize=True, pnginfo=notes)
+        if packed.tell() <= most:
+            break
+    return packed.getvalue()

@@ -5,6 +5,25 @@
   const themes = JSON.parse(document.getElementById("themes").textContent);
   const boxes = [...document.querySelectorAll(".plot")];
 
+  // plotly.js comes packed inside of the page, or lies beside it.
+  async function library() {
+    const at = document.getElementById("plotly"), script = document.createElement("script");
+    if (at.dataset.src) {
+      script.src = at.dataset.src;
+      const loaded = new Promise((done, failed) => Object.assign(script, { onload: done, onerror: failed }));
+      document.head.append(script);
+      return loaded;
+    }
+    const bytes = Uint8Array.from(atob(at.textContent), (letter) => letter.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    script.textContent = await new Response(stream).text();
+    document.head.append(script);
+  }
+  let drawing;
+  const failed = () => {
+    for (const box of boxes) box.textContent = "This figure needs plotly.js beside the page, and a browser of 2023 or later.";
+  };
+
   // Figures are drawn when they come near, in the colours of the page and as wide as there is room; on a narrow screen
   // they keep a width that can be read, and scroll in their own box.
   function layout(box, figure) {
@@ -13,6 +32,7 @@
     const copy = structuredClone(figure.layout), clear = "rgba(0,0,0,0)";
     for (const note of copy.annotations ?? []) // titles of panels, which would run into each other
       if (note.font?.size > 12) note.font.size = Math.max(11, (note.font.size * width) / natural);
+    if (copy.title?.text) copy.title.font = { size: Math.max(11, ((copy.title.font?.size ?? 15) * width) / natural) };
     return {
       ...copy,
       template: themes[dark.matches ? "dark" : "white"],
@@ -28,7 +48,8 @@
     const text = JSON.stringify(data);
     return JSON.parse(dark.matches ? text.replaceAll('"#000000"', '"#ffffff"') : text);
   }
-  function draw(box) {
+  async function draw(box) {
+    await (drawing ??= library());
     const figure = (box.figure ??= JSON.parse(box.querySelector("script").textContent));
     let area = box.querySelector("div");
     if (!area) box.append((area = document.createElement("div")));
@@ -40,12 +61,17 @@
       for (const one of seen) {
         if (!one.isIntersecting) continue;
         near.unobserve(one.target);
-        draw(one.target);
+        draw(one.target).catch(failed);
       }
     },
     { rootMargin: "800px 0px" },
   );
-  boxes.forEach((box) => near.observe(box));
+  for (const box of boxes) {
+    box.tabIndex = 0; // a wide figure is scrolled with the arrow keys
+    box.setAttribute("role", "region");
+    box.setAttribute("aria-label", "figure");
+    near.observe(box);
+  }
   const redraw = () => boxes.filter((box) => box.figure).forEach(draw);
   dark.addEventListener("change", redraw);
   let wait, width = innerWidth;
@@ -69,7 +95,11 @@
       for (const row of rows) if (row.cells[i].textContent.length > 40) row.cells[i].classList.add("long");
       head.tabIndex = 0;
       head.addEventListener("click", () => sort(i, words));
-      head.addEventListener("keydown", (event) => event.key === "Enter" && sort(i, words));
+      head.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        sort(i, words);
+      });
     });
     let shown = rows, wanted = "", all = rows.length <= 2 * few;
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from sinkscope.errors import UnsupportedError
+from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
 
@@ -67,6 +67,12 @@ class Run:
         self._pending: list[Callable[[], list[Event]]] = []
         self.warned = False  # of a second value that looks like a sink's
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy of the model would be edited by this run and never leave it, and a file of it could not be read."""
+        raise SinkscopeError(
+            "a model cannot be copied or pickled while interventions act on it: leave the `with` first, or copy before"
+        )
 
     @property
     def usage(self) -> list[Any]:
@@ -205,11 +211,7 @@ def _registered(run: Run) -> Iterator[None]:
 
 
 def _check_model(target: Target) -> None:
-    if target.kind == "nnsight" and next(target.hf.parameters()).is_meta:
-        raise UnsupportedError(
-            f"{target.name} holds no weights yet and gets another module with them: make the nnsight model with "
-            "dispatch=True, or call its dispatch() first"
-        )
+    target.check_loaded()
     if hasattr(target.hf, "_orig_mod") or any(module._compiled_call_impl is not None for module in target.hf.modules()):
         raise UnsupportedError(
             f"{target.name} is compiled, and compiled code skips hooks that were added later: enter interventions on "
@@ -221,8 +223,10 @@ def _check_model(target: Target) -> None:
 class Intervention(ABC):
     """An edit of a model's activations (or, later, of its cache) that can be entered on any kind of model.
 
-    Objects are immutable descriptions: the same one may be entered many times, nested, on several models and from
-    several threads. `a | b` enters both, and `a` acts first where they meet.
+    Objects are immutable descriptions: the same one may be entered many times and on several models. Edits of
+    activations may also be nested on one model, and entered from several threads, each of which sees its own. Cache
+    policies and guards own the model's cache, so a second one on the same model is refused while the first acts.
+    `a | b` enters both, and `a` acts first where they meet.
     """
 
     KIND: ClassVar[str] = ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -10,10 +13,66 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.interventions.base import Event, Intervention
 from sinkscope.models.target import Target
 
 _CHUNK = 256  # positions whose logits are there at a time
+_STATED = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "num_beams",
+    "repetition_penalty",
+)  # in the settings of results
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "max_length", "max_new_tokens")
+_USED: ContextVar[dict[str, Any] | None] = ContextVar("used", default=None)
+
+
+def decoding(target: Target, **ours: Any) -> dict[str, Any]:
+    """Options of `generate` that settle how tokens are chosen, whatever the checkpoint's generation_config.json says.
+
+    Of the checkpoint's settings only its special tokens count; a `SinkscopeWarning` names the others.
+
+    Args:
+        target: the model.
+        ours: what is wanted, such as `do_sample=False`; all else is transformers' neutral default.
+
+    Returns:
+        `ours`, and the neutral default of every other setting of the checkpoint.
+    """
+    config = target.hf.generation_config
+    neutral = config._get_default_generation_params()
+    own = {k: v for k, v in config.to_diff_dict().items() if k not in _TOKENS and not k.startswith("_")}
+    settled = {**{name: neutral.get(name) for name in own}, **ours}
+    left = {name: value for name, value in own.items() if (settled[name] or None) != (value or None)}
+    stated = {name: settled.get(name, neutral.get(name)) for name in _STATED}
+    if not stated["do_sample"]:
+        stated |= dict.fromkeys(("temperature", "top_k", "top_p"))
+    said = {name: value for name, value in stated.items() if value is not None}
+    if (used := _USED.get()) is not None:
+        used |= {**said, "eos_token_id": target.end_ids, "not_used_of_checkpoint": left}
+    if left:
+        shown = ", ".join(f"{name} {value}" for name, value in left.items())
+        warnings.warn(
+            f"the decoding is sinkscope's own ({', '.join(f'{name} {value}' for name, value in said.items())}); of the "
+            f"generation_config.json of {target.name} this is not used: {shown}",
+            SinkscopeWarning,
+            stacklevel=2,
+        )
+    return settled
+
+
+@contextmanager
+def noted_decoding() -> Iterator[dict[str, Any]]:
+    """A `with` after which the dictionary says how tokens were chosen inside; it stays empty if none were."""
+    used: dict[str, Any] = {}
+    token = _USED.set(used)
+    try:
+        yield used
+    finally:
+        _USED.reset(token)
 
 
 class Told(LogitsProcessor):
@@ -47,9 +106,7 @@ def _likeliest(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
-            do_sample=False,
-            pad_token_id=min(target.end_ids, default=0),
-            **options,
+            **decoding(target, do_sample=False, pad_token_id=min(target.end_ids, default=0), **options),
         )
         return out[:, rows.shape[1] :].tolist(), [] if run is None else run.events
 

@@ -9,7 +9,6 @@ patch needs.
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from abc import abstractmethod
@@ -26,6 +25,7 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.experts import activate, bind, columns, gate_up
 from sinkscope.models.target import Target, on_input, on_output
+from sinkscope.notation import neuron_name, read_head, read_neuron
 from sinkscope.records import Number, Whole, conform
 
 SiteLike = Sequence[int | None] | str
@@ -45,8 +45,7 @@ class NeuronSite(NamedTuple):
     expert: int | None = None
 
     def __str__(self) -> str:
-        expert = "" if self.expert is None else f", expert {self.expert}"
-        return f"layer {self.layer}{expert}, neuron {self.neuron}"
+        return neuron_name(*self.numbers)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -72,19 +71,16 @@ class NeuronGroup(NamedTuple):
         return [NeuronSite(self.layer, neuron, self.expert) for neuron in self.neurons]
 
 
-_NAME = re.compile(r"L(\d+)\.(?:(?:E(\d+)\.)?N(\d+)|H(\d+))")
-
-
 def site_of(given: Any) -> NeuronSite:
-    """A `NeuronSite` from (layer, neuron) or (layer, expert, neuron), or from its name: "L1.N338", "L3.E2.N7".
+    """A `NeuronSite` from (layer, neuron), (layer, expert, neuron) or a name such as "L1.N338".
 
     Raises:
-        SinkscopeError: not two or three whole numbers from 0, or another name.
+        SinkscopeError: not two or three whole numbers from 0, and no such name.
     """
     if isinstance(given, NeuronSite):
         return given
-    if isinstance(given, str) and (found := _NAME.fullmatch(given)) is not None and found[3] is not None:
-        given = [int(part) for part in found.groups()[:3] if part is not None]
+    if isinstance(given, str):
+        given = read_neuron(given, "site")
     numbers: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
     if len(numbers) not in (2, 3) or not all(map(_whole, numbers)):
         raise SinkscopeError(
@@ -101,8 +97,8 @@ def head_of(given: Any, layer: int | None = None) -> tuple[int, int]:
     Raises:
         SinkscopeError: it is something else.
     """
-    if isinstance(given, str) and (found := _NAME.fullmatch(given)) is not None and found[4] is not None:
-        return int(found[1]), int(found[4])
+    if isinstance(given, str):
+        return read_head(given, "head")
     numbers = (layer, given) if isinstance(given, int) and layer is not None else given
     if not isinstance(numbers, tuple | list) or len(numbers) != 2 or not _whole(numbers[1]) or not _layer(numbers[0]):
         raise SinkscopeError(

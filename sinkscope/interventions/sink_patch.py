@@ -15,12 +15,14 @@ from jaxtyping import Float
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from sinkscope.errors import SinkscopeError
+from sinkscope._plain import parse_json
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.interventions.base import Run, is_edited
 from sinkscope.interventions.edits import NeuronEdit, NeuronGroup, NeuronSite, Where, log_values, site_of
 from sinkscope.interventions.positions import Call, Memory
+from sinkscope.models.open import is_checkpoint
 from sinkscope.models.target import Target
-from sinkscope.output import write_atomic
+from sinkscope.output import write_output
 from sinkscope.records import Number, Whole, conform
 from sinkscope.text import resolve_bos, text_rows, typical_text
 
@@ -140,14 +142,14 @@ class SinkPatch(NeuronEdit):
         return cls(sites=tuple(sites), site=site, value=value, calibrated=calibrated, model=info)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write patch.json, at once or not at all.
+        """Write patch.json, at once or not at all. It may replace an earlier patch or result, but no other file.
 
         Raises:
-            SinkscopeError: the path cannot be written.
+            SinkscopeError: the path cannot be written, or holds something else.
         """
         sites = [{**s._asdict(), "calibrated": self.calibrated.get(s)} for s in self.checked_sites]
         content = {"model": self.model, "site": self.site, "value": self.value, "sites": sites}
-        write_atomic(path, json.dumps({"schema": SCHEMA, "kind": KIND, **content}, indent=2) + "\n")
+        write_output(path, json.dumps({"schema": SCHEMA, "kind": KIND, **content}, indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> SinkPatch:
@@ -163,12 +165,37 @@ class SinkPatch(NeuronEdit):
 
     def prepared(self, target: Target) -> SinkPatch:
         """The patch with a calibrated value for each site, where they can be measured."""
+        self.check_made_for(target)
         missing = [site for site in self.checked_sites if site not in self.calibrated]
         if self.value != "second" or not missing or is_edited(target):
             return self
         self._check(target)
         measured = neutral_values(target, missing, self.site)
         return replace(self, calibrated={**measured, **self.calibrated})
+
+    def check_made_for(self, target: Target) -> None:
+        """Compare the model with the one that the patch was made for, as far as the patch names it.
+
+        A fine-tune of that model is fine, but its calibrated values may be others, so a `SinkscopeWarning` says so.
+
+        Raises:
+            SinkscopeError: a model of another shape.
+        """
+        there, t = self.model or {}, target
+        here = {"family": t.config.model_type, "n_layers": t.n_layers, "d_model": t.d_model, "d_mlp": t.d_mlp}
+        if odd := [key for key, value in here.items() if there.get(key, value) != value]:
+            raise SinkscopeError(
+                f"the patch was made for {there.get('name')}, whose {odd[0]} is {there[odd[0]]}, and that of {t.name} "
+                f"is {here[odd[0]]}: give that model, or make a patch for this one",
+                page=_PAGE,
+            )
+        if there.get("fingerprint") and not is_checkpoint(t, there["fingerprint"]):
+            warnings.warn(
+                f"the patch was made for {there.get('name')} (fingerprint {there['fingerprint']}), and {t.name} has "
+                "the same shape and other weights, so its sink may have other neurons: make a patch for this model",
+                SinkscopeWarning,
+                stacklevel=3,
+            )
 
     def new_values(
         self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
@@ -233,6 +260,7 @@ class SinkPatch(NeuronEdit):
                 "the second token's value is itself like a sink's, and this SinkPatch has no calibrated value to write "
                 "instead, so it makes sinks of all later tokens: make the patch with SinkPatch.from_result, or give "
                 "calibrated={...}, or load the model with its tokenizer",
+                SinkscopeWarning,
                 stacklevel=2,
             )
         return value
@@ -293,7 +321,7 @@ def read_patch(path: str | PathLike[str]) -> dict[str, Any]:
     """
     name = Path(path).name
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise SinkscopeError(
             f"cannot read {path}: {error.strerror or error}; make a patch with `sinkscope patch make`", page=_PAGE

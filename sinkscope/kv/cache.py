@@ -22,6 +22,7 @@ from sinkscope.models.target import Target
 from sinkscope.room import Growing
 from sinkscope.trace.attention import widened
 
+_SPARE = 16  # as many times what was generated between two selections fits into a cache that is put back
 _FIXED = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
 
 
@@ -325,8 +326,9 @@ class CacheLayer(DynamicLayer):
         for name, part in side.items():
             self._side.setdefault(name, part[..., :0])
             self._side[name] = torch.cat([self._grown(name), part], 2)
-        self.keys, self.values = (torch.cat(both, 2) for both in zip((self.keys, self.values), held, strict=True))
-        self._ungrown()
+        # Not copied at every selection: the room that is made by the first lasts for several.
+        for name, part in zip(("keys", "values"), held, strict=True):
+            setattr(self, name, self._grow[name].append(getattr(self, name), part, _SPARE * new))
 
     def _counted(self, new: int, like: Tensor) -> Tensor:
         """Columns outside of a session, where all tokens count as real."""

@@ -3,24 +3,57 @@
 They change only how prompts are read. Decoding reads the whole cache, as in the papers. The pattern is followed even if
 plain attention would be faster. Layers that need the model's own attention keep it, and an event of kind "prefill" says
 so, as under `LoopServe`.
+
+`ShapeShare` makes a shape at a share of the context, so that it can stand beside policies at the same share. A policy's
+share is that of the tokens which a decoding step reads. Of a shape that concerns prompts alone it is:
+
+- A-shape, Tri-shape: first and local tokens together are that share of the context, in the proportion of LoopServe's
+  table 7 (128 to 4,096; at least 4 first tokens, as StreamingLLM has). Tri-shape's dense rows are as many as its first
+  tokens, as there. A query then sees that share at most, and the share of causal cells is about twice as large.
+- MInference: the most lines, vertical to slash in its usual proportion (1,000 to 6,096), whose cells are at most that
+  share of the causal cells, head by head; one line of each kind at least.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
 from sinkscope.kv.session import Session
-from sinkscope.lines.choice import HeadLines, minference_lines
+from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
 from sinkscope.records import Natural, Whole, check_fields
+from sinkscope.trace.attention import Attention
+
+
+class Shape(Intervention):
+    """A fixed shape of attention for prompts: a frozen dataclass of its sizes."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def sparse(self) -> SparsePrompts:
+        """What computes prompts along it."""
+        raise NotImplementedError
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts."""
+        self.sparse().enter(Session.of(run))
+
+    def told(self, run: Run) -> str:
+        """The share of attention that prompts computed."""
+        return said_of_prompts(type(self).__name__, run)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AShape(Intervention):
+class AShape(Shape):
     """Every query of a prompt sees the first tokens and the latest ones (Xiao et al. 2024; Li et al. 2025, table 7).
 
     Attributes:
@@ -39,16 +72,9 @@ class AShape(Intervention):
     first: Whole = 128
     local: Natural = 4096
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def told(self, run: Run) -> str:
-        """The share of attention that prompts computed."""
-        return said_of_prompts(type(self).__name__, run)
-
-    def enter(self, run: Run, key: int) -> None:
-        """Replace attention of prompts."""
-        SparsePrompts(type(self).__name__, self._lines).enter(Session.of(run))
+    def sparse(self) -> SparsePrompts:
+        """What computes prompts along it."""
+        return SparsePrompts("AShape", self._lines)
 
     def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         index = torch.arange(key.shape[1], device=key.device).expand(len(query), -1)
@@ -69,13 +95,13 @@ class TriShape(AShape):
 
     dense_rows: Whole = 128
 
-    def enter(self, run: Run, key: int) -> None:
-        """Replace attention of prompts."""
-        SparsePrompts("TriShape", self._lines, dense_rows=self.dense_rows).enter(Session.of(run))
+    def sparse(self) -> SparsePrompts:
+        """What computes prompts along it."""
+        return SparsePrompts("TriShape", self._lines, dense_rows=self.dense_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MInference(Intervention):
+class MInference(Shape):
     """Fixed numbers of vertical and slash lines, which the last queries choose for each head (Jiang et al. 2024).
 
     The authors search a pattern for every head of a model; here every head has the vertical-slash pattern. Their kernel
@@ -100,16 +126,121 @@ class MInference(Intervention):
     slash: Natural = 6096
     last: Natural = 64
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    def told(self, run: Run) -> str:
-        """The share of attention that prompts computed."""
-        return said_of_prompts("MInference", run)
-
-    def enter(self, run: Run, key: int) -> None:
-        """Replace attention of prompts."""
-        SparsePrompts("MInference", self._lines).enter(Session.of(run))
+    def sparse(self) -> SparsePrompts:
+        """What computes prompts along it."""
+        return SparsePrompts("MInference", self._lines)
 
     def _lines(self, query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
         return minference_lines(query, key, self.vertical, self.slash, last=self.last, scaling=scaling)
+
+
+_FIRST = 4
+_PAPER = TriShape()
+_LINES = MInference()
+
+
+@dataclass(frozen=True)
+class ShapeShare(Intervention):
+    """A shape of prompts whose sizes follow from the length of each.
+
+    Attributes:
+        name: "AShape", "TriShape" or "MInference".
+        budget: share of the context.
+
+    Raises:
+        SinkscopeError: a share outside (0, 1].
+    """
+
+    name: str
+    budget: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget <= 1:
+            raise SinkscopeError(f"{self.name}: budget={self.budget!r}: expected a share of the context up to 1.0")
+
+    def enter(self, run: Run, key: int) -> None:
+        """Replace attention of prompts."""
+        _ByLength(self.name, _nothing, sized=lambda keys: _SHAPES[self.name](self.budget, keys)).enter(Session.of(run))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _ByLength(SparsePrompts):
+    sized: Callable[[int], SparsePrompts]
+
+    def _row(self, prompt: Attention, row: int, real: Tensor, held: Tensor) -> Any:
+        return self.sized(int(held.sum()))._row(prompt, row, real, held)
+
+
+def _nothing(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
+    raise NotImplementedError
+
+
+def shape_at(share: float, keys: int) -> AShape:
+    """First and local tokens at a share of a context."""
+    tokens = max(1, int(share * keys))
+    first = max(min(_FIRST, tokens - 1), tokens * _PAPER.first // (_PAPER.first + _PAPER.local))
+    return AShape(first=first, local=tokens - first)
+
+
+def _tri_shape_at(share: float, keys: int) -> TriShape:
+    shape = shape_at(share, keys)
+    return TriShape(first=shape.first, local=shape.local, dense_rows=shape.first)
+
+
+_SHAPES: dict[str, Callable[[float, int], SparsePrompts]] = {
+    "AShape": lambda share, keys: shape_at(share, keys).sparse(),
+    "TriShape": lambda share, keys: _tri_shape_at(share, keys).sparse(),
+    "MInference": lambda share, keys: SparsePrompts(
+        "MInference", lambda query, key, scaling, layer: share_lines(query, key, share, scaling=scaling)
+    ),
+}
+"""What makes prompts of so many keys sparse at a share of the context; MInference's is one of the causal cells."""
+
+
+def share_lines(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    share: float,
+    *,
+    last: int = _LINES.last,
+    first: int = 30,
+    local: int = 100,
+    scaling: float | None = None,
+) -> HeadLines:
+    """As `minference_lines`, with the numbers of lines scaled together until their cells are the share of all.
+
+    Args:
+        query: as for `select_lines`.
+        key: as for `select_lines`.
+        share: of the causal cells; the largest number of lines of each head that does not exceed it.
+        last: queries at the end that vote.
+        first: of 1,000 vertical lines those that are the first positions in any case.
+        local: of 6,096 slash lines those that are the nearest offsets in any case; at least the main diagonal.
+        scaling: factor on the scores; None: one over the root of `d_head`.
+    """
+    columns, offsets = last_votes(query, key, last, scaling)
+
+    def lines(count: Int[Tensor, " head"]) -> HeadLines:
+        vertical = count * _LINES.vertical // _LINES.slash
+        return HeadLines(
+            _top(columns, vertical.clamp(min=1), vertical * first // _LINES.vertical),
+            _top(offsets, count, (count * local // _LINES.slash).clamp(min=1)),
+            query.shape[1],
+        )
+
+    low = torch.ones(len(query), dtype=torch.long, device=query.device)
+    high = torch.full_like(low, key.shape[1] + 1)  # all slash lines and one
+    limit = share * float(lines(low).lengths().sum())
+    while bool((high - low > 1).any()):
+        middle = (low + high) // 2
+        fits = lines(middle).cells() <= limit
+        low, high = torch.where(fits, middle, low), torch.where(fits, high, middle)
+    return lines(low)
+
+
+def _top(weights: Float[Tensor, "head key"], count: Int[Tensor, " head"], forced: Int[Tensor, " head"]) -> Tensor:
+    """The first `forced` lines of each head and the heaviest others, `count` together."""
+    index = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
+    order = weights.masked_fill(index < forced[:, None], torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, index)
+    return rank < count[:, None]

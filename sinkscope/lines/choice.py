@@ -7,7 +7,7 @@ Algorithm 5 leaves some points open. They are settled here as follows:
   attend may lie on no chosen line.
 - *Lengths* are those of the matrix that is to be computed, as in the paper's equation 1; weights are those of the
   sample. The sample is a fixed share of all rows, so the ratio of the two orders lines in the same way.
-- *Always kept*: the main diagonal and position 0, so that every query sees something.
+- *Always kept*: the main diagonal and position 0, so that every query sees something; more with `begin` and `local`.
 - *alpha = 1* is dense by definition, because a sample says nothing certain about rows outside it.
 - `variant="exact"`: the marginal weight of a line is its weight in the sample outside all chosen lines, divided by the
   number of cells it adds to the matrix. Every line is weighed again whenever others have been chosen.
@@ -35,6 +35,8 @@ from sinkscope.errors import SinkscopeError
 
 Variant = Literal["exact", "faithful"]
 _ROWS = 64  # queries whose attention is built at a time
+_SCATTERED = 1.25  # lines take at least so many times the cells of `_least_share` where it is large, as measured
+_SOUGHT = 0.5  # share of a query's attention on one key from which on the query searches for it
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,6 +284,10 @@ def select_lines(
     scaling: float | None = None,
     seed: int = 0,
     dense_above: float = 1.0,
+    begin: int = 1,
+    local: int = 1,
+    sharp: float | None = None,
+    checked: int = 0,
 ) -> HeadLines:
     """Algorithm 5 for all heads of a layer: few cells on vertical and slash lines that hold alpha of the attention.
 
@@ -295,6 +301,14 @@ def select_lines(
         scaling: factor on the scores; None: one over the root of `d_head`.
         seed: seed of the sample.
         dense_above: share of cells above which the exact variant makes a head dense: it gets all lines.
+        begin: number of positions at the beginning that are always kept.
+        local: number of offsets from 0 that are always kept.
+        sharp: the exact variant also takes lines whose cells hold on average at least this share of their rows'
+            attention, even if alpha is reached. They take few cells, and without them rows may lose everything, because
+            alpha is a share of the sum over rows. None: no others.
+        checked: number of queries beside the sample in which single keys are looked for. They are those that attend
+            least to the first positions in raw scores, so that they have something to seek. A key that holds half of
+            such a query's attention is kept as a vertical line.
 
     Raises:
         SinkscopeError: alpha outside (0, 1], a sample below 1 or below `recent`, an unknown variant.
@@ -303,7 +317,7 @@ def select_lines(
     heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
     none = torch.zeros(heads, keys, dtype=torch.bool, device=query.device)
     start = HeadLines(none, none.clone(), queries)
-    start.vertical[:, 0] = start.slash[:, 0] = True
+    start.vertical[:, :begin] = start.slash[:, :local] = True
     if alpha == 1:
         start.vertical[:] = True
         return start
@@ -312,33 +326,59 @@ def select_lines(
     probs = attention_of(query[:, rows], key, at, scaling)
     if variant == "faithful":
         return _faithful(probs, at, alpha, start)
-    return _exact(probs, at, alpha, start, dense_above)
+    flat = _SCATTERED * _least_share(probs, at, alpha) > (dense_above if dense_above < 1 else math.inf)
+    if checked and not bool(flat.all()):
+        start.vertical.logical_or_(_sought(query, key, begin, checked, scaling))
+    return _exact(probs, at, alpha, start, flat, dense_above, math.inf if sharp is None else sharp)
 
 
-def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float) -> HeadLines:
+def _sought(query: Tensor, key: Tensor, begin: int, checked: int, scaling: float | None) -> Tensor:
+    """Keys `[head key]` that single queries search for, one each.
+
+    Queries that seek nothing attend to the first tokens (attention sinks), so those are checked that score them lowest.
+    """
+    heads, queries, width = query.shape
+    groups, scaling = heads // len(key), width**-0.5 if scaling is None else scaling
+    found = torch.zeros(heads, key.shape[1], dtype=torch.bool, device=query.device)
+    for of in range(len(key)):
+        q, k = query[of * groups : (of + 1) * groups].float() * scaling, key[of].float()
+        rest = (q @ k[:begin].T).logsumexp(2)
+        rows = rest.topk(min(checked, queries), dim=1, largest=False).indices
+        at = rows + (len(k) - queries)
+        scores = q.gather(1, rows[..., None].expand(-1, -1, width)) @ k.T
+        future = torch.arange(len(k), device=k.device) > at[..., None]
+        most, index = scores.masked_fill_(future, -torch.inf).softmax(2).max(2)
+        mine = found[of * groups : (of + 1) * groups]
+        mine.scatter_(1, index, mine.gather(1, index) | (most >= _SOUGHT))
+    return found
+
+
+def _exact(
+    left: Tensor, at: Tensor, alpha: float, lines: HeadLines, flat: Tensor, dense_above: float, sharp: float
+) -> HeadLines:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
     `left` is the attention that lies on no chosen line yet.
     """
     heads, rows, keys = left.shape
-    past, count = lines.past, torch.arange(rows, device=at.device)
-    flat = _least_share(left, at, alpha) > dense_above
-    left[:, :, 0] = 0.0  # lines that are chosen already; further down these cells stand in for missing ones
-    left[:, count, at] = 0.0
+    past, sharp = lines.past, sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
+    # Of lines that are chosen already; further down the cells of line 0 stand in for missing ones.
+    left.masked_fill_(lines.rows(at), 0.0)
     lengths = lines.lengths().float()
     weights = torch.stack([left.sum(1), slash_lines(left, at)[0]], 1)
     chosen = torch.stack([lines.vertical, lines.slash], 1).float()  # [head kind line]; flattened: vertical ones first
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
-    weights[:, :, 0] = -torch.inf
+    weights.masked_fill_(chosen.bool(), -torch.inf)
     done = flat | missing.isnan()  # attention that is not a number: a dense head would hand it on
     chosen[done] = 1.0
     result, which = chosen.clone(), torch.arange(heads, device=left.device)
     limit = dense_above * float(lengths.sum()) if dense_above < 1 else torch.inf
-    batch = 1
+    batch = done.new_ones(heads, dtype=torch.long)
     for _ in range(2 * keys):  # every round takes at least one line of every head that is not done, or ends it
         if 2 * (finished := int(done.sum())) >= len(done):  # go on with the others only
             result[which] = chosen
-            which, left, weights, chosen, missing = (t[~done] for t in (which, left, weights, chosen, missing))
+            parts = (which, left, weights, chosen, missing, batch)
+            which, left, weights, chosen, missing, batch = (part[~done] for part in parts)
             done = done[~done]
             heads -= finished
         if not heads:
@@ -349,15 +389,16 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
             crossed[:, :, : past + 1] -= before
         cells = (chosen @ lengths).sum(1) - (chosen[:, 0] * crossed[:, 0]).sum(1)
         ratio = weights / crossed.neg_().add_(lengths).clamp_(min=1)
-        best, index = ratio.view(heads, -1).topk(min(batch, 2 * keys), dim=1)
+        best, index = ratio.view(heads, -1).topk(min(int(batch.max()), 2 * keys), dim=1)
         gain = weights.view(heads, -1).gather(1, index)
         # What is missing takes more cells than it would if all lines were as good as the best one.
         hopeless = (missing > 0) & (cells + missing / best[:, 0].clamp(min=1e-30) > limit)
         stuck = (missing > 0) & (best[:, 0] <= 0)  # only rounding errors are left
         # Lines of one round may cross, so this never takes one too many; what is short comes in the next round.
-        take = (gain.cumsum(1) - gain < missing[:, None]) & (best > 0)
+        take = ((gain.cumsum(1) - gain < missing[:, None]) | (best >= sharp)) & (best > 0)
+        take &= torch.arange(best.shape[1], device=best.device) < batch[:, None]
         chosen[~done & (hopeless | stuck)] = 1.0
-        done |= (missing <= 0) | hopeless | stuck
+        done |= ((missing <= 0) & (best[:, 0] < sharp)) | hopeless | stuck
         index = index * (take & ~done[:, None])  # line 0, which was chosen first, stands in for lines not taken
         chosen.view(heads, -1).scatter_(1, index, 1.0)
         weights.view(heads, -1).scatter_(1, index, -torch.inf)
@@ -370,10 +411,12 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
             crossing = column if other is None else other(column)
             weights.view(heads, -1).scatter_add_(1, crossing.flatten(1), -cells.flatten(1))
             missing -= cells.sum((1, 2), dtype=torch.float64)
-        # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines. Batches of a
-        # fifth of the chosen lines take 0.5 % more cells on text and up to 12 % in heads that attend to everything a
-        # little; on a GPU, where rounds are dear, as many lines as are chosen are taken at a time.
-        batch = max(1, int(chosen.sum((1, 2)).masked_fill(done, 0).max()) // (5 if left.device.type == "cpu" else 1))
+        # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of
+        # the chosen lines, or a twentieth of those that are missing at least; on a GPU, where rounds are dear, as many
+        # lines as are chosen.
+        few = 5 if left.device.type == "cpu" else 1
+        least = (missing / gain.amax(1).clamp(min=1e-30)).clamp(0, 2 * keys).long()
+        batch = torch.maximum(chosen.sum((1, 2)).long() // few, least // 20).clamp(min=1).masked_fill(done, 1)
     else:
         raise RuntimeError("the choice of lines did not end although every line was taken")
     vertical, slash = result.bool().unbind(1)
@@ -383,16 +426,22 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
 def _least_share(probs: Tensor, at: Tensor, alpha: float) -> Tensor:
     """Lower bound on the share of a sample's cells that hold alpha of its weight, for every head.
 
-    By Cauchy and Schwarz a set that holds m of a row has at least m^2 / (sum of squares of the row) cells. The fewest
-    cells in all are needed if rows that need many hold less than everything, m = min(1, level / length).
+    A set that holds m of a row has at least m / (largest cell) cells and, by Cauchy and Schwarz, at least m^2 / (sum of
+    squares of the row). The fewest cells in all are needed if a further cell brings as little in every row.
     """
-    length = torch.linalg.vector_norm(probs, dim=2).double().square().reciprocal()
-    low, high = torch.zeros_like(length[:, :1]), length.amax(1, keepdim=True)
+    flat = torch.linalg.vector_norm(probs, dim=2).double().square().reciprocal()
+    sharp = probs.amax(2).double().reciprocal()
+    low, high = torch.zeros_like(flat[:, :1]), 2 * flat.amax(1, keepdim=True)
+
+    def held(slope: Tensor) -> Tensor:
+        return torch.where(slope < sharp, 0, torch.maximum(sharp, slope / 2) / flat).clamp(max=1)
+
     for _ in range(20):
-        level = (low + high) / 2
-        enough = (level / length).clamp(max=1).mean(1, keepdim=True) >= alpha
-        low, high = torch.where(enough, low, level), torch.where(enough, level, high)
-    return ((low / length).clamp(max=1).square() * length).sum(1) / (at + 1).sum()
+        slope = (low + high) / 2
+        enough = held(slope).mean(1, keepdim=True) >= alpha
+        low, high = torch.where(enough, low, slope), torch.where(enough, slope, high)
+    share = held(low)
+    return torch.maximum(share * sharp, share.square() * flat).sum(1) / (at + 1).sum()
 
 
 def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> HeadLines:
@@ -403,16 +452,18 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
     kinds = (slash_lines(probs, at), (probs.sum(1), probs.amax(1)))  # slash, vertical: sums and largest cells
     for head in range(len(probs)):
         weight, most = ([kind[i][head].tolist() for kind in kinds] for i in (0, 1))
-        order = [_falling(kind[0][head]) for kind in kinds]
-        chosen, overlap = ([0], [0]), [largest[0] for largest in most]
+        always = [mask[head].nonzero().flatten().tolist() for mask in (lines.slash, lines.vertical)]
+        order = [_falling(kind[0][head], kept) for kind, kept in zip(kinds, always, strict=True)]
+        chosen = tuple(list(kept) for kept in always)
+        overlap = [sum(largest[line] for line in kept) for largest, kept in zip(most, always, strict=True)]
         total, target = float(kept[head]), float(wanted[head])
-        for _ in range(2 * len(lengths) - 2):  # every step takes one line
+        for _ in range(sum(map(len, order))):  # every step takes one line
             if not total < target:
                 break
             offers: list[tuple[float, float, int, int]] = []
             for kind, other in ((0, 1), (1, 0)):
-                if len(chosen[kind]) <= len(order[kind]):
-                    line = order[kind][len(chosen[kind]) - 1]
+                if (taken := len(chosen[kind]) - len(always[kind])) < len(order[kind]):
+                    line = order[kind][taken]
                     gain = weight[kind][line] - overlap[other]
                     offers.append((gain / max(1, lengths[line] - len(chosen[other])), gain, kind, line))
             _, gain, kind, line = max(offers, key=lambda offer: offer[0])  # of equals the slash line
@@ -427,7 +478,7 @@ def _faithful(probs: Tensor, at: Tensor, alpha: float, lines: HeadLines) -> Head
     return lines
 
 
-def _falling(weights: Float[Tensor, " key"]) -> list[int]:
-    """Lines by falling weight without line 0, which is always chosen."""
+def _falling(weights: Float[Tensor, " key"], without: Sequence[int]) -> list[int]:
+    """Lines by falling weight without those that are always chosen."""
     order = torch.argsort(weights, descending=True, stable=True)
-    return order[order != 0].tolist()
+    return order[~torch.isin(order, torch.tensor(without, device=order.device))].tolist()

@@ -28,7 +28,7 @@ from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.lone import Lone, lone
 
 Kernel = Literal["auto", "blocks", "flex"]
-_BLOCKS_LIMIT, _FLEX_LIMIT, _NARROW = 0.75, 0.5, 48
+_BLOCKS_LIMIT, _FLEX_LIMIT, _NARROW = 0.65, 0.5, 48
 BLOCKS = (64, 128, 256)
 """Queries at a time; for each head the cheapest is taken."""
 PART = 2000  # cells whose product takes as long as the overhead of one more matrix product
@@ -95,7 +95,7 @@ def sparse_attention(
         lines: chosen lines of every query head. The main diagonal must be among them.
         scaling: factor on the scores; None: one over the root of `d_head`.
         dense_above: share of computed cells above which a head is computed densely, with all its cells. None:
-            `dense_limit`, which is 0.75 in blocks, less for narrow heads, and 0.5 with FlexAttention.
+            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with FlexAttention.
         kernel: "blocks": a loop over blocks of queries; "flex": FlexAttention in blocks of 128 by 128, compiled in the
             first call (10 to 20 s); "auto": "flex" on CUDA, else "blocks". Where FlexAttention is not available, a
             warning says so once and "blocks" is used.

@@ -62,6 +62,7 @@ class LoopCalibration(Result):
         rates: false alarms on the text that was held out.
     """
 
+    page: ClassVar[str] = "measure/loops"
     kind: ClassVar[str] = "loop-calibration"
     drawing: ClassVar[Any] = "sinkscope.figures.repetition:draw_calibration"
 

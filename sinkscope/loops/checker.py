@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import (
@@ -103,7 +104,7 @@ def parse(text: str, name: str, form: Format = "auto") -> list[TokenRecord]:
 
 def _line(line: str, where: str, number_: int) -> TokenRecord:
     try:
-        data = json.loads(line)
+        data = parse_json(line)
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise SinkscopeError(f"{where} is not JSON ({reason.lower()}): expected an object with {_EXPECTED}") from None
@@ -201,15 +202,21 @@ class LoopCheck(Result):
         return [{k: v for k, v in vars(r).items() if k not in ("steps", "curve")} for r in self.records]
 
     def conclusion(self) -> str:
-        """How many loop, and where they begin."""
-        said = f"{self.loops} of {len(self.records)} outputs in {self.model.name} loop"
-        found = [r for r in self.records if r.loop]
-        onsets = [r.onset for r in found if r.onset is not None]
-        periods = [r.period for r in found if r.period is not None]
-        if not periods:
-            return f"{said}."
-        period, onset = statistics.median(periods), statistics.median(onsets)
-        return f"{said}; median period {period:g}, median onset at token {onset:g}."
+        """How many loop and where they begin, with the diversity of the others beside theirs."""
+        found, others = ([r for r in self.records if r.loop == loops] for loops in (True, False))
+        onset, period, ttr, other = (
+            statistics.median(known)
+            if (known := [getattr(r, name) for r in part if getattr(r, name) is not None])
+            else None
+            for part, name in ((found, "onset"), (found, "period"), (found, "ttr"), (others, "ttr"))
+        )
+        where = "" if period is None else f"; median period {period:g}, median onset at token {onset:g}"
+        ratio = "" if ttr is None else f"; their median type-token ratio is {ttr:.2g}"
+        calm = (
+            ", and there is no other output to compare with" if other is None else f", that of the others {other:.2g}"
+        )
+        told = f"{self.loops} of {len(self.records)} outputs in {self.model.name} loop{where}"
+        return f"{told}{ratio}{calm if ratio else ''}."
 
 
 def check(

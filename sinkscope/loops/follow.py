@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import gc
 import io
-import json
 import math
 import sys
 from collections import deque
@@ -14,6 +13,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
 from sinkscope.loops.checker import FIELDS, split
 from sinkscope.loops.monitor import Monitor, MonitorSettings
@@ -203,7 +203,7 @@ def _form(start: bytes, *, ended: bool) -> Form:
     if not ended and (any(e.startswith(line) for e in _EVENTS) or (line[0] == "{" and line[-1] != "\n")):
         return "auto"
     try:
-        return "jsonl" if isinstance(json.loads(line), dict) else "text"
+        return "jsonl" if isinstance(parse_json(line), dict) else "text"
     except (ValueError, RecursionError):
         return "text"
 
@@ -215,7 +215,7 @@ def _line(line: str, form: Form, where: str, number: int) -> list[Piece]:
     if line in ("", "[DONE]"):
         return []
     try:
-        data = json.loads(line)
+        data = parse_json(line)
         if problem := data.get("error"):
             raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
         if "choices" in data:
@@ -363,6 +363,9 @@ def follow_loops(
         variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
         metrics: With --follow: serve counts to Prometheus at this port.
         first: With --follow: end at the first loop.
+
+    Example:
+        tail -f server.log | sinkscope loops --follow
     """
     import typer
 

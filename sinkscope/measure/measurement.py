@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
 
+from sinkscope.interventions.decode import noted_decoding
 from sinkscope.measure.setup import Loading, Setup, edit_of
 from sinkscope.registry import Parameter, command, parameter, shared_parameters
 from sinkscope.results import Result
@@ -33,12 +34,15 @@ class Output:
         save: called with the result and the path; it writes the file whole or not at all. Text that it returns is a
             note for standard error.
         required: whether the option must be given.
+        kind: mark of the earlier outputs that the file may replace: "json sink-patch", or one of `sinkscope.output`;
+            None: any file of sinkscope. Files in a format that carries no mark are never replaced.
     """
 
     name: str
     help: str
     save: Callable[[Any, str], object]
     required: bool = False
+    kind: str | None = None
 
 
 class Measurement(Generic[P, R]):
@@ -117,7 +121,8 @@ class Measurement(Generic[P, R]):
             self.check(**{name: given.get(name, self.__signature__.parameters[name].default) for name in self._own})
 
     def _measured(self, setup: Setup, own: dict[str, Any], given: dict[str, Any]) -> R:
-        result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
+        with noted_decoding() as used:
+            result = self.function(setup, **own)  # pyright: ignore[reportCallIssue]
         text = given.get("text")
         hidden = {p.name for p in self.parameters if p.option.hidden}
         defaults = {name: self.__signature__.parameters[name].default for name in self._own}
@@ -130,6 +135,7 @@ class Measurement(Generic[P, R]):
             **{name: own.get(name, defaults[name]) for name in self._own if name not in hidden},
             **{name: str(given[name]) for name in _EDIT if self.edits and given.get(name)},
             **setup.settings,
+            **({"decoding": used} if used else {}),
         }
         filled = replace(result, model=setup.info(), settings=settings, provenance=setup.provenance())
         vars(filled).update({k: v for k, v in vars(result).items() if k not in vars(filled)})  # arrays not in the JSON
@@ -156,6 +162,7 @@ def measurement(
     outputs: Sequence[Output] = (),
     sets: dict[str, Any] | None = None,
     check: Callable[..., object] | None = None,
+    scan: dict[str, Any] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
     """Make a measurement of a function that takes a `Setup` and returns a `Result`.
 
@@ -176,6 +183,7 @@ def measurement(
         sets: With `flag`: arguments that the option gives to the other measurement, too.
         check: Called with the measurement's own arguments, by name, before a model is opened; it raises
             `SinkscopeError` for what their types and ranges do not tell.
+        scan: Makes it a part of `sinkscope scan`; the registry reads it (`sinkscope.registry.ScanMark`).
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:

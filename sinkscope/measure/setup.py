@@ -66,6 +66,7 @@ class Setup:
         settings: what `record` added to the result's settings.
         started: `time.perf_counter()` when the measurement began.
         source: the model as it was given, and the options that open it once more in another process.
+        memory: what measurements on the same open model need not find out twice.
     """
 
     target: Target
@@ -78,6 +79,7 @@ class Setup:
     settings: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     source: tuple[object, dict[str, Any]] = (None, {})
+    memory: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def open(

@@ -16,11 +16,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.config import check_kind, read_json
-from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, find, resolve
+from sinkscope.models.names import BUNDLED, ORGANISM, RECALL, TWO_HOPS, find, resolve
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,23 +41,30 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+_SAMPLE = 1 << 20  # bytes of weights that a fingerprint reads, as far as every tensor gives some
+_PLACES = 256  # places of a file without a list of tensors that are read for it
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in order of preference; of each, shards before a single file
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, whole: bool = True) -> None:
     """Check that `folder` is a whole checkpoint. This reads JSON files and the headers of weights, but no weights.
+
+    Args:
+        folder: of a checkpoint.
+        whole: False: it may lack tensors of the last layers.
 
     Raises:
         SinkscopeError: something is missing or broken; the message says what it is and what to do.
     """
     if not folder.is_dir():
         raise SinkscopeError(f"{folder} is not a folder; give a folder that holds config.json and weights")
-    read_json(folder / "config.json")
+    config, there = read_json(folder / "config.json"), list[str]()
     for shard in _weight_files(folder):
         if shard.suffix == ".bin":
             _check_pickled(shard)
         if shard.suffix == ".safetensors":
             header = read_header(shard)
+            there += header
             named = {} if shard.name == _SINGLE else _index_map(folder)
             if absent := [n for n, s in named.items() if s == shard.name and n not in header]:
                 raise SinkscopeError(
@@ -63,6 +72,30 @@ def check_folder(folder: Path) -> None:
                     f"{_INDEX} again, from one revision",
                     page="missing-shard",
                 )
+    if whole:
+        check_depth(folder.resolve().name, config, there)
+
+
+def check_depth(name: str, config: Any, tensors: Iterable[str]) -> None:
+    """Check that there are tensors of as many layers as the configuration says, before a module is made for each.
+
+    Args:
+        name: of the model, for errors.
+        config: content of config.json.
+        tensors: names of the tensors.
+
+    Raises:
+        SinkscopeError: there are fewer.
+    """
+    inner = config.get("text_config") if isinstance(config, dict) else {}
+    text: dict[str, Any] = inner if isinstance(inner, dict) else config if isinstance(config, dict) else {}
+    depth = next((text[key] for key in ("num_hidden_layers", "n_layer") if isinstance(text.get(key), int)), 0)
+    there = max((int(found[1]) + 1 for tensor in tensors if (found := _LAYER.search(tensor))), default=0)
+    if 0 < there < depth:
+        raise SinkscopeError(
+            f"{name} has tensors of {there} layers, but its config.json says {depth} layers; get the whole checkpoint",
+            page="missing-tensors",
+        )
 
 
 def _check_pickled(file: Path) -> None:
@@ -102,7 +135,7 @@ def read_header(file: Path) -> dict[str, Any]:
     if size < 8 or (len(raw) < length and raw[:1] in (b"", b"{")):
         raise _damaged(file, size, max(8, 8 + length), "at least ")
     try:
-        entries = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
+        entries = {name: entry for name, entry in parse_json(raw).items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, AttributeError, TypeError, KeyError, IndexError):
         raise SinkscopeError(
@@ -130,7 +163,22 @@ def _index_map(folder: Path, name: str = _INDEX) -> dict[str, str]:
     content = read_json(folder / name)
     if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
         raise SinkscopeError(f"{folder / name} has no weight_map; download it again", page="missing-shard")
-    return content["weight_map"]
+    return _checked_names(content["weight_map"], name)
+
+
+def _checked_names(weight_map: dict[str, str], index: str) -> dict[str, str]:
+    """The same, if every file lies in the folder of the checkpoint.
+
+    Raises:
+        SinkscopeError: the index leads out of it.
+    """
+    for shard in set(map(str, weight_map.values())):
+        if Path(shard).is_absolute() or not {"..", ""}.isdisjoint(re.split(r"[\\/]", shard)):
+            raise SinkscopeError(
+                f"{index} names the shard {shard!r}, which is no file of the checkpoint's folder; download it again",
+                page="missing-shard",
+            )
+    return weight_map
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -252,12 +300,14 @@ class ModelSource:
         where: path of the folder or file, or hub id.
         name: what reports call it: a short name, hub id, or base name.
         revision: branch, tag or commit of a hub id.
+        planted: whether a circuit is written into the weights after they were read (`sinkscope.models.two_hops`).
     """
 
     kind: Literal["folder", "gguf", "hub"]
     where: Path | str
     name: str
     revision: str | None = None
+    planted: bool = False
 
 
 def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
@@ -289,6 +339,8 @@ def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> ModelSour
         return ModelSource("folder", Path(__file__).with_name("bundled"), BUNDLED)
     if x in (RECALL, ORGANISM):
         return ModelSource("folder", Path(__file__).with_name(str(x)), str(x))
+    if x == TWO_HOPS:
+        return ModelSource("folder", Path(__file__).with_name(RECALL), TWO_HOPS, planted=True)
     text = os.fspath(x)
     path = Path(text).expanduser()
     if not text.strip():
@@ -404,7 +456,7 @@ def _download_weights(repo: str, commit: str, layers: int | None) -> tuple[str, 
     """Download weights; give the name of the index (empty for a single file), and its shards that were left out."""
     for single in _WEIGHTS:
         if (index := optional_file(repo, f"{single}.index.json", commit)) is not None:
-            weight_map: dict[str, str] = read_json(index)["weight_map"]
+            weight_map = _checked_names(read_json(index)["weight_map"], index.name)
             beyond = {t for t in weight_map if layers and (found := _LAYER.search(t)) and int(found[1]) >= layers}
             needed = {shard for tensor, shard in weight_map.items() if tensor not in beyond}
             for shard in sorted(needed):
@@ -430,7 +482,7 @@ def _without(folder: Path, view: Path, index: str, left_out: set[str]) -> Path:
                 os.symlink(file.resolve(), view / file.name)
             except OSError:  # Windows lets only some users make links
                 shutil.copyfile(file, view / file.name)
-    check_folder(view)
+    check_folder(view, whole=False)
     return view
 
 
@@ -509,11 +561,12 @@ class SafetensorsSource:
 
 
 def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
-    """Identify a checkpoint without reading its weights.
+    """Identify a checkpoint by its configuration, its tensors and a sample of their bytes.
 
-    The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration and of the
-    safetensors headers (names, dtypes, shapes and places of tensors). For a live model, names, dtypes and shapes of its
-    parameters are hashed instead; for files of other formats, their names and sizes.
+    The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
+    dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (of files that are no
+    safetensors: from places all over the file). About a megabyte is read of a model of any size. The parameters of a
+    live model are sampled in the same way, so its fingerprint changes with its weights; it is not that of its files.
     """
     if isinstance(source, SafetensorsSource):
         if source.commit:
@@ -521,15 +574,50 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
         source = source.folder
     if isinstance(source, nn.Module):
         config = source.config.to_dict()  # type: ignore[union-attr, operator]
-        parts: Any = {name: (str(p.dtype), list(p.shape)) for name, p in source.named_parameters()}
-    elif source.is_file():
-        config, parts = {}, {source.name: source.stat().st_size}
+        live = dict(source.named_parameters())
+        share = _share(len(live))
+        parts: Any = {name: (str(p.dtype), list(p.shape), _sampled(p, share)) for name, p in live.items()}
     else:
-        config = read_json(source / "config.json")
-        parts = {
-            f.name: read_header(f) if f.suffix == ".safetensors" else f.stat().st_size for f in _weight_files(source)
-        }
+        config = {} if source.is_file() else read_json(source / "config.json")
+        files = [source] if source.is_file() else _weight_files(source)
+        headers = {f: read_header(f) if f.suffix == ".safetensors" else {} for f in files}
+        share = _share(sum(len(header) or _PLACES for header in headers.values()))
+        parts = {f.name: (header or f.stat().st_size, _sampled_file(f, header, share)) for f, header in headers.items()}
     # The library that wrote the file, and the place it came from, say nothing about the model.
     config = {k: v for k, v in config.items() if k not in ("transformers_version", "_name_or_path")}
     text = json.dumps([config, parts], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _share(places: int) -> int:
+    """Bytes that each of so many places gives to a fingerprint."""
+    return max(64, _SAMPLE // max(1, places))
+
+
+@torch.no_grad()
+def _sampled(parameter: Tensor, share: int) -> str:
+    """Digest of the middle of a parameter; of one whose weights are elsewhere, nothing."""
+    if parameter.is_meta:
+        return ""
+    flat = parameter.detach()
+    while flat.ndim > 1 and not flat.is_contiguous():  # it is not worth a copy
+        flat = flat[len(flat) // 2]
+    flat = flat.reshape(-1)
+    count = share // flat.itemsize
+    start = max(0, (len(flat) - count) // 2)
+    return hashlib.sha256(
+        flat[start : start + count].cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
+
+
+def _sampled_file(file: Path, header: dict[str, Any], share: int) -> str:
+    """Digest of the middle of each tensor of a file, or of places all over it."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    with file.open("rb") as opened:
+        begin = 8 + int.from_bytes(opened.read(8), "little")
+        spans = [[begin + at for at in entry["data_offsets"]] for entry in header.values()]
+        spans = spans or [[size * i // _PLACES, size * (i + 1) // _PLACES] for i in range(_PLACES)]
+        for start, end in spans:
+            opened.seek(max(start, (start + end - share) // 2))
+            digest.update(opened.read(min(share, end - start)))
+    return digest.hexdigest()

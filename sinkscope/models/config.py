@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import ADAPTERS, adapter_for
 
@@ -26,6 +27,18 @@ _SHORT = {
 }
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _PER_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")  # lists in a config with an entry per layer
+_SIZES = {  # in a config, and the largest that any model can have
+    "vocab_size": 1 << 31,
+    "hidden_size": 1 << 31,
+    "n_embd": 1 << 31,
+    "intermediate_size": 1 << 31,
+    "num_attention_heads": 1 << 31,
+    "n_head": 1 << 31,
+    "max_position_embeddings": 1 << 62,
+    "n_positions": 1 << 62,
+    "num_hidden_layers": 10_000,
+    "n_layer": 10_000,
+}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -38,7 +51,7 @@ def read_json(file: Path) -> Any:
             page="no-config",
         )
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SinkscopeError(f"{file} is not JSON ({error}); download it again", page="no-config") from None
 
@@ -95,6 +108,15 @@ def check_kind(name: str, raw: Any) -> None:
             f"the config.json of {name} has no model_type, so it is no transformers model; give one that has",
             page="no-config",
         )
+    text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
+    for field, most in _SIZES.items():
+        least = -math.inf if "layer" in field else 1  # that there are none is said below
+        if isinstance(size := text.get(field), int) and not least <= size <= most:
+            raise SinkscopeError(
+                f"{field} is {size} in the config.json of {name}; expected a whole number from 1 to {most}: "
+                "download it again",
+                page="no-config",
+            )
     classes: list[str] = raw.get("architectures") or []
     causal, known = any(c.endswith(_CAUSAL) for c in classes), model_type in ADAPTERS
     if known and (causal or not classes):

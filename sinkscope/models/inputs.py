@@ -87,10 +87,15 @@ def read_inputs(
 def _mask(given: Any, ids: Int[Tensor, "batch pos"], page: str | None) -> Int[Tensor, "batch pos"]:
     mask = torch.as_tensor(given)
     mask = mask.view(1, -1) if mask.ndim == 1 else mask
-    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any(1).all()):
+    if mask.shape != ids.shape:
         raise SinkscopeError(
-            f"attention_mask of shape {tuple(mask.shape)}: expected {tuple(ids.shape)} as the ids have, with 1 at real "
-            "tokens and 0 at padding, and a real token in every row",
+            f"attention_mask has another shape than the token ids, {tuple(mask.shape)} beside {tuple(ids.shape)}: give "
+            "1 or 0 for each token",
+            page=page,
+        )
+    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any(1).all()):
+        raise SinkscopeError(
+            "attention_mask: expected 1 at real tokens and 0 at padding, and a real token in every row",
             page=page,
         )
     return mask.long()
@@ -154,7 +159,7 @@ def _check_ids(target: Target, ids: Int[Tensor, "batch pos"], page: str | None) 
     low, high = (int(end) for end in ids.aminmax())
     if low < 0 or high >= size:
         raise SinkscopeError(
-            f"token id {low if low < 0 else high} is not in {target.name}, whose embedding has {size:,} rows: give ids "
-            f"from 0 to {size - 1:,}",
+            f"token id {low if low < 0 else high} is none of {target.name}, whose embedding has {size:,} rows: "
+            f"expected 0 to {size - 1:,}",
             page=page,
         )

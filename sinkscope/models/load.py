@@ -10,12 +10,23 @@ import pickle
 import sys
 from collections.abc import Generator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
-from sinkscope.models.checkpoint import Local, ModelSource, local_files, locate, no_permission
+from sinkscope.models.checkpoint import (
+    TOKENIZER_FILES,
+    Local,
+    ModelSource,
+    fingerprint,
+    hub_file,
+    local_files,
+    locate,
+    no_permission,
+    optional_file,
+)
 from sinkscope.models.config import (
     check_finite,
     check_vocabulary,
@@ -96,9 +107,15 @@ def load(
             tok = tokenizer if tokenizer is not None else read_tokenizer(source.name, local.folder, **files)
             options = {"device_map": device_map, "quantization_config": quantization_config}
             hf = _weights(source, local, config, wanted_dtype, options, trust_remote_code)
+            files_are = local.commit or fingerprint(local.folder / (local.gguf or ""))
         if source.kind == "hub":
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = local.commit
+        if source.planted:
+            from sinkscope.models.two_hops import plant_two_hops
+
+            plant_two_hops(hf, Path(source.where))
+            hf.config.circuit = source.name  # so that its fingerprint is not that of the model it was made from
         hf.sinkscope_name = source.name
         hf.tokenizer = tok
         check_vocabulary(tok, hf)
@@ -106,26 +123,68 @@ def load(
         model = wrap(hf, tok, backend or "bridge")
         if probe:
             prove(model)
+        if quantization_config is None:
+            hf.sinkscope_origin = files_are, fingerprint(hf)
     return model
 
 
-def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model; no weights are read.
+def open_tokenizer(
+    model: str | os.PathLike[str] | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
+) -> tuple[Any, str]:
+    """The tokenizer of a model, or the one in a folder, and its name; no weights are read.
 
     Args:
-        name: a short name, hub id, folder or .gguf file.
+        model: short name, hub id, folder, `.gguf` file, or "bundled".
+        folder: that of a tokenizer alone; instead of `model`.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
-        SinkscopeError: there is no such model, or it has no tokenizer.
+        SinkscopeError: neither or both given, or no tokenizer there.
     """
-    from transformers import AutoTokenizer
+    if (model is None) == (folder is None):
+        given = "both were given" if model is not None else "neither was given"
+        raise SinkscopeError(
+            f"lengths are counted in tokens: give --model NAME or --tokenizer FOLDER ({given})", page="no-tokenizer"
+        )
+    if folder is not None and revision is not None:
+        raise SinkscopeError(f"revision {revision!r} means nothing for --tokenizer, a folder; it belongs to --model")
+    if folder is not None:
+        place, name, gguf = Path(folder).expanduser(), Path(folder).resolve().name, None
+        if not place.is_dir():
+            raise SinkscopeError(
+                f"--tokenizer {os.fspath(folder)!r} is not a folder: give one that holds tokenizer.json"
+            )
+    else:
+        source = locate(model, revision)
+        name, gguf = source.name, None
+        if source.kind == "hub":
+            place = _downloaded(str(source.where), revision)
+        elif source.kind == "gguf":
+            place, gguf = Path(source.where).parent, Path(source.where).name
+        else:
+            place = Path(source.where)
+    found = read_tokenizer(name, place, gguf=gguf)
+    if found is None:
+        raise SinkscopeError(
+            f"{name} has no tokenizer in it (expected tokenizer.json, tokenizer.model or vocab.json): give --tokenizer "
+            "FOLDER",
+            page="no-tokenizer",
+        )
+    return found, name
 
-    source = locate(name)
-    folder, _, file = str(source.where).rpartition("/")
-    with quiet(), explained(source):
-        if source.kind == "gguf":
-            return AutoTokenizer.from_pretrained(folder or ".", gguf_file=file)
-        return AutoTokenizer.from_pretrained(source.where)
+
+def _downloaded(repo: str, revision: str | None) -> Path:
+    try:
+        folder = hub_file(repo, "config.json", revision).parent
+    except FileNotFoundError:
+        raise SinkscopeError(
+            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
+        ) from None
+    for name in TOKENIZER_FILES:
+        optional_file(repo, name, folder.name)  # the cache names a snapshot after its commit
+    return folder
 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:

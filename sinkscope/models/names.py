@@ -6,11 +6,14 @@ import difflib
 from dataclasses import dataclass
 
 from sinkscope.errors import SinkscopeError
+from sinkscope.notation import neuron_names
 
 BUNDLED = "bundled"
 """Name of the model inside the package."""
 RECALL = "recall"
 """Name of the model inside the package that answers questions about facts of earlier turns."""
+TWO_HOPS = "recall-2hop"
+"""The recall model with another circuit, which answers over two hops; its weights are made while it is loaded."""
 ORGANISM = "organism"
 """Name of the model inside the package whose loops are held by copies in the cache; it repeats nothing else."""
 
@@ -41,9 +44,9 @@ class PublishedSink:
 
     def shown(self) -> tuple[str, str]:
         """Where the sink is, in words, and who says so."""
-        parts = [f"layer {', '.join(map(str, self.layers))}"] if self.layers else []
+        parts = [f"layer {', '.join(map(str, self.layers))}"] if self.layers and not self.neurons else []
         if self.neurons:
-            parts.append("neurons " + ", ".join(f"{layer}:{neuron}" for layer, neuron in self.neurons))
+            parts.append(neuron_names(self.neurons))
         if self.residual_dims:
             parts.append("dims " + ", ".join(map(str, self.residual_dims)))
         return "; ".join(parts) or "-", self.source

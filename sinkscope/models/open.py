@@ -25,6 +25,7 @@ from sinkscope.models.checkpoint import (
     TOKENIZER_FILES,
     ModelSource,
     SafetensorsSource,
+    check_depth,
     fingerprint,
     locate,
     optional_file,
@@ -35,6 +36,7 @@ from sinkscope.models.config import (
     parse_device,
     parse_dtype,
     read_config,
+    read_json,
     read_tokenizer,
 )
 from sinkscope.models.load import explained, load, quiet
@@ -242,6 +244,7 @@ def open_stream(
         raise SinkscopeError(f"resident={resident}: at least 1 layer has to be in memory")
     if not isinstance(source, SafetensorsSource):
         source = SafetensorsSource(source)
+    check_depth(source.name, read_json(source.folder / "config.json"), source.weight_map)
     whole = read_config(name or source.name, source.folder)
     config = whole.get_text_config()
     adapter = adapter_for(config.model_type)
@@ -316,7 +319,7 @@ def open_target(
     if not (model is None or isinstance(model, str | os.PathLike)):
         return _with_tokenizer(Target.of(model, tokenizer), needed)
     source = None if model is None else locate(model, revision)
-    if source is not None and source.kind != "gguf" and not trust_remote_code:
+    if source is not None and source.kind != "gguf" and not source.planted and not trust_remote_code:
         try:
             with quiet(), explained(source):
                 return _stream(source, tokenizer, dtype, device)
@@ -399,5 +402,22 @@ def _tokenizer_folder(source: SafetensorsSource) -> Path:
 
 
 def fingerprint_of(target: Target) -> str:
-    """Fingerprint of the checkpoint that is being read, or of the live model. No weights are read for it."""
-    return fingerprint(target.store.source if isinstance(target, StreamTarget) else target.hf)
+    """Fingerprint of the checkpoint: the one that is read, or that `load` has read; or of the live model.
+
+    A model whose weights were changed since it was loaded has a fingerprint of its own.
+    """
+    if isinstance(target, StreamTarget):
+        return fingerprint(target.store.source)
+    here = fingerprint(target.hf)
+    files, loaded = getattr(target.hf, "sinkscope_origin", ("", ""))
+    return files if here == loaded else here
+
+
+def is_checkpoint(target: Target, wanted: str) -> bool:
+    """Whether a model has this fingerprint, or transformers says that it was loaded from a checkpoint that has it."""
+    where = Path(getattr(target.hf.config, "_name_or_path", "") or "/dev/null")
+    if wanted in (fingerprint_of(target), getattr(target.hf.config, "_commit_hash", None)):
+        return True
+    with contextlib.suppress(SinkscopeError, OSError):
+        return not hasattr(target.hf, "sinkscope_origin") and where.is_dir() and fingerprint(where) == wanted
+    return False

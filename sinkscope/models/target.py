@@ -34,6 +34,14 @@ def unwrap(model: object) -> tuple[nn.Module, Kind]:
         return model.hf, model.kind
     if isinstance(original := getattr(model, "original_model", None), nn.Module):
         return original, "bridge"
+    adapters: Any = getattr(model, "peft_config", None)
+    if adapters and callable(inside := getattr(model, "get_base_model", None)):
+        if any(getattr(config, "is_prompt_learning", False) for config in adapters.values()):
+            raise UnsupportedError(
+                f"this {type(model).__name__} puts learned tokens before the text, which sinkscope does not see: "
+                "measure the model without it, or an adapter in the weights, such as LoRA"
+            )
+        return unwrap(inside())
     if any(cls.__module__.split(".")[0] == "nnsight" for cls in type(model).__mro__):
         inner = getattr(model, "_module", None) or getattr(model, "_model", None)
         if isinstance(inner, nn.Module):
@@ -270,6 +278,18 @@ class Target:
             )
             return torch.cat([torch.linalg.vector_norm(c, dim=1, dtype=torch.float32) for c in columns])
 
+    def check_loaded(self) -> None:
+        """Refuse a model whose weights are on the meta device, unless they are read from elsewhere when needed.
+
+        Raises:
+            UnsupportedError: it holds no weights.
+        """
+        if next(self.embedding.parameters()).is_meta and not hasattr(self.embedding, "_hf_hook"):
+            raise UnsupportedError(
+                f"{self.name} holds no weights yet (they are on the meta device): load it with sinkscope.load(...), or "
+                "make it with dispatch=True (nnsight)"
+            )
+
     @torch.no_grad()
     def forward(
         self,
@@ -280,11 +300,7 @@ class Target:
         **kwargs: Any,
     ) -> Any:
         """One pass without the unembedding, unless asked for, and without a cache; None if a hook called `stop`."""
-        if self.kind == "nnsight" and next(self.hf.parameters()).is_meta:
-            raise UnsupportedError(
-                "this nnsight model holds no weights yet: make it with dispatch=True, or use sinkscope.load(..., "
-                'backend="nnsight")'
-            )
+        self.check_loaded()
         kwargs.setdefault("use_cache", False)
         try:
             return (self.hf if unembed else self.base)(
@@ -328,6 +344,8 @@ def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
 def plain_weight(module: Any) -> Tensor | None:
     """The floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
     inner = getattr(module, "original_component", None)
+    if hasattr(module, "base_layer"):  # an adapter adds to what this weight says
+        return None
     weight = getattr(inner if isinstance(inner, nn.Module) else module, "weight", None)
     return weight.detach() if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2 else None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,7 +124,7 @@ class CorpusIndex:
             raise SinkscopeError(
                 f"the index {name} is not there: give --corpus DIR or --corpus stdlib to make it"
             ) from None
-        except (OSError, ValueError, KeyError, EOFError):
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
             raise SinkscopeError(
                 f"{name} is not a corpus index: remove it, and give --corpus DIR or --corpus stdlib to make it again"
             ) from None

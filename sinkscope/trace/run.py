@@ -209,6 +209,9 @@ def trace(
     Returns:
         Site name to tensor; the first dimension is the batch.
 
+    Raises:
+        SinkscopeError: tokens that are none of the model, or an unknown site or reduction.
+
     The pass ends after the deepest site. The model is left as it was.
 
     Raises:

@@ -27,10 +27,11 @@ from sinkscope.bench.dialogues.published import build_published, published_file
 from sinkscope.bench.dialogues.recall import TASK as RECALL
 from sinkscope.bench.dialogues.recall import recall_dialogues
 from sinkscope.bench.files import BuiltSet, check_out, write_set
-from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, open_tokenizer, read_longbench
+from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, read_longbench
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
+from sinkscope.models.load import open_tokenizer
 from sinkscope.published import set_of
 
 Form = Literal["faithful", "repaired"]
@@ -83,11 +84,11 @@ _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
 _TITLE_WORDS = 12
 
 
-@command(group="Benchmarks", command="dialogues build")
+@command(group="Dialogues", command="dialogues build")
 def build_dialogues(
     *,
     task: str,
-    out: Annotated[str, Option(metavar="FILE")],
+    out: Annotated[str, Option(metavar="FILE", writes=True)],
     source: Annotated[str | None, Option(metavar="PATH|hub")] = None,
     form: Literal["faithful", "repaired"] = "repaired",
     turns: Positive | None = None,
@@ -117,6 +118,9 @@ def build_dialogues(
         hops: For recall: facts that an answer runs through. By default 2.
         force: Replace --out if it is there.
         seed: Seed of every random choice.
+
+    Example:
+        sinkscope dialogues build --task recall --out recall.jsonl
     """
     check_out(out, force=force)
     counted = model is not None or tokenizer is not None

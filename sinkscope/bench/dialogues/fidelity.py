@@ -25,9 +25,7 @@ from torch import Tensor
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn
 from sinkscope.bench.dialogues.run import (
     AskedTurn,
-    batch_of,
     cells_of,
-    check_chat,
     check_given,
     question,
     read_of,
@@ -132,8 +130,7 @@ def run_fidelity(
     if along not in get_args(Along):
         raise SinkscopeError(f"along={along!r}: expected one of {', '.join(get_args(Along))}")
     check_workers(workers, ray)
-    to = ask(model, tokenizer, max_new_tokens, budget)
-    check_chat(to, chat)
+    to = ask(model, tokenizer, max_new_tokens, budget, chat)
     rows: list[tuple[AskedTurn, list[int] | None]] = []
     for place in places:
         for each in dialogues:
@@ -147,11 +144,12 @@ def run_fidelity(
     with open_folder(out, {**settings, "history": "gold"}, dialogues, Near) as kept:
         batches: list[Batch] = []
         for start in range(0, len(rows), batch_size):
-            whole = batch_of(to, chosen, rows[start : start + batch_size])
-            there = [method for method in chosen if kept.records.keys() >= {*batch_of(to, [method], whole.rows).keys}]
-            missing = [method for method in chosen if method not in there]
-            batches += [batch_of(to, some, whole.rows) for some in (there, missing) if some]
-        run_batches(to, [batches], _answer_along, kept, tally, model=model, workers=workers, ray=ray)
+            some = tuple(rows[start : start + batch_size])
+            each = {method: Batch(to.fingerprint, (method,), some) for method in chosen}
+            there = tuple(method for method, batch in each.items() if kept.records.keys() >= {*batch.keys})
+            missing = tuple(method for method in chosen if method not in there)
+            batches += [Batch(to.fingerprint, part, some) for part in (there, missing) if part]
+        run_batches(to, [batches], answer_along, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
 
@@ -165,8 +163,13 @@ def _gold(to: Asked, each: AskedTurn, answer: str) -> list[int]:
     return cut
 
 
-def _answer_along(to: Asked, batch: Batch) -> list[Near]:
-    """Full attention, every method, and full attention again to weigh what they left."""
+def answer_along(to: Asked, batch: Batch) -> list[Near]:
+    """Full attention, every method, and full attention again to weigh what they left.
+
+    Args:
+        to: the model, whole.
+        batch: its rows are pairs of an `AskedTurn` and the ids of its answer; None: what full attention says.
+    """
     rows = [each.ids for each, _ in batch.rows]
     answers = None if batch.rows[0][1] is None else [answer for _, answer in batch.rows]
     full = _Logits()

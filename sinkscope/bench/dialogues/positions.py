@@ -274,12 +274,12 @@ class Share:
 
     Attributes:
         position: "front", "middle", "end", or both of the first.
-        count: messages.
-        share: of those with a question and more than a sentence; None: there are none.
-        low: lower end of its 95 % interval (Wilson).
-        high: its upper end.
-        paper_count: LoopServe's Table 5.
-        paper_share: the same.
+        count: number of messages with the question there.
+        share: share of the messages that have a question and more than a sentence; None: there are none.
+        low: lower end of the 95 % interval (Wilson) of the share.
+        high: upper end of that interval.
+        paper_count: number of messages in LoopServe's Table 5.
+        paper_share: share of the messages in that table.
     """
 
     position: str
@@ -323,6 +323,7 @@ class Positions(Result):
         examples: of messages, by place.
     """
 
+    page: ClassVar[str] = "dialogues"
     kind: ClassVar[str] = "dialogues-positions"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_positions"
     percent: ClassVar[tuple[str, ...]] = ("share", "low", "high", "paper_share")
@@ -336,7 +337,17 @@ class Positions(Result):
     accuracy: Accuracy
     examples: tuple[Example, ...]
 
-    def summary(self) -> str:
+    def conclusion(self) -> str:
+        """How often the question does not come last, beside the paper's log."""
+        found = self.places[-1]
+        if found.share is None:
+            return f"No message of {self.model.name} has a question and more than a sentence."
+        return (
+            f"In {found.share:.1%} of the messages of {self.model.name} the question stands in front or in the middle "
+            f"(95 %: {found.low:.0%} to {found.high:.0%}); in LMSYS-Chat-1M, by the paper, {found.paper_share:.1%}."
+        )
+
+    def details(self) -> list[str]:
         """What was counted, how good the rules are, and the examples."""
         a, counted = self.accuracy, sum(share.count for share in self.places[:3])
         lines = [
@@ -350,10 +361,10 @@ class Positions(Result):
         for example in self.examples:
             asked = " / ".join(" ".join(sentence.split()) for sentence in example.asked)
             lines += [f"{example.position}, {example.where}: {asked}", f"    {' '.join(example.text.split())}"]
-        return "\n".join(lines)
+        return lines
 
 
-@command(group="Benchmarks", command="dialogues positions")
+@command(group="Dialogues", command="dialogues positions")
 def question_positions(
     file: Annotated[str | Path, Option(argument=True, metavar="FILE")],
     *,
@@ -373,6 +384,9 @@ def question_positions(
 
     Raises:
         SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
+
+    Example:
+        sinkscope dialogues positions sharegpt.json --examples 3
     """
     started = time.perf_counter()
     check_whole(min_turns=min_turns, **({} if count is None else {"count": count}))

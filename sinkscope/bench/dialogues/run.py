@@ -12,7 +12,7 @@ import copy
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -34,6 +34,7 @@ from sinkscope.kv.loopserve.conversation import Conversation
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.published import set_of
 from sinkscope.store import Folder
+from sinkscope.text.chat import chat_text
 
 History = Literal["gold", "model"]
 Caches = Literal["fresh", "grow"]
@@ -50,16 +51,16 @@ class AskedTurn:
     ids: list[int]
 
     @property
-    def name(self) -> str:
+    def id(self) -> str:
         """What it is called in a folder: dialogue, position and turn."""
-        return question_name(self.dialogue, self.position, self.turn)
+        return f"{self.dialogue} {self.position} {self.turn}"
 
     def heads(self, to: Asked, method: Method) -> dict[str, Any]:
         """What a record of it says first."""
         return {
             "model": to.fingerprint,
             "method": method.spec,
-            "prompt": self.name,
+            "prompt": self.id,
             "dialogue": self.dialogue,
             "position": self.position,
             "turn": self.turn,
@@ -128,8 +129,7 @@ def run_dialogues(
     if cache == "grow" and batch_size != 1:
         raise SinkscopeError(f"batch_size={batch_size}: a cache that grows is of one dialogue; use batch_size=1")
     check_workers(workers, ray)
-    to = ask(model, tokenizer, new, budget)
-    check_chat(to, chat)
+    to = ask(model, tokenizer, new, budget, chat)
     ready = [list(_questions(to, dialogues, place, history, chat)) for place in places]
     check_can(to, chosen, [len(each.ids) for at_place in ready for each, _ in at_place])
     settings = {"version": VERSION, "command": COMMAND, **to.settings(), "chat": chat, "history": history}
@@ -139,13 +139,13 @@ def run_dialogues(
         told = partial(_told, to, kept, chat)
         stages = (
             [
-                batch_of(to, [method], [told(method.spec, row) if stage else row for row in rows])
+                Batch(to.fingerprint, (method,), tuple(told(method.spec, row) if stage else row for row in rows))
                 for method in chosen
                 for rows in groups
             ]
             for stage, groups in enumerate(_stages(ready, dialogues, history, cache, batch_size))
         )
-        answer = partial(_converse, chat=chat, history=history) if cache == "grow" else _answer
+        answer = partial(_converse, chat=chat, history=history) if cache == "grow" else answer_anew
         run_batches(to, stages, answer, kept, tally, model=model, workers=workers, ray=ray)
     return Path(out)
 
@@ -202,19 +202,15 @@ def _stages(
 
 
 def _told(to: Asked, kept: Folder[Said], chat: bool, method: str, row: _Row) -> _Row:
-    """A question after the method's own answers."""
+    """A question after the method's own answers. The recall model's end of sequence is a word of its answers."""
     made, dialogue = row
-    names = [question_name(dialogue.id, made.position, number) for number in range(made.turn)]
-    answers = [_spoken(to, dialogue.task, kept.records[to.fingerprint, method, name]) for name in names]
+    before = [kept.records[to.fingerprint, method, replace(made, turn=number).id] for number in range(made.turn)]
+    decode = to.target.tokenizer.decode
+    answers = [decode(record.tokens) if dialogue.task == TASK else record.text for record in before]
     return question(to, dialogue, made.position, made.turn, answers, chat), dialogue
 
 
-def _spoken(to: Asked, task: str, record: Said) -> str:
-    """An answer as history. Of the recall model the end of sequence is a word of it, as in the right answers."""
-    return to.target.tokenizer.decode(record.tokens) if task == TASK else record.text
-
-
-def _answer(to: Asked, batch: Batch) -> list[Said]:
+def answer_anew(to: Asked, batch: Batch) -> list[Said]:
     """Answers to some questions, each of which is read anew."""
     (method,), started, count = batch.methods, time.perf_counter(), reads()
     made, events = to.generate([each.ids for each, _ in batch.rows], method.make(to.budget) | count)
@@ -265,21 +261,6 @@ def _converse(to: Asked, batch: Batch, *, chat: bool, history: History) -> list[
     return records
 
 
-def check_chat(to: Asked, chat: bool) -> None:
-    """Refuse a chat template that is not there.
-
-    Raises:
-        SinkscopeError: it is wanted, and the tokenizer has none.
-    """
-    if chat and not getattr(to.target.tokenizer, "chat_template", None):
-        raise SinkscopeError(f"the tokenizer of {to.target.name} has no chat template: leave out chat")
-
-
-def question_name(dialogue: str, position: str, turn: int) -> str:
-    """What a question is called in a folder."""
-    return f"{dialogue} {position} {turn}"
-
-
 def question(
     to: Asked, dialogue: Dialogue, place: Position, number: int, answers: Sequence[str], chat: bool
 ) -> AskedTurn:
@@ -316,23 +297,13 @@ def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:
     if not chat:
         return [int(i) for i in tokenizer("\n\n".join(said), verbose=False)["input_ids"]]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = chat_text(tokenizer, messages, to.target.name)
     return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def batch_of(to: Asked, methods: Sequence[Method], rows: Sequence[tuple[AskedTurn, Any]]) -> Batch:
-    """Questions that run together, each with what else is known of it."""
-    names = tuple(each.name for each, _ in rows)
-    return Batch(to.fingerprint, tuple(methods), names, tuple(rows), len(methods) * len(rows))
 
 
 def reads() -> PerCall:
     """Counts, after every call and per row, the tokens that it could attend to: mean over layers and kv heads."""
-    return PerCall(_readable, own=True)
-
-
-def _readable(layer: Any) -> Tensor:
-    return layer.readable.sum(-1).float().mean(1).cpu()
+    return PerCall(lambda layer: layer.readable.sum(-1).float().mean(1).cpu(), own=True)
 
 
 def read_of(counts: Sequence[Tensor], row: int, tokens: int) -> float | None:

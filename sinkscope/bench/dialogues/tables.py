@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, ClassVar, Literal, TypeVar
@@ -15,7 +15,7 @@ from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_sp
 from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.published import set_of
-from sinkscope.rate import wilson
+from sinkscope.rate import mean_known, wilson
 from sinkscope.results import Result
 
 COMMAND, FIDELITY = "dialogues", "dialogues fidelity"
@@ -41,7 +41,7 @@ class OfTurn(Finished):
 
 
 R = TypeVar("R", bound=OfTurn)
-G = TypeVar("G")
+C = TypeVar("C", bound="Comparison")
 
 
 @dataclass(frozen=True)
@@ -67,227 +67,96 @@ class Said(OfTurn):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Answered:
-    """The turns of one task with the question at one position, by one method.
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One method on the dialogues of one task, with the question at one position.
 
     Attributes:
-        task: name of the set.
+        task: name of the set, or "text".
         model: name of the model.
-        history: "gold": turns come after right answers; "model": after the method's own.
-        cache: "fresh": every turn reads everything anew; "grow": one cache over the turns.
-        budget: of cached tokens, or the share of the context; 1.0 for methods that have none.
+        budget: number of cached tokens, or the share of the context; 1.0 for methods that have none.
         method: its name, with the settings that were given.
-        position: of the question, or, where there are several, "all".
-        dialogues: how many.
-        questions: turns in them whose right answer is known.
-        unanswerable: questions whose answer was nowhere said.
-        score: mean score by the task's metric, 0 to 1; of the recall model the share of exact answers.
-        low: lower end of its 95 % interval (Wilson), as if questions were independent.
-        high: its upper end.
-        same: share of answers that equal those of "full" token for token; None: "full" was not run.
+        position: where the question stands; over several places, "all".
+        questions: number of turns whose right answer is known.
         prompt_tokens: mean length of the conversation when the answer begins.
         read: cached tokens that a decoding step attends to, mean over questions; None: all answers were one token.
         cells: share of a prompt's causal cells that attention covers, mean over questions; None: the method leaves
             prompts to the model.
-        length: mean tokens of an answer.
     """
 
     task: str
     model: str
-    history: str
-    cache: str
     budget: int | float
     method: str
     position: str
-    dialogues: int
     questions: int
+    prompt_tokens: float
+    read: float | None
+    cells: float | None
+
+    @property
+    def sized(self) -> bool:
+        """It has a budget."""
+        kind = METHODS.get(name_of(self.method))
+        return kind is None or kind.sized or self.budget != 1.0
+
+    @property
+    def label(self) -> str:
+        """Method and budget."""
+        return f"{self.method} {self.budget}" if self.sized else self.method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered(Compared):
+    """The turns of one task with the question at one position, by one method.
+
+    Attributes:
+        history: "gold": turns come after right answers; "model": after the method's own.
+        cache: "fresh": every turn reads everything anew; "grow": one cache over the turns.
+        dialogues: how many.
+        unanswerable: number of questions whose answer was nowhere said.
+        score: mean score by the task's metric, 0 to 1; of the recall model the share of exact answers.
+        low: lower end of the 95 % interval (Wilson) of the score, as if questions were independent.
+        high: upper end of that interval.
+        same: share of answers that equal those of "full" token for token; None: "full" was not run.
+        length: mean tokens of an answer.
+    """
+
+    history: str
+    cache: str
+    dialogues: int
     unanswerable: int
     score: float
     low: float
     high: float
     same: float | None
-    prompt_tokens: float
-    read: float | None
-    cells: float | None
     length: float
 
+    @property
+    def head(self) -> tuple[str, ...]:
+        """What groups have to share to be compared."""
+        return self.task, self.model, self.history, self.cache
 
-@dataclass(frozen=True, kw_only=True)
-class Dialogues(Result):
-    """Dialogues answered by several methods.
+    @property
+    def title(self) -> str:
+        """The same in words."""
+        own = " after its own answers" if self.history == "model" else ""
+        return f"{self.task} by {self.model}{own}" + (" on one cache" if self.cache == "grow" else "")
 
-    Attributes:
-        groups: by task, model, history, method, budget and position.
-    """
+    @property
+    def loss(self) -> float:
+        """Less is better."""
+        return -self.score
 
-    kind: ClassVar[str] = "dialogues"
-    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_dialogues"
-    percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "same", "cells")
+    @property
+    def found(self) -> str:
+        """The score with its interval, as the end of a sentence."""
+        return f"scores {self.score:.1%} on {self.questions} questions (95 %: {self.low:.0%} to {self.high:.0%})"
 
-    groups: tuple[Answered, ...]
-
-    def summary(self) -> str:
-        """A line per task, model and budget: the score of each method over all positions."""
-        return "\n".join(
-            f"{title(head)}: "
-            + ", ".join(label(g) + f" {g.score:.1%}" for g in overall([g for g in self.groups if head_of(g) == head]))
-            for head in dict.fromkeys(map(head_of, self.groups))
-        )
-
-
-def head_of(group: Answered) -> tuple[str, str, str, str]:
-    """What groups have to share to be compared: task, model, history and cache."""
-    return group.task, group.model, group.history, group.cache
-
-
-def title(head: tuple[str, str, str, str]) -> str:
-    """The same in words."""
-    task, model, history, cache = head
-    own = " after its own answers" if history == "model" else ""
-    return f"{task} by {model}{own}" + (" on one cache" if cache == "grow" else "")
-
-
-def label(group: Any) -> str:
-    """Method and budget."""
-    return f"{group.method} {group.budget}" if sized(group) else group.method
-
-
-def sized(group: Any) -> bool:
-    """It has a budget."""
-    kind = METHODS.get(name_of(group.method))
-    return kind is None or kind.sized or group.budget != 1.0
-
-
-def written(method: str, usual: Budget) -> tuple[str, Budget]:
-    """Of a method in a record: its text without the budget, and the budget, the run's where it has none of its own."""
-    text, own = split_spec(method)
-    if own is None:
-        kind = METHODS.get(name_of(method))
-        own = usual if kind is None or kind.sized else 1.0
-    return text, own
-
-
-def overall(groups: Sequence[G]) -> list[G]:
-    """Of groups with the same head: each method over all positions or, where it has only one, at that."""
-    every: Sequence[Any] = groups
-    several = {label(g) for g in every if g.position == ALL}
-    return [g for g in every if g.position == ALL or label(g) not in several]
-
-
-def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
-    """Score what `run_dialogues` wrote.
-
-    Args:
-        folders: of runs, at least one; with other budgets or models, say.
-
-    Raises:
-        SinkscopeError: a folder is not of a run or has no answer yet, two hold the same, or Rouge-L has no library.
-    """
-    started = time.perf_counter()
-    runs, groups = gathered(folders, Said, COMMAND, _group, head_of)
-    return Dialogues(**envelope(runs, started, "dialogues"), groups=groups)
-
-
-def gathered(
-    folders: Sequence[str | os.PathLike[str]],
-    kind: type[R],
-    command: str,
-    group: Callable[[Contents[R], str, str, str, list[R]], G],
-    head_of: Callable[[G], tuple[str, ...]],
-) -> tuple[list[Contents[R]], tuple[G, ...]]:
-    """Folders of runs, and their records in groups: by task, method and position, and over the positions.
-
-    Args:
-        folders: at least one.
-        kind: class of their records.
-        command: that wrote them, see `read_folder`.
-        group: of (folder, task, method, position or "all", records).
-        head_of: what groups have to share to be compared.
-
-    Raises:
-        SinkscopeError: a folder is of something else or has no answer yet, or two hold the same.
-    """
-    if not folders:
-        raise SinkscopeError(f"no folder is given: name what was given to --out of `sinkscope {written_by(command)}`")
-    runs = [read_folder(folder, kind, command) for folder in folders]
-    found: dict[tuple[Any, ...], Any] = {}
-    for run in runs:
-        if not run.records:
-            raise SinkscopeError(f"{run.name} has no answer in it yet: run the same command again")
-        for (task, method, place), records in _parts(run).items():
-            made: Any = group(run, task, method, place, records)
-            key = (*head_of(made), made.budget, made.method, made.position)
-            both = f"{run.name} and another folder both hold {label(made)} on {task} by {made.model}"
-            if key in found and sized(made):
-                raise SinkscopeError(f"{both}: give one of them")
-            if found.setdefault(key, made) != made:
-                raise SinkscopeError(f"{both}, but not the same: of other dialogues, or unfinished; give one of them")
-    places = (*POSITIONS, ALL)
-
-    def place_of(g: Any) -> tuple[Any, ...]:
-        return *head_of(g), *order_of(g.method), g.budget, places.index(g.position)
-
-    return runs, tuple(sorted(found.values(), key=place_of))
-
-
-def _parts(run: Contents[R]) -> dict[tuple[str, str, str], list[R]]:
-    """Records by task, method and position, and over all positions where there are several."""
-    parts: dict[tuple[str, str, str], list[R]] = {}
-    for record in run.records:
-        if record.dialogue not in run.prompts or ((name := name_of(record.method)) not in METHODS and ":" not in name):
-            raise SinkscopeError(
-                f"{run.name} is damaged: {record.method} answers {record.dialogue!r}, one of which is not of this run; "
-                "run into another folder"
-            )
-        task = str(run.prompts[record.dialogue]["task"])
-        for place in (record.position, ALL):
-            parts.setdefault((task, record.method, place), []).append(record)
-    several = {part[:2] for part, records in parts.items() if len({record.position for record in records}) > 1}
-    return {part: records for part, records in parts.items() if part[2] != ALL or part[:2] in several}
-
-
-def mean_known(values: Iterable[float | None]) -> float | None:
-    """Mean of those that are there; None: none is."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
-
-
-def _group(run: Contents[Said], task: str, method: str, place: str, records: list[Said]) -> Answered:
-    full = {record.prompt: record.tokens for record in run.records if record.method == "full"}
-    scores, unanswerable = list[float](), 0
-    for record in records:
-        dialogue = run.prompts[record.dialogue]
-        turn = dialogue["turns"][record.turn]
-        metric = turn.get("metric") or set_of(task).metric
-        if any(turn["answers"]):
-            scores.append(score(metric, record.text, turn["answers"], classes=dialogue["classes"], task=task))
-        unanswerable += turn["answerable"] is False
-    if not scores:
-        raise SinkscopeError(f"{run.name} has no answer yet to a question of {task} whose right answer is known: go on")
-    rate = wilson(sum(scores), len(scores))
-    same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
-    text, budget = written(method, run.settings["budget"])
-    return Answered(
-        task=task,
-        model=str(run.settings["model"]["name"]),
-        history=str(run.settings["history"]),
-        cache=str(run.settings.get("cache", "fresh")),
-        budget=budget,
-        method=text,
-        position=place,
-        dialogues=len({record.dialogue for record in records}),
-        questions=len(scores),
-        unanswerable=unanswerable,
-        score=rate.share,
-        low=rate.low,
-        high=rate.high,
-        same=fmean(same) if same else None,
-        prompt_tokens=fmean(record.prompt_tokens for record in records),
-        read=mean_known(record.read for record in records),
-        cells=mean_known(record.cells for record in records),
-        length=fmean(len(record.tokens) for record in records),
-    )
+    @property
+    def short(self) -> str:
+        """The same in a list."""
+        return f"{self.label} {self.score:.1%}"
 
 
 @dataclass(frozen=True)
@@ -311,49 +180,110 @@ class Near(OfTurn):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Kept:
+@dataclass(frozen=True, kw_only=True)
+class Kept(Compared):
     """One method along the answers of one task, with the question at one position.
 
     Attributes:
-        task: name of the set, or "text".
-        model: name of the model.
         along: "full": answers of the full cache; "gold": right ones.
-        budget: of cached tokens, or the share of the context; 1.0 for methods that have none.
-        method: its name, with the settings that were given.
-        position: of the question, or, where there are several, "all".
-        questions: answers.
-        tokens: of them.
+        tokens: number of tokens of these answers.
         kl: KL(full || method) in nats, mean over tokens.
         kl_error: standard error of the mean over questions, each weighed by its tokens; None: a single one.
         kl_first: mean over the first tokens, which prompts alone give.
         agree: share of tokens at which both have the same likeliest one.
         kept: attention mass kept, mean over decoding steps; None: all answers are one token.
-        read: cached tokens that a decoding step attends to, mean over questions.
-        cells: share of a prompt's causal cells that attention covers; None: the method leaves prompts to the model.
-        prompt_tokens: mean length of the conversation when the answer begins.
     """
 
-    task: str
-    model: str
     along: str
-    budget: int | float
-    method: str
-    position: str
-    questions: int
     tokens: int
     kl: float
     kl_error: float | None
     kl_first: float
     agree: float
     kept: float | None
-    read: float | None
-    cells: float | None
-    prompt_tokens: float
+
+    @property
+    def head(self) -> tuple[str, ...]:
+        """What groups have to share to be compared."""
+        return self.task, self.model, self.along
+
+    @property
+    def title(self) -> str:
+        """The same in words."""
+        told = "the text itself" if self.task == TEXT else "right answers"
+        return f"{self.task} by {self.model} along " + ("answers of the full cache" if self.along == "full" else told)
+
+    @property
+    def loss(self) -> float:
+        """Less is better."""
+        return self.kl
+
+    @property
+    def found(self) -> str:
+        """Divergence and agreement, as the end of a sentence."""
+        return f"has KL {self.kl:.3g} nats a token and the same likeliest token in {self.agree:.1%} of {self.tokens}"
+
+    @property
+    def short(self) -> str:
+        """The same in a list, with the mass kept."""
+        kept = "" if self.kept is None else f", {self.kept:.1%} kept"
+        return f"{self.label} KL {self.kl:.3g}, {self.agree:.1%} agree{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fidelity(Result):
+class Comparison(Result):
+    """Several methods on the same dialogues; `full`, the whole cache, is the control."""
+
+    columns: ClassVar[tuple[str, ...]] = (
+        *("method", "budget", "position", "score", "low", "high", "kl", "kl_error", "agree"),
+        *("questions", "same", "kept", "read", "cells", "task", "model", "history", "cache", "along"),
+    )
+    page: ClassVar[str] = "dialogues"
+
+    groups: tuple[Any, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row per group; a method without a budget has none."""
+        return [{"method": g.method, "budget": g.budget if g.sized else None, **_rest(g)} for g in self.groups]
+
+    def parts(self) -> list[list[Any]]:
+        """Groups that can be compared with each other."""
+        return [[g for g in self.groups if g.head == head] for head in dict.fromkeys(g.head for g in self.groups)]
+
+    def conclusion(self) -> str:
+        """The best and the worst method over all positions, beside the whole cache."""
+        for mine in map(overall, self.parts()):
+            full = next((g for g in mine if g.method == "full"), None)
+            control = f"the full cache {full.found}" if full else "the full cache, which is the control, was not run"
+            others = sorted((g for g in mine if g is not full), key=lambda g: g.loss)
+            said = [f"{g.label} {g.found}" for g in (others[:1] + others[1:][-1:])]
+            many = f" (the farthest of {len(others)})" if len(said) > 1 else ""
+            told = f"{' and '.join(said)}{many}; {control}" if said else f"{control}; no other method was run"
+            return f"On {mine[0].title}, {told}."
+        return "Nothing was answered."
+
+    def details(self) -> list[str]:
+        """A line per comparison: each method over all positions."""
+        return [f"{mine[0].title}: " + ", ".join(g.short for g in overall(mine)) for mine in self.parts()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogues(Comparison):
+    """Dialogues answered by several methods.
+
+    Attributes:
+        groups: by task, model, history, method, budget and position.
+    """
+
+    kind: ClassVar[str] = "dialogues"
+    drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_dialogues"
+    percent: ClassVar[tuple[str, ...]] = ("score", "low", "high", "same", "cells")
+
+    groups: tuple[Answered, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity(Comparison):
     """Methods beside full attention along the same texts.
 
     Attributes:
@@ -366,28 +296,34 @@ class Fidelity(Result):
 
     groups: tuple[Kept, ...]
 
-    def summary(self) -> str:
-        """A line per task and model: divergence, agreement and mass kept of each method over all positions."""
-        return "\n".join(
-            f"{near_title(head)}: "
-            + ", ".join(
-                f"{label(g)} KL {g.kl:.3g}, {g.agree:.1%} agree" + ("" if g.kept is None else f", {g.kept:.1%} kept")
-                for g in overall([g for g in self.groups if near_head_of(g) == head])
-            )
-            for head in dict.fromkeys(map(near_head_of, self.groups))
-        )
+
+def _rest(g: Compared) -> dict[str, Any]:
+    return {name: value for name, value in vars(g).items() if name not in ("method", "budget")}
 
 
-def near_head_of(group: Kept) -> tuple[str, str, str]:
-    """What groups have to share to be compared: task, model and answers."""
-    return group.task, group.model, group.along
+def written(method: str, usual: Budget) -> tuple[str, Budget]:
+    """Of a method in a record: its text without the budget, and the budget, the run's where it has none of its own."""
+    text, own = split_spec(method)
+    kind = METHODS.get(name_of(method))
+    return text, own if own is not None else usual if kind is None or kind.sized else 1.0
 
 
-def near_title(head: tuple[str, str, str]) -> str:
-    """The same in words."""
-    task, model, along = head
-    told = "the text itself" if task == TEXT else "right answers"
-    return f"{task} by {model} along " + ("answers of the full cache" if along == "full" else told)
+def overall(groups: Sequence[Any]) -> list[Any]:
+    """Of groups with the same head: each method over all positions or, where it has only one, at that."""
+    several = {g.label for g in groups if g.position == ALL}
+    return [g for g in groups if g.position == ALL or g.label not in several]
+
+
+def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
+    """Score what `run_dialogues` wrote.
+
+    Args:
+        folders: of runs, at least one; with other budgets or models, say.
+
+    Raises:
+        SinkscopeError: a folder is not of a run or has no answer yet, two hold the same, or Rouge-L has no library.
+    """
+    return _gathered(Dialogues, folders, Said, COMMAND, _answered)
 
 
 def tabulate_fidelity(folders: Sequence[str | os.PathLike[str]]) -> Fidelity:
@@ -399,35 +335,121 @@ def tabulate_fidelity(folders: Sequence[str | os.PathLike[str]]) -> Fidelity:
     Raises:
         SinkscopeError: a folder is not of such a run or has no answer yet, or two hold the same.
     """
+    return _gathered(Fidelity, folders, Near, FIDELITY, _kept)
+
+
+def _gathered(
+    made: type[C],
+    folders: Sequence[str | os.PathLike[str]],
+    kind: type[R],
+    command: str,
+    group: Callable[[Contents[R], str, list[R], dict[str, Any]], Any],
+) -> C:
+    """Folders of runs, and their records in groups: by task, method and position, and over the positions.
+
+    Args:
+        made: class of the result.
+        folders: at least one.
+        kind: class of their records.
+        command: that wrote them, see `read_folder`.
+        group: of (folder, task, records, fields that all groups have).
+    """
     started = time.perf_counter()
-    runs, groups = gathered(folders, Near, FIDELITY, _near_group, near_head_of)
-    return Fidelity(**envelope(runs, started, "dialogues"), groups=groups)
+    if not folders:
+        raise SinkscopeError(f"no folder is given: name what was given to --out of `sinkscope {written_by(command)}`")
+    runs = [read_folder(folder, kind, command) for folder in folders]
+    found: dict[tuple[Any, ...], Any] = {}
+    for run in runs:
+        if not run.records:
+            raise SinkscopeError(f"{run.name} has no answer in it yet: run the same command again")
+        for (task, method, place), records in _parts(run).items():
+            g = group(run, task, records, _shared(run, task, method, place, records))
+            key = (*g.head, g.budget, g.method, g.position)
+            both = f"{run.name} and another folder both hold {g.label} on {task} by {g.model}"
+            if key in found and g.sized:
+                raise SinkscopeError(f"{both}: give one of them")
+            if found.setdefault(key, g) != g:
+                raise SinkscopeError(f"{both}, but not the same: of other dialogues, or unfinished; give one of them")
+    places = (*POSITIONS, ALL)
+
+    def place_of(g: Any) -> tuple[Any, ...]:
+        return *g.head, *order_of(g.method), g.budget, places.index(g.position)
+
+    return made(**envelope(runs, started, "dialogues"), groups=tuple(sorted(found.values(), key=place_of)))
 
 
-def _near_group(run: Contents[Near], task: str, method: str, place: str, records: list[Near]) -> Kept:
+def _parts(run: Contents[R]) -> dict[tuple[str, str, str], list[R]]:
+    """Records by task, method and position, and over all positions where there are several."""
+    parts: dict[tuple[str, str, str], list[R]] = {}
+    for record in run.records:
+        if record.dialogue not in run.prompts or ((name := name_of(record.method)) not in METHODS and ":" not in name):
+            raise SinkscopeError(
+                f"{run.name} is damaged: {record.method} answers {record.dialogue!r}, one of which is not of this run; "
+                "run into another folder"
+            )
+        task = str(run.prompts[record.dialogue]["task"])
+        for place in (record.position, ALL):
+            parts.setdefault((task, record.method, place), []).append(record)
+    several = {part[:2] for part, records in parts.items() if len({record.position for record in records}) > 1}
+    return {part: records for part, records in parts.items() if part[2] != ALL or part[:2] in several}
+
+
+def _shared(run: Contents[R], task: str, method: str, place: str, records: Sequence[Any]) -> dict[str, Any]:
+    """Fields of `Compared`, but for the number of questions."""
     text, budget = written(method, run.settings["budget"])
-    kl = [value for record in records for value in record.kl]
-    kept = [value for record in records for value in record.kept]
-    agree = [value for record in records for value in record.agree]
+    return {
+        "task": task,
+        "model": str(run.settings["model"]["name"]),
+        "budget": budget,
+        "method": text,
+        "position": place,
+        "prompt_tokens": fmean(record.prompt_tokens for record in records),
+        "read": mean_known(record.read for record in records),
+        "cells": mean_known(record.cells for record in records),
+    }
+
+
+def _answered(run: Contents[Said], task: str, records: list[Said], shared: dict[str, Any]) -> Answered:
+    full = {record.prompt: record.tokens for record in run.records if record.method == "full"}
+    scores, unanswerable = list[float](), 0
+    for record in records:
+        dialogue = run.prompts[record.dialogue]
+        turn = dialogue["turns"][record.turn]
+        metric = turn.get("metric") or set_of(task).metric
+        if any(turn["answers"]):
+            scores.append(score(metric, record.text, turn["answers"], classes=dialogue["classes"], task=task))
+        unanswerable += turn["answerable"] is False
+    if not scores:
+        raise SinkscopeError(f"{run.name} has no answer yet to a question of {task} whose right answer is known: go on")
+    rate = wilson(sum(scores), len(scores))
+    return Answered(
+        **shared,
+        questions=len(scores),
+        history=str(run.settings["history"]),
+        cache=str(run.settings.get("cache", "fresh")),
+        dialogues=len({record.dialogue for record in records}),
+        unanswerable=unanswerable,
+        score=rate.share,
+        low=rate.low,
+        high=rate.high,
+        same=mean_known(record.tokens == full[record.prompt] for record in records if record.prompt in full),
+        length=fmean(len(record.tokens) for record in records),
+    )
+
+
+def _kept(run: Contents[Near], task: str, records: list[Near], shared: dict[str, Any]) -> Kept:
+    kl, kept, agree = ([v for record in records for v in getattr(record, n)] for n in ("kl", "kept", "agree"))
     mean = fmean(kl)
     # The mean over tokens is a ratio of sums over questions: its error is that of what each question adds to it.
     parts = [sum(record.kl) - mean * len(record.kl) for record in records]
-    error = stdev(parts) * len(parts) ** 0.5 / len(kl) if len(parts) > 1 else None
     return Kept(
-        task=task,
-        model=str(run.settings["model"]["name"]),
-        along=str(run.settings["along"]),
-        budget=budget,
-        method=text,
-        position=place,
+        **shared,
         questions=len(records),
+        along=str(run.settings["along"]),
         tokens=len(kl),
         kl=mean,
-        kl_error=error,
+        kl_error=stdev(parts) * len(parts) ** 0.5 / len(kl) if len(parts) > 1 else None,
         kl_first=fmean(record.kl[0] for record in records),
         agree=fmean(agree),
-        kept=fmean(kept) if kept else None,
-        read=mean_known(record.read for record in records),
-        cells=mean_known(record.cells for record in records),
-        prompt_tokens=fmean(record.prompt_tokens for record in records),
+        kept=mean_known(kept),
     )

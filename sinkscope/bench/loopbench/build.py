@@ -22,7 +22,6 @@ from sinkscope.bench.loopbench.longbench import (
     REPO,
     LongBenchRecord,
     LongBenchSource,
-    open_tokenizer,
     read_longbench,
     wiki2_prompt,
 )
@@ -31,6 +30,7 @@ from sinkscope.bench.methods import check_whole
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
+from sinkscope.models.load import open_tokenizer
 from sinkscope.registry import Hidden
 
 DC_HEAD = """\
@@ -133,13 +133,10 @@ def seed_history(narrative: str, rng: random.Random) -> str:
     drafts, corrections = rng.sample(_DRAFTS, iterations), rng.sample(_CORRECTIONS, iterations)
     lines: list[str] = []
     for number, (draft, correction) in enumerate(zip(drafts, corrections, strict=True), 1):
-        filled = [text.format(who=who, other=other, part=rng.choice(_PARTS)) for text in (draft, correction)]
-        lines += [f"Iteration {number}", _DRAFT, _capital(filled[0]), _CORRECTION, _capital(filled[1]), ""]
+        drawn = [text.format(who=who, other=other, part=rng.choice(_PARTS)) for text in (draft, correction)]
+        first, second = (text[:1].upper() + text[1:] for text in drawn)
+        lines += [f"Iteration {number}", _DRAFT, first, _CORRECTION, second, ""]
     return "\n".join([*lines, f"Iteration {iterations + 1}", _DRAFT, ""])
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 TASKS: dict[Bench, str] = {"dc": "multi_news", "ri": "narrativeqa", "2wiki": "2wikimqa"}
@@ -162,12 +159,12 @@ class _Draft:
     form: Callable[[str], str]
 
 
-@command(group="Benchmarks", command="loopbench build")
+@command(group="Loops", command="loopbench build")
 def build_prompts(
     *,
     bench: Literal["dc", "ri", "2wiki"],
     source: Annotated[str, Option(metavar="PATH|hub")],
-    out: Annotated[str, Option(metavar="FILE")],
+    out: Annotated[str, Option(metavar="FILE", writes=True)],
     model: str | None = None,
     revision: str | None = None,
     tokenizer: Annotated[Path | None, Option(metavar="FOLDER")] = None,
@@ -195,6 +192,9 @@ def build_prompts(
         force: Replace --out if it is there.
         seed: Seed of every random choice.
         progress: Called with a stage, what is done and how much there is.
+
+    Example:
+        sinkscope loopbench build --bench dc --source hub --out dc.jsonl
     """
     if source != HUB and (repo or file):
         raise SinkscopeError(f"--repo and --file belong to --source {HUB}; --source is {source!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from sinkscope.loops.signals import (
     tail_period,
     type_token_ratio,
 )
-from sinkscope.rate import wilson
+from sinkscope.rate import mean_known, wilson
 
 EARLY = 400  # of 2,500 tokens; the same share of any other cap. Fig. 4 b calls 0 to 400 early
 PERIODS, ONSETS = (
@@ -236,7 +236,7 @@ def fresh_sentences(before: str, after: str, *, whole: bool) -> float | None:
         if words:
             fresh.append(words not in known)
             known.add(words)
-    return fmean(fresh) if fresh else None
+    return mean_known(fresh)
 
 
 @dataclass(frozen=True)
@@ -316,8 +316,8 @@ def planted(
         **{f"onset_{onset}": some(lambda p, at=onset: p["onset"] == at) for onset in ONSETS},
         older=some(lambda p: p["id"].endswith("older")),
         honest=len(honest),
-        honest_cut=_mean(r.ended == "stopped" or any(e["kind"] == INTERVENTION for e in r.events) for r in honest),
-        honest_same=_mean(list(r.tokens) == list(full[r.prompt]) for r in honest if r.prompt in full),
+        honest_cut=mean_known(r.ended == "stopped" or any(e["kind"] == INTERVENTION for e in r.events) for r in honest),
+        honest_same=mean_known(list(r.tokens) == list(full[r.prompt]) for r in honest if r.prompt in full),
     )
 
 
@@ -357,8 +357,8 @@ def group(
         loop=rate.share,
         loop_low=rate.low,
         loop_high=rate.high,
-        seq_rep_4=_mean(seq_rep(record.tokens, 4) for record in records),
-        distinct_2=_mean(distinct(record.tokens, 2) for record in records),
+        seq_rep_4=mean_known(seq_rep(record.tokens, 4) for record in records),
+        distinct_2=mean_known(distinct(record.tokens, 2) for record in records),
         collapsed=len(collapsed) / len(collapses),
         collapse_point=_median(collapsed),
         steps=survival_steps(cap),
@@ -381,19 +381,13 @@ def group(
 def _went_on(records: Sequence[Continued]) -> tuple[int, dict[str, Any]]:
     """Number of runs that went on after an alarm, and the fields of `Group` about them."""
     after = [record for record in records if record.nll is not None]
-    surprise = _mean(record.nll for record in after if record.nll is not None)
+    surprise = mean_known(record.nll for record in after)
     return len(after), {
         "alarm": _median([record.cut for record in after if record.cut is not None]),
         "perplexity": None if surprise is None else math.exp(surprise),
-        "fresh": _mean(record.fresh for record in after if record.fresh is not None),
-        "reached": _mean(record.ended == "eos" for record in after),
+        "fresh": mean_known(record.fresh for record in after),
+        "reached": mean_known(record.ended == "eos" for record in after),
     }
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    """Mean of those that are numbers: a run of three tokens has no 4-gram."""
-    known = [value for value in values if value == value]
-    return fmean(known) if known else None
 
 
 def _median(values: Sequence[int]) -> float | None:
@@ -466,7 +460,7 @@ def detection(
         step=_median(steps),
         lead=_median(leads),
         healthy=len(healthy),
-        healthy_alarms=sum(first is not None for first in healthy) / len(healthy) if healthy else None,
+        healthy_alarms=mean_known(first is not None for first in healthy),
         texts=len(texts),
         text_alarms=len(alarmed) / len(texts) if texts else None,
         alarmed=alarmed,

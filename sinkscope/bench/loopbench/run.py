@@ -24,6 +24,7 @@ from sinkscope.bench.methods import Method, check_budget, check_methods, check_w
 from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
+from sinkscope.generate import COLDEST
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
@@ -54,11 +55,17 @@ class _Plan:
 class _Sampled(Batch):
     """Some prompts by one method at one temperature, with random numbers of one seed."""
 
+    new: int
     temperature: float
     seed: int
 
     @property
-    def keys(self) -> tuple[Any, ...]:
+    def size(self) -> int:
+        """New tokens."""
+        return len(self.rows) * self.new
+
+    @property
+    def keys(self) -> tuple[tuple[Any, ...], ...]:
         """Keys of the records that it makes."""
         return tuple((*key, self.temperature, self.seed) for key in super().keys)
 
@@ -121,8 +128,8 @@ def run_loopbench(
     qa = all(prompt.bench == "2wiki" for prompt in prompts)
     new = max_new_tokens if max_new_tokens is not None else QA_NEW if qa else MAX_NEW
     check_whole(max_new_tokens=new, batch_size=batch_size, window=window, every=every, seeds=seeds)
-    if wrong := [t for t in temperatures if not 0 <= t < math.inf]:
-        raise SinkscopeError(f"temperature {wrong[0]}: expected numbers from 0 (greedy) on")
+    if wrong := [t for t in temperatures if not (t == 0 or COLDEST <= t < math.inf)]:
+        raise SinkscopeError(f"temperature {wrong[0]}: expected 0 (greedy) or numbers from {COLDEST} on")
     check_whole(0, seed=seed)
     check_budget(budget, f"budget={budget!r}")
     if not qa:
@@ -131,6 +138,7 @@ def run_loopbench(
         raise SinkscopeError(
             f"two prompts have the same id {twice[0]!r}: give each set once, and each prompt its own id"
         )
+    MonitorSettings(window=window)  # refuses a window that is too small
     for each in chosen:
         each.make(budget, window)
     to, plan = ask(model, tokenizer, new, budget), _Plan(window, every)
@@ -138,9 +146,9 @@ def run_loopbench(
     draws = [(t, seed + i) for t in dict.fromkeys(map(float, temperatures)) for i in range(seeds if t else 1)]
     tally = Tally("new tokens", len(draws) * len(chosen) * len(written) * new, progress)
     stages = [
-        [_some(to, Method(TEXT), [row], 0, 0.0, seed) for row in texts],
+        [_Sampled(to.fingerprint, (Method(TEXT),), (row,), 0, 0.0, seed) for row in texts],
         [
-            _some(to, each, written[start : start + batch_size], new, *draw)
+            _Sampled(to.fingerprint, (each,), tuple(written[start : start + batch_size]), new, *draw)
             for draw in draws
             for each in chosen
             for start in range(0, len(written), batch_size)
@@ -176,12 +184,6 @@ def _rows(
         _check_length(each.id, len(ids), to.new, to)
     check_can(to, [each for each in chosen if _edited(each)], [len(ids) for _, ids in written], window)
     return [(each, ids) for each, ids in rows if isinstance(each, Honest)], written
-
-
-def _some(
-    to: Asked, method: Method, rows: Sequence[tuple[BenchPrompt | Honest, list[int]]], new: int, *draw: Any
-) -> _Sampled:
-    return _Sampled(to.fingerprint, (method,), tuple(each.id for each, _ in rows), tuple(rows), len(rows) * new, *draw)
 
 
 def _edited(method: Method) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -31,8 +31,10 @@ from sinkscope.bench.loopbench.prompts import TITLES
 from sinkscope.bench.methods import block_of, check_methods, order_of
 from sinkscope.bench.scorers import best_f1
 from sinkscope.errors import SinkscopeError
+from sinkscope.rate import mean_known
 from sinkscope.registry import Option, command
 from sinkscope.results import Grid, Result, cell
+from sinkscope.tables import WIDTH, strings
 
 LOOPS = ("dc", "ri")  # the paper's sets
 SETS = (*LOOPS, "stories")  # whose runs are judged by the loop rule
@@ -61,6 +63,11 @@ class Answers:
     cached_mean: float
     length: float
 
+    @property
+    def runs(self) -> int:
+        """The same as of a group."""
+        return self.questions
+
 
 @dataclass(frozen=True)
 class PrintedTable:
@@ -86,25 +93,16 @@ class LoopBench(Result):
 
     kind: ClassVar[str] = "loopbench"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_loopbench"
+    page: ClassVar[str] = "loopbench/results"
+    columns: ClassVar[tuple[str, ...]] = (
+        *("set", "model", "method", "detector", "temperature", "runs", "paper_loop", "loop", "loop_low", "loop_high"),
+        *("paper_f1", "f1", "same", "paper_interventions", "interventions", "detected", "lead", "text_alarms"),
+        *("alarmed", "perplexity", "reached", "fresh", "honest", "honest_cut", "eos", "stopped", "cap", "collapsed"),
+        *("ttr", "cr", "length", "tail_loop", "cached_mean", "cached_peak", "loops", "texts", "healthy_alarms"),
+    )
     percent: ClassVar[tuple[str, ...]] = (
-        "paper_loop",
-        "loop",
-        "loop_low",
-        "loop_high",
-        "tail_loop",
-        "eos",
-        "stopped",
-        "cap",
-        "collapsed",
-        "paper_early",
-        "early",
-        "fresh",
-        "reached",
-        "honest_cut",
-        "honest_same",
-        "same",
-        "detected",
-        "healthy_alarms",
+        *("paper_loop", "loop", "loop_low", "loop_high", "tail_loop", "eos", "stopped", "cap", "collapsed", "same"),
+        *("paper_early", "early", "fresh", "reached", "honest_cut", "honest_same", "detected", "healthy_alarms"),
         "text_alarms",
     )
 
@@ -120,7 +118,46 @@ class LoopBench(Result):
         lists = ("steps", "survival", "counts", "positions")
         return [{k: v for k, v in vars(g).items() if k not in lists} for g in self.groups]
 
-    def summary(self) -> str:
+    def conclusion(self) -> str:
+        """What the best method did, beside the full cache."""
+        runs = self.ablation or [g for g in self.groups if not g.temperature] or self.groups
+        runs = [g for g in runs if (g.bench, g.temperature) == (runs[0].bench, runs[0].temperature)]
+        names = dict.fromkeys(g.bench for g in self.groups for one in runs[:1] if g.bench in one.bench.split("+"))
+        drawn = "".join(f" at temperature {g.temperature:g}" for g in runs[:1] if g.temperature)
+        told: list[tuple[str, Sequence[Any], Callable[[Any], Any], Callable[[Any], str]]] = [
+            (
+                " and ".join(map(title, names)) + drawn,
+                runs,
+                lambda g: (g.loop, -g.runs),
+                lambda g: f"loops in {g.loop:.1%} of {g.runs} runs (95 %: {g.loop_low:.0%} to {g.loop_high:.0%})",
+            ),
+            (
+                "the loop organism",
+                self.planted,
+                lambda p: p.loop + (p.honest_cut or 0),
+                lambda p: (
+                    f"leaves {p.loop:.1%} of {p.runs} loops and cuts {p.honest_cut or 0:.1%} of {p.honest} honest "
+                    "repetitions"
+                ),
+            ),
+            (
+                TITLES["2wiki"],
+                self.answers,
+                lambda a: -a.f1,
+                lambda a: f"has F1 {a.f1:.4g} on {a.questions} questions",
+            ),
+        ]
+        for where, found, loss, said in told:
+            if found:
+                return f"On {where} by {found[0].model}, {_beside_full(found, loss, said)}"
+        for d in self.detections:
+            return (
+                f"The monitor ({d.detector}) raises an alarm in {d.detected or 0:.1%} of {d.loops} outputs that loop, "
+                f"and in {d.text_alarms or 0:.1%} of {d.texts} honest texts, which are the control."
+            )
+        return "Nothing was run, so the tables hold the paper's numbers alone."
+
+    def details(self) -> list[str]:
         """Loop rates in a line per set and model, F1 per model, and false alarms of the whole monitor."""
         lines = [
             f"{TITLES[bench]}, {model}: loop rate "
@@ -142,19 +179,32 @@ class LoopBench(Result):
             + ", ".join(f"{a.method} {a.f1:.4g}" for a in self.answers if a.model == model)
             for model in dict.fromkeys(a.model for a in self.answers)
         ]
-        lines += [
+        return lines + [
             f"Honest texts, {d.model}: alarms on {d.text_alarms:.1%} of {d.texts}"
             for d in self.detections
             if d.detector == "repeats" and d.text_alarms is not None
         ]
-        return "\n".join(lines) or "no runs of LoopBench: the tables hold the paper's numbers alone"
 
-    def _grids(self) -> list[Grid]:
-        grids: list[Grid] = []
-        for table in self.tables:
-            head, cells = self._strings(table.rows)
-            grids.append(Grid([name.replace("_", " ") for name in head], cells, table.title, table.note))
-        return grids
+    def grids(self) -> list[Grid]:
+        """One table each, as printed."""
+        shown = [(table, *strings(table.rows, self.percent)) for table in self.tables]
+        return [Grid(head, cells, table.title, table.note, self.columns) for table, head, cells in shown]
+
+
+def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callable[[Any], str]) -> str:
+    """The best method of one model, beside the full cache.
+
+    Args:
+        found: of one set, by model and method; at least one.
+        loss: of a method; less is better.
+        said: what it did, as the end of a sentence.
+    """
+    mine = [one for one in found if one.model == found[0].model]
+    full = next((one for one in mine if one.method == "full"), None)
+    others = sorted((one for one in mine if one is not full and block_of(one.method) != "stopper"), key=loss)
+    told = [f"{others[0].method} {said(others[0])}"] if others else []
+    told += [f"the full cache {said(full)}" if full else "the full cache, which is the control, was not run"]
+    return "; ".join(told) + ("." if others else "; no other method was run.")
 
 
 def title(bench: str) -> str:
@@ -166,7 +216,7 @@ def title(bench: str) -> str:
 _Parts = dict[tuple[str, str, str, float], tuple[Contents[Continued], list[Continued]]]
 
 
-@command(group="Benchmarks", command="loopbench table")
+@command(group="Loops", command="loopbench table")
 def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, metavar="DIR...")] = ()) -> LoopBench:
     """Show the paper's Tables 1 to 3 with our numbers beside its own, and further tables that the paper lacks.
 
@@ -175,6 +225,9 @@ def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, meta
 
     Raises:
         SinkscopeError: a folder is not of a run, or two hold the same method on the same set by the same model.
+
+    Example:
+        sinkscope loopbench table runs --html table.html
     """
     started = time.perf_counter()
     runs = [read_run(folder) for folder in folders]
@@ -233,13 +286,12 @@ def _group(bench: str, model: str, method: str, parts: Sequence[tuple[Contents[C
 def _answers(model: str, method: str, parts: _Parts) -> Answers:
     run, records = parts["2wiki", model, method, 0.0]
     full = _of_full("2wiki", model, parts)
-    same = [record.tokens == full[record.prompt] for record in records if record.prompt in full]
     return Answers(
         model=model,
         method=method,
         questions=len(records),
         f1=100 * fmean(best_f1(record.text, run.prompts[record.prompt]["answers"]) for record in records),
-        same=fmean(same) if same else None,
+        same=mean_known(record.tokens == full[record.prompt] for record in records if record.prompt in full),
         cached_mean=fmean(record.cached_mean for record in records),
         length=fmean(len(record.tokens) for record in records),
     )
@@ -268,6 +320,7 @@ def _detections(model: str, parts: _Parts) -> list[Detection]:
 
 # --- Tables ----------------------------------------------------------------------------------------------------------
 
+_PAPER1 = ("paper_cr", "paper_ttr", "paper_length", "paper_loop")
 _TABLE1 = ("cr", "ttr", "length", "loop", "loop_low", "loop_high", "tail_loop")
 _TABLE2 = ("f1", "same", "cached_mean")
 _TABLE3 = ("loop", "interventions", "early")
@@ -324,7 +377,7 @@ def _tables(
             tuple({"model": p.model, "method": p.method, **_fields(p, _PLANTED)} for p in truths),
         ),
         *(
-            PrintedTable(title, note, tuple(_row(g) for g in groups if block_of(g.method) == block))
+            PrintedTable(title, note, tuple(_alone([g for g in groups if block_of(g.method) == block])))
             for block, title, note in (
                 ("sampler", "Samplers, on the whole cache", "columns as in Table 1"),
                 (
@@ -350,58 +403,45 @@ def _tables(
 
 
 def _fields(found: object, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in names}
+    return {name: round(value, 1) if name == "length" else value for name in names for value in [getattr(found, name)]}
 
 
 def _head(g: Group) -> dict[str, Any]:
     return {"set": g.bench, "model": g.model, "method": g.method}
 
 
-def _row(g: Group, published: tuple[float, float, float, float] | None = None) -> dict[str, Any]:
-    """A row of Table 1, with the paper's numbers where it has some."""
-    own = _fields(g, _TABLE1) | {"length": round(g.length, 1)}
-    return {**_published(g.bench, g.model, g.method, published), **own, "runs": g.runs}
-
-
-def _published(bench: str, model: str, method: str, numbers: tuple[float, ...] | None) -> dict[str, Any]:
-    names = ("paper_cr", "paper_ttr", "paper_length", "paper_loop")
-    return {"set": bench, "model": model, "method": method, **dict(zip(names, numbers or (None,) * 4, strict=True))}
-
-
 def _table1(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
-    inside = [g for g in groups if block_of(g.method) in ("cache", "guard")]
+    """The paper's sets and models with ours among them, then what the paper has no numbers of."""
     for bench in SETS:
+        mine = [g for g in groups if g.bench == bench and block_of(g.method) in ("cache", "guard")]
         for name in paper.MODELS if bench in LOOPS else ():
-            ours = {g.method: g for g in inside if g.bench == bench and paper.published_model(g.model) == name}
-            published = paper.TABLE1[bench, name]
-            for method in dict.fromkeys([*published, *ours]):
-                numbers = published.get(method)
-                not_run = dict.fromkeys(_TABLE1) | {"runs": NOT_RUN}
-                yield (
-                    _row(ours[method], numbers)
-                    if method in ours
-                    else _published(bench, name, method, numbers) | not_run
-                )
-        yield from (_row(g) for g in inside if g.bench == bench and not _has_row(g))
+            known = [g for g in mine if paper.published_model(g.model) == name]
+            yield from _beside(known, paper.TABLE1[bench, name], _PAPER1, _TABLE1, name, set=bench)
+        rest = [g for g in mine if bench not in LOOPS or paper.published_model(g.model) is None]
+        yield from _alone(rest)
 
 
-def _has_row(g: Group) -> bool:
-    return g.bench in LOOPS and paper.published_model(g.model) is not None
+def _alone(groups: Sequence[Group]) -> Iterator[dict[str, Any]]:
+    """Rows of Table 1 that have no numbers of the paper."""
+    for g in groups:
+        yield from _beside([g], {}, _PAPER1, _TABLE1, set=g.bench)
 
 
 def _beside(
-    ours: Sequence[Any], published: Mapping[str, Sequence[float | None]], theirs: Sequence[str], names: Sequence[str]
+    ours: Sequence[Any],
+    published: Mapping[str, Sequence[float | None]],
+    theirs: Sequence[str],
+    names: Sequence[str],
+    model: str = "-",
+    **head: str,
 ) -> Iterator[dict[str, Any]]:
     """For every method a row of each model; where the method was not run, the paper's numbers alone."""
     for method in dict.fromkeys([*published, *(g.method for g in ours)]):
-        numbers = published.get(method, (None,) * len(theirs))
-        head = {"method": method, **dict(zip(theirs, numbers, strict=True))}
+        numbers = dict(zip(theirs, published.get(method, (None,) * len(theirs)), strict=True))
         mine = [g for g in ours if g.method == method]
-        for g in mine:
-            runs = g.questions if isinstance(g, Answers) else g.runs
-            yield {"model": g.model, **head, **_fields(g, names), "runs": runs}
-        if not mine:
-            yield {"model": "-", **head, **dict.fromkeys(names), "runs": NOT_RUN}
+        for g in mine or [None]:
+            own = dict.fromkeys(names) | {"runs": NOT_RUN} if g is None else _fields(g, names) | {"runs": g.runs}
+            yield {**head, "model": model if g is None else g.model, "method": method, **numbers, **own}
 
 
 # --- One prompt by every method --------------------------------------------------------------------------------------
@@ -439,6 +479,7 @@ class Shown(Result):
         outputs: of each method.
     """
 
+    page: ClassVar[str] = "loopbench/running"
     kind: ClassVar[str] = "loopbench-show"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_shown"
 
@@ -452,15 +493,25 @@ class Shown(Result):
         names = ("method", "ended", "length", "ttr", "cr", "loop", "tail_loop", "collapse")
         return [{n: getattr(o, n) for n in names} | {"interventions": len(o.interventions)} for o in self.outputs]
 
-    def summary(self) -> str:
-        """The prompt's end, and how each method's output ended."""
-        last = visible(self.prompt_text).strip().splitlines()[-1:]
-        return f"{self.model.name}, {title(self.bench)}, prompt {self.prompt} (ends {''.join(last)[-100:]!r})"
+    def conclusion(self) -> str:
+        """Which outputs loop, beside that of the full cache."""
+        ends = {
+            o.method: "loops" if o.loop else "ends in a loop" if o.tail_loop else "does not loop" for o in self.outputs
+        }
+        others = [f"{method} {end}" for method, end in ends.items() if method != "full"]
+        control = f"the full cache {ends['full']}" if "full" in ends else "the full cache, the control, is not shown"
+        told = f"{', '.join(others)}; {control}" if others else f"{control}; no other method is shown"
+        return f"On prompt {self.prompt} of {title(self.bench)} by {self.model.name}, {told}."
 
-    def text(self) -> str:
+    def details(self) -> list[str]:
+        """The end of the prompt."""
+        last = visible(self.prompt_text).strip().splitlines()[-1:]
+        return [f"The prompt ends {''.join(last)[-100:]!r}."]
+
+    def text(self, width: int | None = WIDTH) -> str:
         """The outputs below each other, and the numbers."""
         parts = [f"--- {o.method} ({_ending(o)})\n{_middle_out(visible(o.text))}" for o in self.outputs]
-        return "\n\n".join([super().text(), *parts])
+        return "\n\n".join([super().text(width), *parts])
 
     def table(self) -> Any:
         """The outputs side by side."""
@@ -501,7 +552,7 @@ def _middle_out(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
 
 
-@command(group="Benchmarks", command="loopbench show")
+@command(group="Loops", command="loopbench show")
 def show(
     run: Annotated[str | Path, Option(argument=True, metavar="DIR")],
     prompt: Annotated[str | int, Option(metavar="ID|NUMBER")] = "0",
@@ -517,6 +568,9 @@ def show(
 
     Raises:
         SinkscopeError: no such prompt, a method that is unknown or was not run.
+
+    Example:
+        sinkscope loopbench show runs --prompt story-1 --methods full,loopguard
     """
     started = time.perf_counter()
     found = read_run(run)

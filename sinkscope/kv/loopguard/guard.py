@@ -116,10 +116,10 @@ class LoopGuard(Intervention):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if isinstance(self.budget, float) and not 0 < self.budget <= 1:
+        if self.budget <= 0 or (isinstance(self.budget, float) and self.budget > 1):
             raise SinkscopeError(
-                f"budget={self.budget!r}: expected a number of tokens, or a fraction of the prompt above 0.0 and up to "
-                "1.0",
+                f"LoopGuard: budget={self.budget!r}: expected a number of tokens from 1, or a fraction of the prompt "
+                "above 0.0 and up to 1.0",
                 page="kv-budget",
             )
         if "window" in self.monitor:
@@ -164,19 +164,22 @@ class LoopGuard(Intervention):
         budget = self.budget if isinstance(self.budget, int) else int(self.budget * prompt)
         if isinstance(self.budget, float) and budget <= self.anchors:
             raise SinkscopeError(
-                f"budget={self.budget} of a prompt of {prompt} tokens is {budget}, which leaves nothing beside the "
-                f"{self.anchors} anchors: raise it, or keep fewer anchors",
+                f"LoopGuard: budget={self.budget} of a prompt of {prompt} tokens is {budget}, which leaves nothing "
+                f"beside the {self.anchors} anchors: raise it, or keep fewer anchors",
                 page="kv-budget",
             )
-        return Retention(
-            budget=budget,
-            anchors=max(self.anchors, min(first, budget - 1)),
-            recent=self.window if isinstance(self.recent, str) else self.recent,
-            recent_budget=self.recent_budget,
-            recent_pick=self.recent_pick,
-            clean=self.clean,
-            max_level=self.max_level,
-        )
+        try:
+            return Retention(
+                budget=budget,
+                anchors=max(self.anchors, min(first, budget - 1)),
+                recent=self.window if isinstance(self.recent, str) else self.recent,
+                recent_budget=self.recent_budget,
+                recent_pick=self.recent_pick,
+                clean=self.clean,
+                max_level=self.max_level,
+            )
+        except SinkscopeError as error:  # the user wrote LoopGuard
+            raise SinkscopeError(f"LoopGuard: {str(error).removeprefix('Retention: ')}", page=error.page) from None
 
     def enter(self, run: Run, key: int) -> None:
         """Take over the cache, and watch ids and logits of the causal model."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from transformers import LogitsProcessorList
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.interventions.decode import Told
+from sinkscope.interventions.decode import Told, decoding
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import saved
@@ -28,6 +29,7 @@ from sinkscope.kv.loopserve.serve import follow_lines
 from sinkscope.kv.session import Moment, Session
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
+from sinkscope.text.chat import chat_text
 
 _OURS = (
     "input_ids",
@@ -170,7 +172,7 @@ class Conversation:
         return [token for turn in self.turns for token in (*turn.prompt, *turn.ids)]
 
     def ask(self, prompt: str | Sequence[int], *, max_new_tokens: int = 64, **generation: Any) -> Turn:
-        """One turn, greedy unless told otherwise.
+        """One turn, greedy unless told otherwise; of the checkpoint's generation settings only special tokens count.
 
         Args:
             prompt: a text, or token ids, which are taken as they are. Without `chat`, texts of later turns get no
@@ -197,6 +199,15 @@ class Conversation:
         new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
         force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
         return self._turn(new, len(gold), {"logits_processor": force}, gold)
+
+    def branch(self) -> Conversation:
+        """Another conversation that goes on from here, such as one more question about a document that was read once.
+
+        Both share the keys and values so far, which no later turn changes; each adds its own.
+        """
+        other = copy(self)
+        other.turns = [*self.turns]
+        return other
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a folder: conversation.json, and a safetensors file that it names.
@@ -239,9 +250,9 @@ class Conversation:
         cache = before.cache()
         noting = Noting(before, cache)
         ids = torch.tensor([whole], device=target.device)
-        # The model's own settings may differ here, but the prompt is read in one pass, on this cache.
+        # The prompt is read in one pass, on this cache.
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-        settings = {"do_sample": False, "pad_token_id": self._pad(), **generation, **ours}
+        settings = decoding(target, **{"do_sample": False, "pad_token_id": self._pad(), **generation, **ours})
         with (noting if self._edit is None else noting | self._edit).on(target) as run, torch.no_grad():
             output = generate_in_pieces(
                 run,
@@ -275,7 +286,7 @@ class Conversation:
             if name in _OURS:
                 raise SinkscopeError(f"{name} is made by the conversation: leave it out, give other settings by name")
         for name in (*_SINGLE, *_DRAFTING):
-            value = given.get(name, getattr(self.target.hf.generation_config, name, None))
+            value = given.get(name)
             if name in _DRAFTING and value is not None:
                 raise SinkscopeError(
                     f"{name} is set: an assistant drafts several tokens at a time, and a conversation takes them one "
@@ -303,7 +314,7 @@ class Conversation:
         messages = [{"role": "user", "content": prompt}]
         if self.turns:
             messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _MARK}, *messages]
-        text: str = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text = chat_text(self.tokenizer, messages, self.target.name)
         if not self.turns:
             return self._encode(text, "prompt", special=False)
         _, mark, rest = text.partition(_MARK)

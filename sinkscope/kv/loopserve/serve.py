@@ -30,7 +30,7 @@ from sinkscope.lines.choice import (
     select_lines,
 )
 from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, sparse_attention
-from sinkscope.records import Whole, check_fields
+from sinkscope.records import Natural, Whole, check_fields
 from sinkscope.trace.attention import Attention, View
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
@@ -146,8 +146,8 @@ class SparsePrompts:
         scaling, limit, kernel = prompt.scaling, self.dense_above, self.kernel
         lines = self.choose(query, key, scaling, prompt.layer)
         out, what = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel)
-        if self.held_out is None:
-            return out, _Read(what), lines
+        if self.held_out is None or all(what.dense):
+            return out, _Read(what, None if self.held_out is None else torch.ones(len(query))), lines
         rows = self.held_out(query.shape[1], key.shape[1], prompt.layer)
         held = recovered(query, key, lines, scaling, rows)
         held[torch.tensor(what.dense, device=held.device)] = 1.0
@@ -411,11 +411,18 @@ class LoopServe(Intervention):
         decode: select progressively. With `prefill=False` this is the paper's "-D".
         variant: variant of the choice of lines, "exact" or "faithful" (`select_lines`).
         shortest: prompts that attend to fewer keys are read by the model's own attention, which is faster there.
-        dense_above: share of computed cells above which a head is computed densely. None: 0.75, less for heads
+        dense_above: share of computed cells above which a head is computed densely. None: 0.65, less for heads
             narrower than 48, 0.5 on CUDA, and everything on other devices, where a loop over blocks does not pay.
         kernel: what computes the lines, "blocks", "flex" or "auto" (`sparse_attention`).
         seed: seed of the drawn queries. Draws also differ by layer and by the lengths of prompt and context, so every
             turn of a conversation has its own.
+        begin: number of first tokens that all queries see. 1 in the paper.
+        local: number of latest tokens that a query sees, including itself. 1 in the paper. With fewer, a head that
+            mostly attends to the first token may lose its neighbours, because the first token alone holds alpha.
+        sharp: lines on which the attention is at least this dense are taken even if alpha is reached (`select_lines`).
+            None in the paper: a row may then lose a key that holds all its attention.
+        checked: number of queries, beside the sample, whose keys are kept if a query searches for a single one
+            (`select_lines`). 0 in the paper: what one query in the middle of a prompt searches for is then lost.
 
     Raises:
         SinkscopeError: alpha outside (0, 1], an interval or sample below 1, and as for every policy.
@@ -427,7 +434,7 @@ class LoopServe(Intervention):
     """
 
     budget: int | float = field(default=1024, kw_only=False)
-    alpha: float = 0.80
+    alpha: float = 0.75
     interval: int = 16
     sample: int = 48
     recent: int = 0
@@ -441,10 +448,16 @@ class LoopServe(Intervention):
     kernel: Kernel = "auto"
     seed: int = 0
     per_head: bool = False
+    begin: Natural = 4
+    local: Natural = 16
+    sharp: float | None = 0.1
+    checked: Whole = 64
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_selection(self.alpha, self.sample, self.variant, self.recent)
+        if self.sharp is not None and self.sharp <= 0:
+            raise SinkscopeError(f"sharp={self.sharp!r}: expected a share of a row's attention above 0, or None")
         if self.shortest < 0 or (self.dense_above is not None and self.dense_above < 0):
             raise SinkscopeError(
                 f"shortest={self.shortest!r}, dense_above={self.dense_above!r}: expected numbers from 0"
@@ -471,6 +484,7 @@ class LoopServe(Intervention):
             'faithful'
         """
         printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
+        printed |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}
         return cls(budget, **(printed | given))
 
     @property
@@ -505,7 +519,8 @@ class LoopServe(Intervention):
         limit = self.dense_above
         limit = dense_limit(query.shape[-1], self.kernel, query.device) if limit is None else limit
         draw = self._draw(query.shape[1], key.shape[1], layer)
-        return select_lines(query, key, self.alpha, **draw, variant=self.variant, scaling=scaling, dense_above=limit)
+        more = {name: getattr(self, name) for name in ("variant", "begin", "local", "sharp", "checked")}
+        return select_lines(query, key, self.alpha, **draw, **more, scaling=scaling, dense_above=limit)
 
     def told(self, run: Run) -> str:
         """The share of attention that prompts computed, and the tokens that a decoding step read."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Hidden, Option, Positive, Result, Setup, measurement
+from sinkscope.notation import head_name
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
 from sinkscope.sinks.attack.vocabulary import coordinate, drawn_sequences, greedy, refuse_workers, repeat, round_trip
@@ -22,7 +23,6 @@ from sinkscope.sinks.first_token.sets import causal_neurons
 SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "behind a chat prefix"}
-_ENDS = (("", "share"), ("_low", "low"), ("_high", "high"))  # columns of a rate
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class AttackRow:
             and over), "greedy" or "coordinate" (searched among the tokens of one cluster).
         length: tokens of a sequence.
         sequences: how many.
-        positions: mean share of the attacked positions that succeed: norm >= half of BOS's.
-        any: sequences that succeed at some position.
-        most: sequences that succeed at half of their positions or more.
-        first: median number of tokens of the sequence until the first success; None: half of them never succeed.
-        norm: median over sequences of the mean norm, over BOS's.
+        positions: mean share of the attacked positions that succeed, with a norm of at least half of BOS's.
+        any: share of the sequences that succeed at some position.
+        most: share of the sequences that succeed at half of their positions or more.
+        first: median number of tokens until the first success; None: half of the sequences never succeed.
+        norm: mean norm over that of BOS, median over sequences.
         round_trip: share of sequences that survive being written as text and read again.
         any_swept: share of sequences that succeed somewhere, for each of `thresholds`.
         most_swept: ... at half of their positions or more.
@@ -102,6 +102,19 @@ class ClusterAttack(Result):
         "round_trip",
     )
 
+    table_without: ClassVar[tuple[str, ...]] = ("any_swept", "most_swept", "by_position", "example")
+    columns: ClassVar[tuple[str, ...]] = (
+        "context",
+        "length",
+        "source",
+        "positions",
+        "any",
+        "most",
+        "first",
+        "norm",
+        "round_trip",
+    )
+
     sink_layer: int | None
     reference: float | None = None
     success: float
@@ -109,20 +122,6 @@ class ClusterAttack(Result):
     attacks: tuple[AttackRow, ...] = ()
     clusters: tuple[ClusterRate, ...] = ()
     unfilled: tuple[int, ...] = ()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per context, length and source."""
-        names = ("context", "length", "source", "sequences", "positions")
-        return [
-            {name: getattr(a, name) for name in names}
-            | {
-                f"{name}{end}": getattr(rate, part)
-                for name, rate in (("any", a.any), ("most", a.most))
-                for end, part in _ENDS
-            }
-            | {name: getattr(a, name) for name in ("first", "norm", "round_trip")}
-            for a in self.attacks
-        ]
 
     def conclusion(self) -> str:
         """What share of positions succeeds at most, beside random tokens and one token repeated."""
@@ -132,10 +131,14 @@ class ClusterAttack(Result):
             return "No head of layer 0 serves two tokens by itself, so there is no cluster to attack with."
         best = max((a for a in self.attacks if a.source == "cluster"), key=lambda a: (a.positions, a.length))
         same = {a.source: a for a in self.attacks if (a.context, a.length) == (best.context, best.length)}
+        chance = same["random"]
+        verdict = "works" if best.any.low > chance.any.high else f"seems to work in {best.sequences} sequences"
+        if best.positions <= chance.positions:
+            verdict = "does no better than random tokens"
         return (
-            f"Sequences of {best.length} different tokens of one cluster make sinks at {best.positions:.0%} of their "
-            f"positions ({_WHERE.get(best.context, best.context)}); random tokens do at "
-            f"{same['random'].positions:.0%}, and one token repeated at {same['repeated'].positions:.0%}."
+            f"The cluster attack {verdict}: {best.length} different tokens of one cluster make sinks at "
+            f"{best.positions:.0%} of their positions, random tokens at {chance.positions:.0%}, and one token repeated "
+            f"at {same['repeated'].positions:.0%} ({_WHERE.get(best.context, best.context)})."
         )
 
     def details(self) -> list[str]:
@@ -143,18 +146,21 @@ class ClusterAttack(Result):
         if not self.attacks:
             return []
         lines = [
-            f"Success is a norm of at least {self.success:.0%} of {self.reference:.4g} after layer {self.sink_layer}."
+            f"A position succeeds if its norm after layer {self.sink_layer} is at least {self.success:.0%} of the "
+            f"first token's, {self.reference:.4g}."
         ]
         for name in dict.fromkeys(a.context for a in self.attacks):
             ours = [a for a in self.attacks if a.context == name]
             longest = max(a.length for a in ours)
             parts = [f"{a.source} {a.positions:.0%}" for a in ours if a.length == longest]
-            lines.append(f"{name}, {longest} tokens, positions that succeed: {', '.join(parts)}.")
+            lines.append(f"{name}, {longest} tokens: the share of positions that succeed is {', '.join(parts)}.")
             for length in dict.fromkeys(a.length for a in ours):
                 parts_of = [c for c in self.clusters if (c.context, c.length) == (name, length)]
-                won = [f"{c.head} ({c.tokens} tokens)" for c in parts_of if c.most.share >= 0.5]
+                won = [f"{head_name(0, c.head)} ({c.tokens} tokens)" for c in parts_of if c.most.share >= 0.5]
                 if won and len(won) < len(parts_of):
-                    lines.append(f"{name}, {length} tokens: most positions succeed only for head {', '.join(won)}.")
+                    lines.append(
+                        f"{name}, {length} tokens: most positions succeed only for the tokens of {', '.join(won)}."
+                    )
         if self.unfilled:
             lines.append(f"No cluster has enough tokens for length {', '.join(map(str, self.unfilled))}.")
         return lines
@@ -193,7 +199,7 @@ def cluster_attack(
     thresholds: Hidden = THRESHOLDS,
     batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
     workers: Positive = 1,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
     """Try to make sinks with sequences in which no token occurs twice, from the tokens that one head serves.
 
@@ -214,6 +220,9 @@ def cluster_attack(
         batch: Sequences in a pass.
         workers: Processes; more than one run over Ray (the searches run in one).
         resume: Keep finished parts in this folder, and go on from those that are there.
+
+    Example:
+        sinkscope attack --model llama-2-7b --length 8 --sequences 100
     """
     layer, neurons = causal_neurons(setup)
     lengths = sorted(set(lengths))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.notation import neuron_name
 from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
 from sinkscope.sinks.first_token.ablation import Neuron, flat_number, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
@@ -158,7 +159,7 @@ LDA_TOKENS = 512  # tokens alone that the discriminant is fitted on
 
 @dataclass(frozen=True)
 class HeadCluster:
-    """The tokens that one head of layer 0 serves best; examples are those it fires strongest."""
+    """The tokens that one head of layer 0 serves best; examples are those for which it fires the neuron most."""
 
     head: int
     tokens: int
@@ -230,6 +231,10 @@ class TokenClusters(Result):
 
     kind: ClassVar[str] = "clusters"
     percent: ClassVar[tuple[str, ...]] = ("share",)
+    glossary: ClassVar[dict[str, str]] = {
+        "share": "share of all tokens that this head serves",
+        "examples": "tokens for which the head fires the sink neuron most strongly",
+    }
 
     sink_layer: int | None
     neuron: tuple[int, ...] | None
@@ -253,7 +258,7 @@ class TokenClusters(Result):
         """One row per head that serves tokens."""
         every = max(len(self.ids), 1)
         return [
-            {"head": c.head, "tokens": c.tokens, "share": c.tokens / every, "examples": " ".join(map(repr, c.examples))}
+            {**vars(c), "layer": 0, "share": c.tokens / every, "examples": " ".join(map(repr, c.examples))}
             for c in self.clusters
         ]
 
@@ -285,23 +290,23 @@ class TokenClusters(Result):
             return []
         several = sum(n > 1 for n in self.sufficing)
         lines = [
-            f"Each token stands alone at the first position; sink neuron {self.neuron[-1]} of layer {self.sink_layer}, "
-            f"threshold {self.threshold:g} of its usual activation.",
-            f"{several} tokens are served by more than one head; {self.unserved} fire it only by several heads "
-            f"together, {self.without_heads} without any, {self.silent} do not fire it at all.",
+            f"Each token stands alone at the first position; the sink neuron {neuron_name(*self.neuron)} fires from "
+            f"{self.threshold:g} of its usual activation on.",
+            f"{several} tokens are served by more than one head. {self.unserved} fire the neuron only through several "
+            f"heads together, {self.without_heads} without any head, and {self.silent} do not fire it at all.",
         ]
         if self.lda is not None and self.clusters:
             lines.append(
-                f"A linear discriminant puts {self.lda.fired:.1%} of what fires on the side of first positions, and "
-                f"{self.lda.quiet:.1%} of what does not."
+                f"A linear discriminant puts {self.lda.fired:.1%} of the cases that fire on the side of first "
+                f"positions, and {self.lda.quiet:.1%} of those that do not."
             )
         if self.pairs is not None:
             p = self.pairs
             rates = ((p.same_head, "one head"), (p.other_head, "two"))
             rate = " and ".join(f"{v:.1%} of pairs of {n}" for v, n in rates if v is not None)
             lines.append(
-                f"Two tokens without BOS: the second is a sink in {rate}; clusters of those norms: {p.clusters}, "
-                f"adjusted Rand index {p.adjusted_rand:.2f}."
+                f"When two tokens stand without BOS, the second is a sink in {rate}. Those norms form {p.clusters} "
+                f"clusters, with adjusted Rand index {p.adjusted_rand:.2f} against the heads."
             )
         return lines
 
@@ -321,7 +326,7 @@ def token_clusters(
     sample: Count = 64,
     batch_size: Positive = 2048,
     workers: Positive = 1,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> TokenClusters:
     """Find for every token the single head of layer 0 that suffices to fire the sink neuron when it stands first.
 
@@ -336,6 +341,9 @@ def token_clusters(
         batch_size: Rows in a pass; a token takes two more than there are heads.
         workers: Processes; more than one run over Ray.
         resume: Keep finished parts in this folder, and go on from those that are there.
+
+    Example:
+        sinkscope clusters --model llama-2-7b --resume clusters
     """
     ids = vocabulary(setup.target, tokens)
     layer, neurons = causal_neurons(setup)

@@ -18,6 +18,7 @@ from sinkscope.interventions.positions import Call, Memory
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
+from sinkscope.notation import neuron_names
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.attack import SUCCESS, refuse_no_lengths
 from sinkscope.sinks.attack.trials import Context, Trials, make_trials
@@ -40,17 +41,17 @@ class DetectRow:
         context: "BOS", "no BOS" or "chat".
         length: tokens of every sequence, attacks and harmless ones.
         attack: "cluster" or "repeated".
-        harmless: which text; "all" for all of them together.
+        harmless: kind of harmless text; "all" for all of them together.
         hits: how many positions must count,
         window: of how many.
-        attacks: sequences that made a sink at some position, which are what is to be detected.
+        attacks: sequences that made a sink at some position; these are to be detected.
         tried: sequences that were tried.
         harmless_pieces: pieces of harmless text.
         auroc: probability that an attack scores above a harmless piece; None: no attack made a sink.
-        detected: attacks detected with at most 1 % false alarms on this text; None: no attack made a sink.
-        cut: the score at which that is.
-        detected_here: attacks detected at `threshold` of the result.
-        false_alarms: harmless pieces that raise the alarm there.
+        detected: share of the attacks found at no more than 1 % false alarms on this text; None: no attack made a sink.
+        cut: the score from which that rule raises the alarm.
+        detected_here: share of the attacks found at the default threshold.
+        false_alarms: share of the harmless pieces that raise the alarm at the default threshold.
         roc: share detected at each of `false_rates`; empty: no attack made a sink.
     """
 
@@ -84,8 +85,13 @@ class AttackDetection(Result):
         detections: one for each context, length, attack, harmless text and rule.
     """
 
+    page: ClassVar[str] = "measure/attack"
     kind: ClassVar[str] = "attack-detection"
     percent: ClassVar[tuple[str, ...]] = ("detected", "detected_here", "false_alarms")
+
+    table_without: ClassVar[tuple[str, ...]] = ("roc", "tried")
+    columns: ClassVar[tuple[str, ...]] = ("context", "length", "attack", "rule", "attacks", "auroc", "detected")
+    glossary: ClassVar[dict[str, str]] = {"rule": '"2 of 4": an alarm is raised when two of the last four tokens count'}
 
     sink_layer: int | None
     sites: tuple[tuple[int, ...], ...] = ()
@@ -113,13 +119,11 @@ class AttackDetection(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per context, length, attack, harmless text and rule."""
-        return [
-            {name: getattr(d, name) for name in ("context", "length", "attack", "harmless")}
-            | {"rule": f"{d.hits} of {d.window}", "attacks": d.attacks, "pieces": d.harmless_pieces}
-            | {name: getattr(d, name) for name in ("auroc", "detected", "cut")}
-            | {"detected_here": d.detected_here and d.detected_here.share, "false_alarms": d.false_alarms.share}
-            for d in self.detections
-        ]
+        return [row | {"rule": f"{row.pop('hits')} of {row.pop('window')}"} for row in super().rows()]
+
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The rows against all harmless texts together."""
+        return [row for row in self.rows() if row["harmless"] in ("all", self.only_harmless)]
 
     def conclusion(self) -> str:
         """How well the best rule detects, beside its false alarms."""
@@ -128,14 +132,17 @@ class AttackDetection(Result):
         best = max((b for b in self._best().values() if b is not None), key=_merit, default=None)
         if best is None:
             return "No cluster attack made a sink, so there is nothing to detect."
-        return f"At best, {_said(best)} (sequences of {best.length} tokens, context {best.context})."
+        verdict = "can be detected" if (best.detected or 0.0) >= 0.5 else "are mostly missed"
+        return f"Cluster attacks {verdict}: {_said(best)} ({best.length} tokens, {best.context})."
 
     def details(self) -> list[str]:
         """What is watched, and how well it separates in each context and length."""
         if not self.sites:
             return []
-        names = ", ".join(map(str, self.sites))
-        lines = [f"Watched: {names}; a position counts from {self.threshold:g} of a first token's value."]
+        lines = [
+            f"The rule watches {neuron_names(self.sites)}. A position counts if its value is at least "
+            f"{self.threshold:g} of that at a first token."
+        ]
         for (context, length), best in self._best().items():
             said = "no cluster attack made a sink" if best is None else _said(best)
             lines.append(f"{context}, {length} tokens: {said}.")
@@ -156,8 +163,8 @@ def _merit(row: DetectRow) -> tuple[float, float]:
 
 def _said(row: DetectRow) -> str:
     return (
-        f"{row.attacks} of {row.tried} cluster attacks made a sink, and the rule {row.hits} of {row.window} detects "
-        f"{row.detected:.1%} of them at {FALSE_ALARMS:.0%} false alarms, AUROC {row.auroc:.4f}"
+        f"the rule {row.hits} of {row.window} finds {row.detected:.1%} of the {row.attacks} attacks that made a sink "
+        f"({row.tried} were tried) at {FALSE_ALARMS:.0%} false alarms on harmless text, AUROC {row.auroc:.4f}"
     )
 
 
@@ -234,6 +241,9 @@ def detect_attack(
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
         batch: Sequences in a pass.
+
+    Example:
+        sinkscope attack --detect --model llama-2-7b
     """
     if not rules:
         raise SinkscopeError("rules: none is given; give pairs of hits and window, such as (2, 4)")

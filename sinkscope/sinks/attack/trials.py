@@ -20,6 +20,7 @@ from sinkscope.sinks.attack.vocabulary import Columns, hold_layers, in_chunks, m
 from sinkscope.sinks.first_token.ablation import Neuron, view_layer
 from sinkscope.sinks.repetition.sequences import norms_after
 from sinkscope.text import resolve_bos
+from sinkscope.text.chat import chat_text
 
 CHAT = "A chat between a user and an assistant.\nUser: "  # before the attack where there is no chat template
 
@@ -151,7 +152,7 @@ def _chat_ids(tokenizer: Any, prefix: str | None) -> tuple[int, ...]:
         prefix = CHAT
         if getattr(tokenizer, "chat_template", None):
             mark = "\u2021"
-            turn = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+            turn = chat_text(tokenizer, [{"role": "user", "content": mark}], answer=False)
             prefix = turn.partition(mark)[0].removeprefix(tokenizer.bos_token or "")
     return tuple(tokenizer(prefix, add_special_tokens=False)["input_ids"])
 

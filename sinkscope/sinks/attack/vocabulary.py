@@ -303,26 +303,9 @@ def _decisive(setup: Setup) -> dict[str, Any]:
     """What of a setup decides a table: the model, the text, BOS, the seed."""
     return {
         "model": fingerprint_of(setup.target),
-        "weights": _some_weights(setup.target),
         "dtype": str(setup.target.dtype),
         "bos": setup.bos,
         "seed": setup.seed,
         "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
         "texts": len(setup.ids),
     }
-
-
-@torch.no_grad()
-def _some_weights(target: Target) -> str:
-    """Digest of a few weights of each layer in memory (of the first, where layers are read from disk).
-
-    It tells apart what has the same fingerprint: models that differ in their weights only.
-    """
-    parts = [target.embedding(torch.arange(0, int(target.config.vocab_size), 97, device=target.device))]
-    for layer in range(target.n_layers if target.resident else 1):
-        with target.loaded(layer):
-            parts.append(target.w_out(layer, list(range(8)), 0 if target.is_mixture(layer) else None))
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]

@@ -201,12 +201,12 @@ class Neuron:
         layer: where it is.
         expert: None where the layer is no mixture of experts, and for a neuron of a shared expert.
         neuron: its number in the MLP (in the expert).
-        contribution_norm: norm of `hook_post[j] * W_out[j]` at the first token.
-        share: that over the norm of the MLP's output there.
-        ablation_drop: at the first token.
-        repeat_drop: at the last of the repeated tokens; None if no token got there.
-        control_drop: largest drop among 20 random neurons of the layer, at either place.
-        causal: ablation_drop > control_drop and >= 0.1.
+        contribution_norm: norm of what the neuron writes at the first token, `hook_post[j] * W_out[j]`.
+        share: contribution norm over the norm of the MLP's output at the first token.
+        ablation_drop: share of the first token's norm that is lost when the neuron is zeroed.
+        repeat_drop: the same at the last of the repeated tokens; None if no token got there.
+        control_drop: largest loss with a random neuron of the layer zeroed instead, of 20 draws.
+        causal: the ablation drop exceeds the control drop and is at least 0.1.
         neutral_post: median `hook_post` on typical text: what SinkPatch writes instead.
         neutral_up: median output of the up projection there; None where there is no such factor.
     """

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps, site_name
+from sinkscope.notation import neuron_name
+from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
 from sinkscope.sinks.first_token.tokens import and_
 
@@ -38,6 +39,17 @@ class Circuit(Result):
         "sufficiency",
         "sufficiency_control",
     )
+    table_of: ClassVar[str] = "steps"
+    columns: ClassVar[tuple[str, ...]] = (
+        "step",
+        "source",
+        "target",
+        "share",
+        "necessity",
+        "necessity_control",
+        "sufficiency",
+    )
+    table_without: ClassVar[tuple[str, ...]] = ("layer",)
 
     first_token: str
     sink_layer: int | None
@@ -51,10 +63,6 @@ class Circuit(Result):
     marking: tuple[Marking, ...] = ()
     steps: tuple[Step, ...] = ()
     error: float | None = None
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per step, without the layer."""
-        return [{name: value for name, value in vars(step).items() if name != "layer"} for step in self.steps]
 
     def conclusion(self) -> str:
         """The circuit in one sentence, with the control beside it."""
@@ -114,11 +122,6 @@ class Circuit(Result):
             lines.append(f"{heads} the first token at least {READS} of the attention of later tokens.")
         if self.learned_logits is not None and self.attention is not None:
             lines.append(f"Learned sink logits take {_percent(self.learned_logits)} of the attention of all heads.")
-        if (unknown := self.settings.get("unknown_tokens") or 0.0) > 0.1:
-            lines.append(
-                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
-                "--text."
-            )
         if self.error is not None:
             lines.append(f"Shares sum to the model's own inputs up to {self.error:.0e} of the largest.")
         return lines
@@ -138,7 +141,22 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
     return layer, Steps.of(setup, layer, sites, found.shared_dims).pruned(backups)
 
 
-@measurement(group="Sinks", figure="sinkscope.figures.circuit:draw_circuit", quick={"max_repeats": 64})
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.circuit:draw_circuit",
+    quick={"max_repeats": 64},
+    scan={
+        "order": 10,
+        "seconds": [4.5, 6.0],
+        "quick": {"max_repeats": 300},
+        "streams": False,
+        "numbers": {
+            "effect lost without a step, median": ["steps.*.necessity", "steps.*.necessity_control"],
+            "attention without what carries it": ["attention.without", "attention.control"],
+        },
+        "facts": {"what the reading heads need": "carried_by"},
+    },
+)
 def circuit(
     setup: Setup, *, token: str | None = None, heads: Positive = 6, max_repeats: Positive | None = None
 ) -> Circuit:
@@ -152,6 +170,9 @@ def circuit(
         token: The token that is repeated. By default one of five words of the text, drawn by the seed.
         heads: Reading heads that are listed, those with most attention first.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope circuit --model llama-2-7b --html circuit.html
     """
     found = find_sinks.on(setup, tokens=None if token is None else [token], max_repeats=max_repeats)
     layer, made = _opened(setup, found)
@@ -171,7 +192,7 @@ def circuit(
         first_token=setup.tokenizer.decode(made.ids[0, :1].tolist()),
         sink_layer=layer,
         spike_by=None if found.norm_spike is None or 0 not in found.norm_spike.positions else found.norm_spike.made_by,
-        neurons=tuple(map(site_name, made.sites)),
+        neurons=tuple(neuron_name(*site) for site in made.sites),
         repeated=None if repeated is None else repeated.token,
         repeats=repeats,
         carried_by=None if attention is None else attention[0],

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
+from sinkscope.notation import head_name, neuron_name
 from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects
@@ -40,18 +41,18 @@ class Step:
     Attributes:
         step: "first token" (what marks it), "repetition" (what marks the last of many), "gate and up" of the sink
             neurons, their "column", or "keys" of heads.
-        source: what writes.
-        target: what reads it.
+        source: the component that writes.
+        target: the component that reads it.
         layer: of the source, for keys of the head; None for the embeddings.
         share: exact share of what sets the first token apart from typical ones in the input that is read; shares of
             everything that writes into it sum to one. For a column: of the first token's residual stream.
-        necessity: share of the effect that is lost where the source gives at the first token what it gives at a typical
+        necessity: share of the effect that is lost if the source writes at the first token what it writes at a typical
             one (neurons: nothing). The effect is the norm at the sink layer, for keys the attention that the head pays
             to the first token, for gate and up the neuron's activation.
         necessity_control: largest loss with as many random heads or neurons instead; None where there are not as many.
-        sufficiency: share of the effect that a typical position gets where the source gives there what it gives at the
+        sufficiency: share of the effect that a typical position gets if the source writes there what it writes at the
             first token.
-        sufficiency_control: as above.
+        sufficiency_control: the same with as many random heads or neurons.
     """
 
     step: str
@@ -111,17 +112,7 @@ class Attended:
 
 def told(component: Component) -> str:
     """In a sentence."""
-    return name_of(component) if component.kind == "head" else f"the {component}"
-
-
-def name_of(component: Component) -> str:
-    """Short for heads."""
-    return f"L{component.layer}.H{component.head}" if component.kind == "head" else str(component)
-
-
-def site_name(site: Site) -> str:
-    """Short for a neuron."""
-    return f"L{site[0]}." + (f"E{site[1]}." if len(site) == 3 else "") + f"N{site[-1]}"
+    return str(component) if component.kind == "head" else f"the {component}"
 
 
 @dataclass
@@ -240,7 +231,7 @@ class Steps:
             chance = control if proof.necessity is not None else Proof(None, None)
             main = max(into, key=lambda name: abs(into[name]), default=None)
             for name in [n for n in into if n == main or abs(into[n]) >= SHOWN] or ["spike"]:
-                about = (place, name_of(component), name, component.layer, into.get(name))
+                about = (place, str(component), name, component.layer, into.get(name))
                 self.steps.append(Step(*about, *_interleaved(proof, chance)))
         return tuple(final)
 
@@ -302,7 +293,7 @@ class Steps:
                 share = float(written @ final / final.square().sum())
                 total += share
                 proof = _interleaved(self.transplants(bench, [(site,)], seen)[0], control)
-                self.steps.append(Step("column", site_name(site), "spike", at, share, *proof))
+                self.steps.append(Step("column", neuron_name(*site), "spike", at, share, *proof))
         if len(self.sites) > 1:
             proof = _interleaved(self.transplants(bench, [self.sites], seen)[0], control)
             self.steps.append(Step("column", "all of them", "spike", layer, total, *proof))
@@ -354,7 +345,7 @@ class Steps:
             for j, site in enumerate(inputs.sites):
                 if not abs(share[j]) >= WRITES:
                     continue
-                about = ("gate and up", name, site_name(site), layer, float(share[j]))
+                about = ("gate and up", name, neuron_name(*site), layer, float(share[j]))
                 self.steps.append(Step(*about, float(lost[j]), None, float(given[j]), None))
 
     def repetition(self, word: int, reached: int) -> int:
@@ -430,12 +421,12 @@ class Steps:
         proof: tuple[float | None, ...],
     ) -> None:
         """The step to the key of one head, and what else its key holds in large part."""
-        target = f"L{place[0]}.H{place[1]}"
+        target = head_name(*place)
         share = sum(of.get(part, 0.0) for part in parts) if of else None
         self.steps.append(Step("keys", source, target, place[0], share, *proof))
         best = max(of.keys() - parts, key=lambda part: abs(of[part]), default=None)
         if best is not None and abs(of[best]) >= LARGE:
-            self.steps.append(Step("keys", name_of(best), target, place[0], of[best], None))
+            self.steps.append(Step("keys", str(best), target, place[0], of[best], None))
 
     def makes_spike(self, component: Component) -> bool:
         """Whether this is what writes the spike."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.notation import head_name
 from sinkscope.trace.attention import attention_rows
 
 Kind = Literal[
@@ -45,8 +46,9 @@ class Component(NamedTuple):
     def __str__(self) -> str:
         if self.layer is None:
             return self.kind
-        name = f"head {self.head}" if self.kind == "head" else "MLP" if self.kind == "mlp" else self.kind
-        return f"{name} of layer {self.layer}"
+        if self.head is not None:
+            return head_name(self.layer, self.head)
+        return f"{'MLP' if self.kind == 'mlp' else self.kind} of layer {self.layer}"
 
 
 class Edit(NamedTuple):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int
@@ -16,6 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
+from sinkscope.notation import neuron_name
 from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove
 from sinkscope.sinks.first_token.anatomy import Normalised, Trigger, maker, normalised, triggers
 from sinkscope.sinks.first_token.effects import Edit, effects
@@ -34,6 +35,7 @@ from sinkscope.sinks.first_token.walk import (
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
+LEAST = 1e-9  # a typical norm: a model made by hand can have 0, which nothing can be divided by
 LATER = 3  # tokens behind the first position whose spikes are examined
 
 
@@ -211,6 +213,8 @@ class FindSinks(Result):
     """
 
     percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
+    table_of: ClassVar[str] = "neurons"
+    table_without: ClassVar[tuple[str, ...]] = ("neutral_post", "neutral_up")
 
     norm_spike: NormSpike | None = None
     attention_sink: AttentionSink | None = None
@@ -241,14 +245,16 @@ class FindSinks(Result):
         """The neurons proven to make the sink."""
         return tuple(n for n in self.neurons if n.causal)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per candidate neuron."""
-        return [{name: value for name, value in vars(n).items() if "neutral" not in name} for n in self.neurons]
-
     @property
     def minimal(self) -> CausalSet | None:
         """The smallest set of neurons found whose ablation takes the spike away."""
         return next((s for s in self.causal_sets if s.kind == "minimal"), None)
+
+    @property
+    def typical_ratio(self) -> float | None:
+        """The 95 % line of typical tokens at the sink layer over their median."""
+        high = None if self.sink_layer is None else self.typical_high[self.sink_layer]
+        return high and high / (self.typical_norm[self.sink_layer or 0] or high)
 
     def conclusion(self) -> str:
         """Whether there is a norm spike and an attention sink, and what makes and carries them."""
@@ -309,18 +315,10 @@ class FindSinks(Result):
 
     def details(self) -> list[str]:
         """The model, the norms, the evidence, and what repetition shows."""
-        m = self.model
-        read = f"{self.layers_read} of {m.n_layers} layers read"
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers, d_model {m.d_model}, d_mlp {m.d_mlp}); {read}."]
-        lines += self._spike_lines() + self._set_lines() + self._sink_lines()
+        lines = [f"{self.layers_read} of {self.model.n_layers} layers were read.", *self._spike_lines()]
+        lines += self._set_lines() + self._sink_lines()
         if self.sink_layer is not None:
             lines += self._repeat_lines()
-        unknown = self.settings.get("unknown_tokens") or 0.0
-        if unknown > 0.1:
-            lines.append(
-                f"Warning: {unknown:.0%} of the reference text is unknown to this tokenizer; supply suitable text with "
-                "--text."
-            )
         if self.published is not None:
             verdict = "matches" if self.published.matches else "differs from"
             lines.append(f"This {verdict} what is published ({self.published.source}).")
@@ -336,22 +334,23 @@ class FindSinks(Result):
             return lines
         if layer is not None and (norm := self.first_token_norm[layer]) and (typical := self.typical_norm[layer]):
             lines.append(
-                f"Sink layer {layer}: the first token's norm is {norm:.4g}, {norm / typical:.0f} times the typical one "
-                f"of {typical:.4g}."
+                f"After the sink layer, {layer}, the first token's norm is {norm:.4g}, which is {norm / typical:.0f} "
+                f"times the typical one of {typical:.4g}."
             )
         if len(self.stages) > 1:
-            lines.append("Stages: " + ", ".join(f"layer {s.layer} adds {s.share:.1%}" for s in self.stages) + ".")
+            added = and_([f"layer {s.layer} adds {s.share:.1%}" for s in self.stages])
+            lines.append(f"The spike is built in stages: {added}.")
         if spike.plateau is not None:
             down = f", and layers {and_(spike.step_down)} take it away again" if spike.step_down else ""
             first, last = spike.plateau
             lines.append(f"The norm stands out after layers {first} to {last}{down}.")
         if self.residual_dims:
-            lines.append(f"Massive activations are in residual dimensions {', '.join(map(str, self.residual_dims))}.")
+            lines.append(f"The massive activations are in residual dimensions {and_(self.residual_dims)}.")
         if (n := spike.normalised) is not None:
             lines.append(
-                f"Behind the norm of the next layer, 90 % of the first token is in {n.dims:.0f} dimensions (typical "
-                f"tokens: {n.typical_dims:.0f}), and its direction has cosine {n.cosine:.2f} from layer to layer "
-                f"(typical tokens: {n.typical_cosine:.2f})."
+                f"After the next layer's normalization, {n.dims:.0f} dimensions hold 90 % of the first token (typical "
+                f"tokens need {n.typical_dims:.0f}). Its direction has cosine {n.cosine:.2f} from layer to layer "
+                f"(typical tokens have {n.typical_cosine:.2f})."
             )
         for later in self.later_sinks:
             made = (
@@ -370,31 +369,34 @@ class FindSinks(Result):
         for s in self.causal_sets:
             if s.kind == "backup":
                 lines.append(
-                    f"Backup: when the others are silent, {_members(s)} brings the spike back; zeroing it, too, takes "
-                    f"away {s.drop_last_layer:.1%} of the norm at the last layer that has the spike."
+                    f"{_members(s)} is a backup: it brings the spike back when the others are silent, and zeroing it "
+                    f"as well takes away {s.drop_last_layer:.1%} of the norm at the last layer that has the spike."
                 )
             elif len(s.sites) > 1 and not self.causal:
-                lines.append("Each of these neurons alone is not needed: the others make the spike without it.")
-        return lines + [f"Not tried: {text}." for text in self.not_tried]
+                lines.append("None of these neurons is needed alone, because the others make the spike without it.")
+        return lines + [f"The search was limited: {text}." for text in self.not_tried]
 
     def _sink_lines(self) -> list[str]:
         lines: list[str] = []
         if (s := self.sink_rate) is not None:
-            lines.append(f"Sink rate {s.value:.1%} (eps {s.eps}, {s.samples} texts of {s.length} tokens).")
+            lines.append(
+                f"The sink rate is {s.value:.1%}: this share of all heads gives position 0 more than {s.eps} of its "
+                f"attention ({s.samples} texts of {s.length} tokens)."
+            )
         if (sink := self.attention_sink) is None:
-            lines.append(f"No attention sink{self._among()}: fewer than {HEADS} heads attend to any one position.")
+            lines.append(f"Fewer than {HEADS} heads attend to any one position{self._among()}.")
         else:
             for p in sink.positions[1:] if sink.positions and sink.positions[0].position == 0 else sink.positions:
                 lines.append(f"{p.rate:.1%} of the heads attend to {_place(p)}.")
             if sink.carriers:
                 needed = [f"{c.name} ({c.heads_lost:.0%} of the heads)" for c in sink.carriers if c.heads_lost >= 0.2]
-                lines.append(f"Heads lose the sink without: {', '.join(needed) or 'no single component'}.")
+                lines.append(f"Heads lose the sink without {and_(needed) if needed else 'no single component'}.")
         if (a := self.attention) is not None:
             first, last = min(a.layers), max(a.layers)
             where = f"layer {first}" if first == last else f"layers {first} to {last}"
             lines.append(
-                f"Attention to the first token in {where}: {a.intact:.3f}, without these neurons {a.ablated:.3f}, "
-                f"without random ones {a.control:.3f}."
+                f"In {where}, later tokens give the first one {a.intact:.3f} of their attention, {a.ablated:.3f} "
+                f"without these neurons, and {a.control:.3f} without random ones."
             )
         if self.learned_sinks:
             lines.append("The model has learned sink logits, which took part in every attention row.")
@@ -407,23 +409,14 @@ class FindSinks(Result):
             lines.append(f"None of {tried} tokens becomes a sink by repetition within {r.max_repeats} repetitions.")
         elif tried:
             never = f"; {r.unreached} of {tried} never do within {r.max_repeats}" if r.unreached else ""
-            lines.append(f"Repeats until a sink: {r.median:.0f} (median over {tried - r.unreached} tokens{never}).")
+            over = f"median over {tried - r.unreached} tokens{never}"
+            lines.append(f"A repeated token becomes a sink after {r.median:.0f} repetitions ({over}).")
         return lines + at_once_line([t.token for t in r.at_once])
 
 
 def _members(found: CausalSet) -> str:
-    """The neurons of a set, such as "neurons 3 and 4 of layer 1"."""
-    groups: dict[tuple[int, int | None], list[int]] = {}
-    for m in found.sites:
-        groups.setdefault((m.layer, m.expert), []).append(m.neuron)
-    return and_(
-        [
-            f"neuron{'s' * (len(neurons) > 1)} {and_(neurons)} of "
-            + (f"expert {expert} of " if expert is not None else "")
-            + f"layer {layer}"
-            for (layer, expert), neurons in groups.items()
-        ]
-    )
+    """The neurons of a set, such as "L1.N3 and L1.N4"."""
+    return and_([neuron_name(m.layer, m.expert, m.neuron) for m in found.sites])
 
 
 def _places(sink: AttentionSink) -> str:
@@ -448,7 +441,34 @@ def _carried(sink: AttentionSink) -> str:
 
 
 @measurement(
-    group="Sinks", figure="sinkscope.figures.first_token:draw_find_sinks", loading="enough", quick={"max_repeats": 64}
+    group="Sinks",
+    figure="sinkscope.figures.first_token:draw_find_sinks",
+    loading="enough",
+    quick={"max_repeats": 64},
+    scan={
+        "order": 0,
+        "seconds": [1.2, 1.5],
+        "full": {"all_layers": True},
+        "numbers": {
+            "norm lost without the neurons": [
+                "minimal.drop_sink_layer",
+                "minimal.control",
+                "minimal.control",
+            ],
+            "attention to the first token without them": [
+                "attention.ablated",
+                "attention.control",
+                "attention.intact - attention.control",
+            ],
+            "first token's norm over the typical one": ["norm_spike.ratio", "typical_ratio", "typical_ratio"],
+        },
+        "facts": {
+            "sink layer": "sink_layer",
+            "neurons that make the spike": "minimal.sites",
+            "what carries the attention sink": "attention_sink.carried_by",
+            "matches what is published": "published.matches",
+        },
+    },
 )
 def find_sinks(
     setup: Setup,
@@ -468,6 +488,9 @@ def find_sinks(
         all_layers: Read every layer of a model that is not in memory, too: late stages, sink rate, the notebook's rule.
         top_k: Candidate neurons of the sink layer, each of which is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+
+    Example:
+        sinkscope find-sinks --model llama-2-7b --json sinks.json
     """
     ids = setup.ids
     if top_k > (width := setup.target.d_mlp):
@@ -549,7 +572,7 @@ def _spike(setup: Setup, seen: Walk, sets: Found, later: tuple[LaterSink, ...]) 
         positions=tuple(sorted(places)),
         step_up=tuple(stages or seen.steps(1)),
         step_down=tuple(seen.steps(-1)),
-        ratio=max(a / b for a, b in zip(seen.spike, seen.usual, strict=True)),
+        ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
         plateau=(standing[0], standing[-1]),
         made_by="MLP" if stages else maker(setup.target, setup.ids[:2, :32], standing[0], seen.shared),
         triggers=triggers(setup.target, setup.ids, sets.minimal),
@@ -569,7 +592,7 @@ def _later(setup: Setup, seen: Walk, heard: Received, generator: torch.Generator
     ids, found = setup.ids, list[LaterSink]()
     for token, _ in Counter(ids[high].tolist()).most_common(LATER):
         row, at = max((high & (ids == token)).nonzero().tolist(), key=lambda place: -place[1])
-        ratio = max(float(n[row, at]) / u for n, u in zip(seen.norms, seen.usual, strict=True))
+        ratio = max(float(n[row, at]) / max(u, LEAST) for n, u in zip(seen.norms, seen.usual, strict=True))
         heads = _attending(setup.target, ids[row], at, len(seen.first))
         made = later_set(setup.target, ids, (row, at), seen, heads, generator)
         found.append(LaterSink(setup.tokenizer.decode([token]), at, ratio, made))

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Positive, Result, Setup, measurement
+from sinkscope.notation import head_names, neuron_names
 from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.head_replacement import Geometry, Replacement, geometry
 from sinkscope.sinks.first_token.sets import causal_neurons
@@ -28,14 +29,15 @@ class Head:
         layer: where it is.
         head: query head.
         serves: number of first tokens in whose smallest sufficient set of heads it is.
-        drop: lost where this head's output is replaced by its later-position mean; mean over the first tokens.
+        drop: share of the activation lost when this head's output is replaced by its mean over later positions; mean
+            over the first tokens.
         largest_drop: the same at the first token where most is lost.
         bos_drop: the same at BOS; None without BOS.
-        alone: kept where all other heads of the layer are replaced and this one is not: the largest over first tokens;
-            None outside the marking layer.
-        control: change at later positions where the same replacement is made there instead, 95 % of the positions;
-            None outside the marking layer.
-        self_attention: of later positions of typical text to themselves, over what uniform attention would give.
+        alone: share of the activation kept when all other heads of the layer are replaced, the largest over first
+            tokens; None outside the marking layer.
+        control: change when the replacement is made at later positions instead, for 95 % of them; None outside the
+            marking layer.
+        self_attention: attention of later positions to themselves, over what uniform attention would give.
         served_self_attention: the same at tokens that it serves; None if none is in the text.
         self_cosine: of query and key at one position (rotary does not change it).
         served_self_cosine: the same at tokens that it serves.
@@ -113,6 +115,9 @@ class MarkingHeads(Result):
 
     kind: ClassVar[str] = "heads"
     percent: ClassVar[tuple[str, ...]] = ("drop", "largest_drop", "bos_drop", "alone", "control")
+    table_of: ClassVar[str] = "heads"
+    table_rows: ClassVar[int] = 16
+    columns: ClassVar[tuple[str, ...]] = ("head", "serves", "drop", "bos_drop", "alone", "control", "self_attention")
 
     sink_layer: int | None
     neurons: tuple[tuple[int, ...], ...]
@@ -123,10 +128,6 @@ class MarkingHeads(Result):
     single_share: float | None = None
     heads: tuple[Head, ...] = ()
     first_tokens: tuple[First, ...] = ()
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per head, at most 16 of them."""
-        return [{k: v for k, v in vars(h).items() if k != "largest_drop"} for h in self.heads[:16]]
 
     def conclusion(self) -> str:
         """Which heads mark the first token, and what other heads lose."""
@@ -139,7 +140,7 @@ class MarkingHeads(Result):
         }
         if self.marking_layer is None:
             return said[self.answer]
-        names = ", ".join(f"L{h.layer}.H{h.head}" for h in self.heads if h.serves)
+        names = head_names([h for h in self.heads if h.serves])
         fire = [f for f in self.first_tokens if f.fires]
         lost = [f.set_drop for f in fire if f.set_drop is not None]
         chance = [f.control_drop for f in fire if f.control_drop is not None]
@@ -156,14 +157,19 @@ class MarkingHeads(Result):
         if self.sink_layer is None:
             return []
         fire = [f for f in self.first_tokens if f.fires]
-        names = ", ".join(" ".join(map(str, n)) for n in self.neurons) or "none is causal alone; the whole MLP is used"
+        names = neuron_names([(self.sink_layer, *n) for n in self.neurons])
         lines = [
-            f"Sink layer {self.sink_layer}; sink neurons: {names}.",
-            f"{len(fire)} of {len(self.first_tokens)} tokens make them fire when they stand first.",
+            f"The mark is read at the sink neurons {names}."
+            if names
+            else f"No single neuron is causal, so the mark is read at the whole MLP of layer {self.sink_layer}.",
+            f"{len(fire)} of {len(self.first_tokens)} tokens make the sink fire when they stand first.",
         ]
         if self.layer_drops:
-            drops = ", ".join(f"layer {i} {d:.0%}" for i, d in enumerate(self.layer_drops))
-            lines.append(f"Lost when all heads of a layer are replaced: {drops}; all layers {_percent(self.all_drop)}.")
+            drops = ", ".join(f"layer {i} {_percent(d)}" for i, d in enumerate(self.layer_drops))
+            lines.append(
+                f"Replacing all heads of a layer takes away this share of the mark: {drops}; all layers together "
+                f"{_percent(self.all_drop)}."
+            )
         if self.marking_layer is not None and self.answer == "single head":
             lines.append(f"A single head suffices for {_percent(self.single_share)} of the first tokens.")
         elif self.marking_layer is not None:
@@ -173,7 +179,24 @@ class MarkingHeads(Result):
         return lines
 
 
-@measurement(group="Sinks", figure="sinkscope.figures.first_token:draw_heads", command="heads", quick={"count": 2})
+@measurement(
+    group="Sinks",
+    figure="sinkscope.figures.first_token:draw_heads",
+    command="heads",
+    quick={"count": 2},
+    scan={
+        "order": 20,
+        "seconds": [0.4, 0.5],
+        "numbers": {
+            "mark lost without the marking heads": [
+                "first_tokens.*.set_drop",
+                "first_tokens.*.control_drop",
+                "first_tokens.*.control_drop",
+            ]
+        },
+        "facts": {"marking layer": "marking_layer"},
+    },
+)
 def marking_heads(
     setup: Setup,
     *,
@@ -192,6 +215,9 @@ def marking_heads(
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
         count: Tokens of the text to put first.
         batch_size: Rows of a pass. By default as many as a bounded memory allows.
+
+    Example:
+        sinkscope heads --model llama-2-7b --count 8
     """
     words = first_tokens(setup.target, setup.ids, count, setup.seed, tokens)
     layer, neurons = causal_neurons(setup)

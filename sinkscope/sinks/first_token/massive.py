@@ -27,9 +27,10 @@ class LayerActivations:
     Attributes:
         layer: which.
         top: the three largest magnitudes.
-        median: magnitude.
+        median: median magnitude.
         dims: residual dimensions with massive activations, largest first: above 100 and 1,000 times the median.
-        share: of all positions that have one; near 1 it is a massive dimension and no sink (Owen et al. 2025).
+        share: share of positions with a massive activation; near 1 it is a massive dimension, not a sink (Owen et al.
+            2025).
         first_norm: L2 at the first token.
         other_norm: upper quartile over later positions, which high norms are told from.
     """
@@ -120,7 +121,26 @@ class Condition:
 class MassiveActivations(Result):
     """What `massive_activations` returns: a `Condition` with BOS and one without, or one of them."""
 
+    page: ClassVar[str] = "measure/massive"
     percent: ClassVar[tuple[str, ...]] = ("share",)
+    columns: ClassVar[tuple[str, ...]] = (
+        "begins",
+        "layer",
+        "top_1",
+        "median",
+        "dims",
+        "share",
+        "value_ratio",
+        "secondary",
+    )
+    glossary: ClassVar[dict[str, str]] = {
+        "begins": "how the texts begin",
+        "top_1": "largest magnitude in the residual stream after the layer",
+        "top_2": "second largest magnitude",
+        "top_3": "third largest magnitude",
+        "value_ratio": "norm of the first token's value vectors over that of later ones",
+        "secondary": "positions other than the first whose norm is high there",
+    }
 
     texts: int
     length: int
@@ -130,11 +150,9 @@ class MassiveActivations(Result):
         """One row per condition and layer."""
         return [
             {
-                "bos": c.bos,
+                "begins": "BOS" if c.bos else "no BOS",
                 "layer": layer.layer,
-                "top_1": layer.top[0],
-                "top_2": layer.top[1],
-                "top_3": layer.top[2],
+                **{f"top_{place}": size for place, size in enumerate(layer.top, 1)},
                 "median": layer.median,
                 "dims": " ".join(map(str, layer.dims)) or None,
                 "share": layer.share,
@@ -151,7 +169,7 @@ class MassiveActivations(Result):
 
     def details(self) -> list[str]:
         """The other condition, and value vectors, tokens and secondary sinks of each."""
-        lines = [f"{self.model.name}: {self.texts} texts of {self.length} tokens."]
+        lines = [f"The measurement read {self.texts} texts of {self.length} tokens."]
         for c in self.conditions:
             lines += [_massive(c)] if c is not self.conditions[0] else []
             start = "With BOS" if c.bos else "Without BOS"
@@ -163,8 +181,8 @@ class MassiveActivations(Result):
                 )
             if c.tokens:
                 names = ", ".join(f"{t.token!r} {t.high} of {t.seen}" for t in c.tokens[:6])
-                lines.append(f"{start}, high norms are at: {names}.")
-            lines.append(f"{start}: {_secondary(c)}")
+                lines.append(f"{start}, these tokens have a high norm: {names}.")
+            lines.append(f"{start}, {_secondary(c)}")
         return lines
 
 
@@ -183,6 +201,9 @@ def massive_activations(setup: Setup, *, bos: bool | None = None) -> MassiveActi
 
     Args:
         bos: Whether texts begin with BOS. By default both are measured, where the tokenizer has a BOS token.
+
+    Example:
+        sinkscope find-sinks --all --model llama-2-7b
     """
     rows, length = setup.ids.shape
     conditions = [_condition(setup.target, setup.ids, setup.bos is not None, setup.progress)]
@@ -290,9 +311,12 @@ def _massive(c: Condition) -> str:
 
 def _secondary(c: Condition) -> str:
     if not c.secondary:
-        return "no secondary sinks, because no later position has a high norm."
+        return "no later position has a high norm, so there are no secondary sinks."
     longest = max(c.secondary, key=lambda s: s.lifetime)
     low, high = min(s.created for s in c.secondary), max(s.created for s in c.secondary)
     where = f"layer {low}" if low == high else f"layers {low} to {high}"
     many = f"{len(c.secondary)} secondary sink{'s' * (len(c.secondary) > 1)}"
-    return f"{many}, created after {where}; the longest lasts {longest.lifetime} layers ({longest.token!r})."
+    return (
+        f"{many} begin{'s' * (len(c.secondary) == 1)} after {where}; the longest lasts {longest.lifetime} layers "
+        f"({longest.token!r})."
+    )

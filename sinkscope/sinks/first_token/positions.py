@@ -18,16 +18,18 @@ from torch import Tensor
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
+from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.output import read_text
 from sinkscope.sinks.first_token.ablation import flat_number, prove, view_layer
 from sinkscope.sinks.first_token.effects import norm_of
 from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
+from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 SINK_SHARE = 0.5  # a token's norm spikes from this share of the first token's on (Yona et al. 2025)
 CANDIDATES = 8  # neurons of the sink layer, each of which is ablated
-SHOWN = 40  # rows of the table in a longer text
+SHOWN = 36  # rows of the table
 KINDS = {
     "BOS": "BOS",
     "special": "special tokens",
@@ -83,6 +85,13 @@ class TokenPositions(Result):
 
     kind: ClassVar[str] = "positions"
     percent: ClassVar[tuple[str, ...]] = ("of_first",)
+    glossary: ClassVar[dict[str, str]] = {
+        "norm": "norm after the sink layer",
+        "of_first": "norm over that of BOS, or of a first token without BOS",
+        "attention": "attention that the position receives in later layers, mean over heads and later queries",
+        "largest_head": "the same for the head that gives it most",
+        "uniform": "attention it would receive if every query attended to all positions alike",
+    }
 
     tokens: tuple[TextToken, ...]
     layer: int
@@ -138,14 +147,15 @@ class TokenPositions(Result):
             for i, token in enumerate(self.tokens)
         ]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        head, cells = super()._cells()
-        if len(cells) <= SHOWN:
-            return head, cells
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """The rows of the tokens with the largest norm, and of those that receive most attention."""
+        rows = self.rows()
+        if len(rows) <= SHOWN:
+            return rows
         most = np.argsort(-self.norm[self.layer])[: SHOWN // 2].tolist()
         given = np.argsort(-np.nan_to_num(self.received[0])).tolist()
         kept = [*most, *(i for i in given if i not in most)][:SHOWN]
-        return head, [cells[i] for i in sorted(kept)]
+        return [rows[i] for i in sorted(kept)]
 
     def conclusion(self) -> str:
         """Which tokens' norms spike, beside the others and typical text."""
@@ -172,8 +182,8 @@ class TokenPositions(Result):
 
     def details(self) -> list[str]:
         """The model, the neurons, what receives most attention, and norms and attention by kind of token."""
-        m, mean = self.model, self.received[0]
-        lines = [f"{m.name} ({m.family}, {m.n_layers} layers): {len(self.tokens)} token{'s' * (len(self.tokens) > 1)}."]
+        mean = self.received[0]
+        lines = [f"The text has {len(self.tokens)} token{'s' * (len(self.tokens) > 1)}."]
         if self.sink_layer is None:
             lines.append("No MLP makes a norm spike of the first token.")
         if self.shared_dims:
@@ -183,7 +193,7 @@ class TokenPositions(Result):
             named = ", ".join(f"{self._named(i)} ({self.norm[at, i]:.4g} after layer {at})" for i, at in late[:6])
             lines.append(f"After other layers, {len(late)} more have a norm spike: {named}{' ...' * (len(late) > 6)}.")
         if self.neurons:
-            lines.append(f"Neurons shown: {', '.join(n.name for n in self.neurons)} (values of hook_post).")
+            lines.append(f"The table shows the hook_post values of {', '.join(n.name for n in self.neurons)}.")
         above = [i for i in np.argsort(self.uniform - mean).tolist() if mean[i] > self.uniform[i]][:3]
         if above:
             most = ", ".join(f"{self._named(i)} ({mean[i]:.3f}, uniform {self.uniform[i]:.3f})" for i in above)
@@ -197,16 +207,11 @@ class TokenPositions(Result):
                     f"{what[0].upper()}{what[1:]} ({len(there)}): median norm {norm:.3g} times the typical one, mean "
                     f"attention received {mean[there].mean():.4f} (uniform {self.uniform[there].mean():.4f})."
                 )
-        if len(self.tokens) > SHOWN:
-            lines.append(
-                f"The table shows the {SHOWN} tokens of largest norm or attention; --json and --html have all."
-            )
         return lines
 
-    def to_html(self) -> str:
-        """Summary, the text with its tokens shaded by norm, attention or neuron, and the table; everything escaped."""
-        head, end, table = super().to_html().partition("</pre>")  # the text stands between summary and table
-        return head + end + _page(self) + table
+    def inset(self) -> str:
+        """The text with its tokens shaded by norm, attention or neuron."""
+        return _page(self)
 
 
 @measurement(
@@ -236,7 +241,10 @@ def token_positions(
         file: File with the text; - is standard input.
         chat: Put the text into the tokenizer's chat template, as the user's words.
         layer: Layer that the table speaks of. By default the sink layer.
-        neurons: Neuron to show, as LAYER.NEURON or LAYER.EXPERT.NEURON. By default those that make the sink.
+        neurons: Neuron to show, such as L1.N338, or L3.E2.N7 in a mixture. By default those that make the sink.
+
+    Example:
+        sinkscope positions "Sch Com" --model llama-2-7b --no-bos
     """
     target = setup.target
     if layer is not None and layer >= target.n_layers:
@@ -291,14 +299,11 @@ def _refuse(passage: str | None, file: object) -> None:
 
 
 def _site(setup: Setup, name: str) -> tuple[int, ...]:
-    """What LAYER.NEURON or LAYER.EXPERT.NEURON names, if the model has it."""
-    parts, target = name.split("."), setup.target
-    if not all(part.isdigit() for part in parts) or len(parts) not in (2, 3):
-        raise SinkscopeError(f"--neuron {name!r}: expected layer and neuron with a dot between, such as 1.7890")
-    site = tuple(map(int, parts))
+    """The neuron of a name such as L1.N338, if the model has it."""
+    site, target = read_neuron(name), setup.target
     there = site[0] < target.n_layers
     if there and not target.has_mlp(site[0], site[1] if len(site) == 3 else None):
-        raise SinkscopeError(f"--neuron {name}: a neuron of a mixture, and no other, is named LAYER.EXPERT.NEURON")
+        raise SinkscopeError(f"--neuron {name}: only a neuron of a mixture has an expert in its name, such as L3.E2.N7")
     width = target.width(site[0], *site[1:-1]) if there else target.d_mlp
     if not there or site[-1] >= width:
         raise SinkscopeError(
@@ -344,14 +349,7 @@ def _template(tokenizer: Any, words: str) -> str:
     Raises:
         SinkscopeError: there is no template, or it fails.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise SinkscopeError("--chat: the tokenizer of this model has no chat template; leave --chat out")
-    try:
-        message = [{"role": "user", "content": words}]
-        return str(tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # a template is a program, and may fail in any way
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise SinkscopeError(f"--chat: the chat template of this model failed ({reason}); leave --chat out") from None
+    return chat_text(tokenizer, [{"role": "user", "content": words}])
 
 
 def _place(text: str, words: str) -> tuple[int, int]:
@@ -411,7 +409,7 @@ def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, 
         for site in (s for s in sites if s[0] == layer):
             flat = flat_number(setup.target, layer, site[1] if len(site) == 3 else None, site[-1])
             found[site] = tuple(post[:, flat].tolist())
-    return [NeuronValues("L" + ".".join(map(str, site)), found[site]) for site in sites]
+    return [NeuronValues(neuron_name(*site), found[site]) for site in sites]
 
 
 def _share(result: TokenPositions, position: int) -> float:
@@ -425,7 +423,7 @@ def _page(result: TokenPositions) -> str:
     """The text with its tokens shaded; a script shades it anew by another number or layer."""
     choices = {"norm": "norm", "attention": "attention received (mean of heads)"}
     choices |= {"largest": "attention received (largest head)"}
-    choices |= {f"{i}": f"neuron {neuron.name}" for i, neuron in enumerate(result.neurons)}
+    choices |= {f"{i}": neuron.name for i, neuron in enumerate(result.neurons)}
     options = "".join(f'<option value="{value}">{html.escape(name)}</option>' for value, name in choices.items())
     spans = []
     for i, token in enumerate(result.tokens):

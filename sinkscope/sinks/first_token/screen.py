@@ -22,6 +22,7 @@ from torch import Tensor
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.experts import in_rows
 from sinkscope.models.target import Target, plain_weight
+from sinkscope.notation import neuron_name
 
 _NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # before an MLP that lies beside the attention
 _ROWS = 1024  # columns of the down projection at a time
@@ -35,9 +36,9 @@ class Candidate:
         layer: where it is.
         expert: None where the layer is no mixture of experts.
         neuron: its number in the MLP (in the expert).
-        reach: largest norm that it can write for a normalised input.
-        z: standard deviations of log(reach) above the mean of all neurons of its layer.
-        cosine: between its gate and its up row; None without a gate.
+        reach: largest norm that the neuron can write for a normalised input.
+        z: standard deviations of log(reach) above the mean of its layer.
+        cosine: cosine between the neuron's gate row and its up row; None without a gate.
     """
 
     layer: int
@@ -86,23 +87,29 @@ class NeuronScreen(Result):
 
     def details(self) -> list[str]:
         """How many neurons there are, and which layers they are in."""
-        m = self.model
         held = sorted({c.layer for c in self.candidates})
-        where = ", ".join(map(str, held))
+        where = f"layer{'s' * (len(held) > 1)} {', '.join(map(str, held))}"
         return [
-            f"{m.name} ({m.family}): {self.neurons:,} neurons of {len(self.layers)} layers, ranked without a forward "
-            "pass.",
-            f"The first {len(self.candidates)} are in layer{'s' * (len(held) > 1)} {where}.",
+            f"{self.neurons:,} neurons of {len(self.layers)} layers were ranked without a forward pass.",
+            f"The first {len(self.candidates)} are in {where}.",
         ]
 
 
 def _name(c: Candidate) -> str:
-    of = "" if c.expert is None else f" of expert {c.expert}"
-    return f"neuron {c.neuron}{of} of layer {c.layer}"
+    return neuron_name(c.layer, c.expert, c.neuron)
 
 
 @measurement(
-    group="Sinks", figure="sinkscope.figures.looks:draw_screen", command="find-sinks", flag="screen", loading="stream"
+    group="Sinks",
+    figure="sinkscope.figures.looks:draw_screen",
+    command="find-sinks",
+    flag="screen",
+    loading="stream",
+    scan={
+        "order": 30,
+        "seconds": [0.1, 0.1],
+        "numbers": {"first candidate's reach, in deviations": ["candidates.0.z", "candidates.1.z"]},
+    },
 )
 def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
     """Rank all neurons by the norm that their weights let them write, without a forward pass; this is no proof.
@@ -112,6 +119,9 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
 
     Args:
         top_k: Candidates shown.
+
+    Example:
+        sinkscope find-sinks --screen --model ./checkpoint
     """
     target, layers, found = setup.target, list[LayerReach](), list[Candidate]()
     neurons = 0

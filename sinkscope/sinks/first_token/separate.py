@@ -13,6 +13,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
+from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.sinks.first_token.samples import After, Factor, after_attention, draw_samples
 from sinkscope.sinks.first_token.tokens import first_tokens
 
@@ -20,6 +21,10 @@ Method = Literal["LDA", "logistic regression"]
 SHUFFLES = 5  # draws of the control
 SHOWN = 800  # points of the drawing
 _COLUMNS = 2048  # sorted at a time
+
+
+SEPARABLE = 0.99  # AUROC from which the conclusion says so
+CHANCE = 0.1  # by which an AUROC has to exceed that with shuffled labels
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,11 @@ class Separator:
         method: "LDA", "logistic regression", "gate neuron", "up neuron", or "neuron" where the MLP has no gate.
         neuron: its number; None for a plane.
         expert: its expert in a mixture.
-        auroc: on tokens and texts that were held out.
-        train_auroc: on those it was chosen on.
-        margin: on the held-out ones, lowest first token less highest later one, over the range of all; above 0 a
-            threshold separates perfectly.
-        shuffled_auroc: held out, with a label drawn per token instead of the true one, mean of 5 draws: what is above
+        auroc: AUROC on held-out tokens and texts.
+        train_auroc: AUROC on the tokens the separator was chosen on.
+        margin: lowest held-out first token less highest later one, over the range of all; above 0 a threshold
+            separates perfectly.
+        shuffled_auroc: control: held-out AUROC with labels drawn at random per token, mean of 5 draws. What is above
             0.5 there was learned from tokens that are on both sides of the split.
     """
 
@@ -102,38 +107,36 @@ class Separability(Result):
     later_tokens: tuple[int, int]
     points: tuple[Point, ...]
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per way to separate."""
-        return [dict(vars(s)) for s in self.separators]
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """One row per way to separate, with the layer of its neuron."""
+        return [row | {"layer": self.layer} for row in self.rows()]
 
     def conclusion(self) -> str:
-        """How well a plane, or the neuron that was asked for, separates held-out tokens, beside shuffled labels."""
+        """Whether first tokens can be told apart by a plane, or by the neuron asked for, beside shuffled labels."""
         plane = max(self.separators[:2], key=lambda s: s.auroc)
-        if self.settings.get("neuron") is not None:
-            looked = self.separators[2:]
-            by = [f"{s.auroc:.4f}" + f" by its {s.method.partition(' ')[0]} input" * (len(looked) > 1) for s in looked]
-            shuffled = " and ".join(f"{s.shuffled_auroc:.2f}" for s in looked)
-            of = "" if looked[0].expert is None else f" of expert {looked[0].expert}"
+        where = f"after the attention of layer {self.layer}"
+        if self.settings.get("neuron") is None:
             return (
-                f"Neuron {looked[0].neuron}{of} of layer {self.layer} separates first from later tokens with AUROC "
-                f"{' and '.join(by)} on held-out tokens and texts, with shuffled labels {shuffled}; a plane "
-                f"({plane.method}) reaches {plane.auroc:.4f}."
+                f"First tokens {_verdict(plane)} {where}: a plane ({plane.method}) reaches AUROC {plane.auroc:.4f} on "
+                f"held-out tokens and texts, and {plane.shuffled_auroc:.2f} with shuffled labels."
             )
+        best = max(self.separators[2:], key=lambda s: s.auroc)
+        input_ = "" if best.method == "neuron" else f" by its {best.method.partition(' ')[0]} input"
         return (
-            f"After the attention of layer {self.layer}, a plane ({plane.method}) separates first from later tokens "
-            f"with AUROC {plane.auroc:.4f} on held-out tokens and texts; with shuffled labels it reaches "
-            f"{plane.shuffled_auroc:.2f}."
+            f"First tokens {_verdict(best, 'neuron')} {where}: {neuron_name(self.layer, best.expert, best.neuron)} "
+            f"reaches AUROC {best.auroc:.4f}{input_} on held-out tokens and texts, and {best.shuffled_auroc:.2f} with "
+            f"shuffled labels; a plane ({plane.method}) reaches {plane.auroc:.4f}."
         )
 
     def details(self) -> list[str]:
         """The samples, the other separators, and what lies on the wrong side."""
         (f, fh), (n, nh) = self.first_tokens, self.later_tokens
         lines = [
-            f"{self.model.name} ({self.model.family}), trained on {f} first and {n} later tokens.",
-            f"Held out: {fh} first and {nh} later tokens, which are other tokens in other texts.",
+            f"The separators were trained on {f} first and {n} later tokens, and tested on {fh} first and {nh} later "
+            "tokens, which are other tokens in other texts.",
         ]
         for s in self.separators:
-            line = f"{_named(s)}: AUROC {s.auroc:.4f} held out, {s.shuffled_auroc:.2f} with shuffled labels"
+            line = f"{self.named(s)} reaches AUROC {s.auroc:.4f}, and {s.shuffled_auroc:.2f} with shuffled labels"
             if s.neuron is not None and self.neurons_searched > 1:
                 found = self.perfect_neurons[s.method]
                 line += f"; {found} of {self.neurons_searched} neurons separate the training tokens perfectly"
@@ -143,11 +146,18 @@ class Separability(Result):
             lines.append(f"BOS {'lies' if self.bos_first else 'does not lie'} on the side of first tokens.")
         return lines
 
+    def named(self, separator: Separator) -> str:
+        """A way to separate, at the beginning of a sentence."""
+        method, expert, neuron = separator.method, separator.expert, separator.neuron
+        name = "" if neuron is None else f" {neuron_name(self.layer, expert, neuron)}"
+        return f"{method[0].upper()}{method[1:]}{name}"
 
-def _named(s: Separator) -> str:
-    """A way to separate, at the beginning of a sentence."""
-    name = "" if s.neuron is None else f" {s.neuron}" + ("" if s.expert is None else f" of expert {s.expert}")
-    return f"{s.method[0].upper()}{s.method[1:]}{name}"
+
+def _verdict(separator: Separator, by: str = "plane") -> str:
+    if separator.auroc >= SEPARABLE:
+        return f"are separable by a {by}"
+    better = separator.auroc > separator.shuffled_auroc + CHANCE
+    return f"are only partly separable by a {by}" if better else f"are not separable by a {by}"
 
 
 @measurement(
@@ -155,6 +165,14 @@ def _named(s: Separator) -> str:
     figure="sinkscope.figures.first_token:draw_separability",
     command="separate",
     quick={"count": 128, "texts": 32},
+    scan={
+        "order": 25,
+        "seconds": [2.0, 4.0],
+        "quick": {"count": 128, "texts": 32},
+        "numbers": {
+            "AUROC of a plane, first against later": ["separators.1.auroc", "separators.1.shuffled_auroc"],
+        },
+    },
 )
 def separability(
     setup: Setup,
@@ -163,7 +181,7 @@ def separability(
     count: Annotated[int, Option(min=4)] = 1024,
     texts: Annotated[int, Option(min=2)] = 128,
     layer: Count = 0,
-    neuron: Count | None = None,
+    neuron: Annotated[str | int | None, Option(metavar="NEURON")] = None,
     expert: Count | None = None,
     batch_size: Positive = 64,
 ) -> Separability:
@@ -177,11 +195,22 @@ def separability(
         count: Tokens of the text to put first.
         texts: Pieces of 64 tokens of typical text.
         layer: Layer whose attention is looked at, and whose MLP the neurons are of.
-        neuron: Look at this neuron, at its gate and at its up factor, instead of searching for the best one.
+        neuron: Look at this neuron, such as L0.N338, at its gate and at its up factor, instead of searching for the
+            best one. A number alone is a neuron of `layer`.
         expert: Expert of a mixture that the neuron is of.
         batch_size: Sequences of a pass.
+
+    Example:
+        sinkscope separate --model llama-2-7b --layer 0
     """
     target, bos = setup.target, setup.bos
+    if neuron is not None:
+        if isinstance(neuron, str) and not neuron.isdigit():
+            site = read_neuron(neuron)
+        else:
+            site = (layer, *([] if expert is None else [expert]), int(neuron))
+        layer, expert, neuron = site[0], site[1] if len(site) == 3 else None, site[-1]
+        setup.record(layer=layer, expert=expert, neuron=neuron)
     if layer >= target.n_layers:
         raise SinkscopeError(f"--layer {layer} is not in the model: it has layers 0 to {target.n_layers - 1}")
     _check_neuron(target, layer, neuron, expert)

@@ -36,6 +36,10 @@ class Member:
     expert: int | None
     neuron: int
 
+    def __str__(self) -> str:
+        expert = "" if self.expert is None else f".E{self.expert}"
+        return f"L{self.layer}{expert}.N{self.neuron}"
+
 
 @dataclass(frozen=True)
 class CausalSet:
@@ -227,6 +231,14 @@ def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tup
         layer: the sink layer, where it is known; None: it is searched.
         top_k: candidates.
     """
+    asked = ("causal neurons", layer, top_k, made.seed, len(made.ids))
+    if asked not in made.memory:
+        made.memory[asked] = _causal_neurons(made, layer, top_k)
+    return made.memory[asked]
+
+
+def _causal_neurons(made: Setup, layer: int | None, top_k: int) -> tuple[int | None, tuple[Neuron, ...]]:
+    """As `causal_neurons`."""
     target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
     seen = walk(target, ids, whole=target.resident) if layer is None else None
     layer = seen.sink_layer() if seen is not None else layer

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from sinkscope.console import silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Hidden, Option, Positive, Result
+from sinkscope.notation import neuron_names
 from sinkscope.registry import command
 from sinkscope.results import ModelInfo, Provenance, provenance
 from sinkscope.sinks.first_token.find import find_sinks
@@ -30,9 +31,9 @@ class Checkpoint(Keyed):
         rate: share of heads whose mean attention to position 0 exceeds 0.3; None: the context is too short for it.
         carried_by: what the heads need; None: no single thing.
         sink_layer: the layer whose MLP makes most of the spike; None: none does.
-        neurons: sites of the smallest set found that makes it, (layer, neuron) or (layer, expert, neuron).
-        set_drop: share of the first token's norm that goes with them.
-        control_drop: the same with as many random ones, the largest of 20 draws.
+        neurons: the smallest set of neurons found that makes the spike, (layer, neuron) or (layer, expert, neuron).
+        set_drop: share of the first token's norm that is lost when these neurons are zeroed.
+        control_drop: the same with as many random neurons, the largest of 20 draws.
         model: which model it is; None where it failed.
         failed: why it could not be measured.
     """
@@ -58,16 +59,26 @@ class Checkpoint(Keyed):
     @property
     def shown(self) -> str:
         """The neurons, as find-sinks and positions name them."""
-        return " ".join(".".join(map(str, site)) for site in self.neurons)
+        return neuron_names(self.neurons)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinksOverTraining(Result):
     """What `find_sinks` says of each checkpoint, in the order in which they were given."""
 
+    page: ClassVar[str] = "measure/training"
     kind: ClassVar[str] = "sinks-over-training"
     percent: ClassVar[tuple[str, ...]] = ("rate", "set_drop", "control_drop")
     drawing: ClassVar[Any] = "sinkscope.figures.looks:draw_training"
+    columns: ClassVar[tuple[str, ...]] = (
+        "checkpoint",
+        "spike",
+        "rate",
+        "sink_layer",
+        "neurons",
+        "set_drop",
+        "control_drop",
+    )
 
     checkpoints: tuple[Checkpoint, ...]
 
@@ -131,7 +142,7 @@ def sinks_over_training(
     tokens: Sequence[str] | None = None,
     top_k: Positive = 8,
     max_repeats: Positive | None = None,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
     progress: Hidden = None,
     **options: Any,
 ) -> SinksOverTraining:
@@ -151,6 +162,9 @@ def sinks_over_training(
 
     Raises:
         SinkscopeError: Nothing could be measured, or there are several models and several revisions.
+
+    Example:
+        sinkscope find-sinks --model pythia-1.4b --revision step1000 --revision main
     """
     started, found = time.perf_counter(), list[Checkpoint]()
     several = len(set(models or ())) > 1

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
@@ -39,12 +39,12 @@ class Score:
         metric: "perplexity", "acc", "acc_norm", ...
         samples: questions, or pieces of text.
         original: without a patch.
-        patched: with it.
-        random: with the random one.
-        difference: patched - original.
-        difference_se: its standard error, over the paired samples; None for a single sample.
-        random_difference: random - original.
-        random_se: its standard error.
+        patched: with the patch.
+        random: with a patch of as many random neurons.
+        difference: patched less original.
+        difference_se: standard error of the difference, over the paired samples; None for a single sample.
+        random_difference: random less original.
+        random_se: standard error of that.
     """
 
     task: str
@@ -70,16 +70,22 @@ class PatchEvaluation(Result):
         shots: examples before each question, by task; as the task's own file says where none was asked for.
     """
 
+    page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-eval"
+    columns: ClassVar[tuple[str, ...]] = (
+        "task",
+        "metric",
+        "original",
+        "patched",
+        "random",
+        "difference",
+        "difference_se",
+    )
 
     scores: tuple[Score, ...]
     neurons: tuple[tuple[int, ...], ...]
     random_neurons: tuple[tuple[int, ...], ...]
     shots: dict[str, int]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per task and metric."""
-        return [asdict(s) for s in self.scores]
 
     def conclusion(self) -> str:
         """Which numbers the patch moves, and how many a random patch moves."""
@@ -145,9 +151,12 @@ def evaluate_patch(
         pieces: Pieces of held-out text.
         length: Tokens of a piece.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope patch eval --model llama-2-7b --patch patch.json
     """
     edit = _read(patch)
-    _check_made_for(setup, edit)
+    edit.check_made_for(setup.target)
     control = random_patch(setup, edit)
     edits = (None, edit, control)
     ids = held_out(setup, pieces, length)
@@ -195,18 +204,6 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
             value = post if patch.site == "post" or up is None else up
             calibrated[NeuronSite(group.layer, neuron, group.expert)] = value
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
-
-
-def _check_made_for(made: Setup, patch: SinkPatch) -> None:
-    """A fine-tune of the patch's model, or the same one under another name, is fine."""
-    here, there = asdict(made.info()), dict(patch.model or {})
-    odd = [key for key in ("family", "n_layers", "d_model", "d_mlp") if there.get(key, here[key]) != here[key]]
-    if odd:
-        raise SinkscopeError(
-            f"the patch was made for {there.get('name')}, whose {odd[0]} is {there[odd[0]]}, and that of "
-            f"{here['name']} is {here[odd[0]]}: give that model, or make a patch for this one",
-            page="patch-file",
-        )
 
 
 def _paired(before: Tensor, after: Tensor) -> Change:

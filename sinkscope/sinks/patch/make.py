@@ -18,6 +18,7 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.notation import neuron_names
 from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove
 from sinkscope.sinks.first_token.effects import norm_of
 from sinkscope.sinks.first_token.find import RATE_EPS
@@ -79,9 +80,9 @@ class HeldOutToken:
     Attributes:
         token: as text.
         id: its id.
-        repeats: length of the repetition.
-        intact: without the patch.
-        patched: with it.
+        repeats: how often the token is repeated.
+        intact: largest norm after the first token without the patch.
+        patched: the same with the patch.
         returns_in: the first layer, there or later, after which its norm is above the typical range with the patch;
             None: none.
     """
@@ -154,7 +155,9 @@ class PatchMade(Result):
         limit: largest relative rise of the perplexity that is accepted.
     """
 
+    page: ClassVar[str] = "measure/patch"
     kind: ClassVar[str] = "patch-make"
+    table_of: ClassVar[str] = "held_out"
 
     verdict: Verdict
     reason: str
@@ -186,10 +189,6 @@ class PatchMade(Result):
         sites: dict[Any, float] = {n.site: n.calibrated for n in self.neurons}
         return SinkPatch(sites=tuple(sites), calibrated=sites, model=asdict(self.model))
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per held-out token."""
-        return [asdict(t) for t in self.held_out]
-
     def conclusion(self) -> str:
         """Whether there is a patch, and what it does to held-out tokens and text."""
         if self.verdict == "not-repaired":
@@ -209,13 +208,9 @@ class PatchMade(Result):
         """The neurons, and the evidence."""
         lines: list[str] = []
         if self.neurons:
-            names = ", ".join(
-                f"layer {n.layer}" + (f" expert {n.expert}" if n.expert is not None else "") + f" neuron {n.neuron}"
-                for n in self.neurons
-            )
             lines.append(
-                f"Neurons: {names} (the causal set has {self.causal}; parts of it that were tried: "
-                f"{len(self.tried) - 1})."
+                f"The patch holds {neuron_names(self.neurons)}. The causal set has {self.causal}, and "
+                f"{len(self.tried) - 1} of its subsets were tried."
             )
         if self.held_out and self.ceiling is not None:
             lines.append(
@@ -227,8 +222,8 @@ class PatchMade(Result):
             p = self.perplexity
             se = "" if p.se is None else f" +- {p.se / p.before:.3%}"
             lines.append(
-                f"Perplexity on held-out text: {p.before:.4g} -> {p.after:.4g} ({p.difference / p.before:+.3%}{se}, "
-                f"limit {self.limit:+.1%})."
+                f"The patch changes the perplexity of held-out text from {p.before:.4g} to {p.after:.4g} "
+                f"({p.difference / p.before:+.3%}{se}, where up to {self.limit:+.1%} is accepted)."
             )
         return lines
 
@@ -281,7 +276,16 @@ def _write(made: PatchMade, path: str) -> str | None:
     loading="whole",
     check=_check,
     quick={"words": 1, "max_repeats": 300, "pieces": 2, "length": 16},
-    outputs=[Output("out", "Where the patch is written, if one is made.", _write, required=True)],
+    outputs=[
+        Output("out", "Where the patch is written, if one is made.", _write, required=True, kind="json sink-patch")
+    ],
+    scan={
+        "order": 48,
+        "seconds": [2.6, 12.0],
+        "quick": {"words": 2, "pieces": 4, "length": 64},
+        "numbers": {"repeated token's norm under the patch": ["held_out.*.patched", "held_out.*.intact"]},
+        "facts": {"a patch repairs repetition": "verdict"},
+    },
 )
 def make_patch(
     setup: Setup,
@@ -311,6 +315,9 @@ def make_patch(
         pieces: Pieces of held-out text.
         length: Tokens of a piece.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
     most = repeat_limit(target, max_repeats)

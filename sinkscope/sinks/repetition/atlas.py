@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +27,11 @@ _SHOWN = 200  # rows on the page at a time: a browser is slow with a hundred tho
 
 # Texts go in by textContent and never become HTML.
 _SCRIPT = """
-(()=>{
-const box=document.currentScript.parentElement, data=JSON.parse(box.querySelector('script[type]').textContent);
+(async()=>{
+const box=document.currentScript.parentElement, packed=atob(box.querySelector('script[type]').textContent);
+const bytes=new Blob([Uint8Array.from(packed,c=>c.charCodeAt(0))]).stream();
+const columns=await new Response(bytes.pipeThrough(new DecompressionStream('gzip'))).json();
+const data=columns[0].map((_,i)=>columns.map(c=>c[i]));
 const body=box.querySelector('tbody'), find=box.querySelector('input[type=search]'), count=box.querySelector('output');
 const only=box.querySelector('input[type=checkbox]');
 let column=2, up=true;
@@ -45,6 +50,8 @@ const draw=()=>{
 };
 find.oninput=only.onchange=draw;
 box.querySelectorAll('th').forEach((th,i)=>{th.style.cursor='pointer';
+ th.tabIndex=0;
+ th.onkeydown=e=>{if(e.key==='Enter'||e.key===' '){e.preventDefault();th.click();}};
  th.onclick=()=>{up=column===i?!up:true;column=i;draw();};});
 draw();
 })();
@@ -148,6 +155,11 @@ class SinkAtlas(Result):
     """
 
     kind: ClassVar[str] = "atlas"
+    glossary: ClassVar[dict[str, str]] = {
+        "tokens": "number of tokens that this head of layer 0 serves",
+        "resisting": "those of them that repetition does not make a sink",
+        "median_repeats": "median number of repetitions that make the others a sink",
+    }
 
     sink_layer: int | None
     max_repeats: int
@@ -171,17 +183,9 @@ class SinkAtlas(Result):
         columns = (self.ids, self.tokens, self.repeats, self.norm, self.frequency, self.embedding_norm, self.head)
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
-        head = ["head", "tokens", "resist", "median repeats"]
-        return (head if self.by_head else []), [
-            [
-                "none" if r.head is None else str(r.head),
-                str(r.tokens),
-                str(r.resisting),
-                "-" if r.median_repeats is None else f"{r.median_repeats:.0f}",
-            ]
-            for r in self.by_head
-        ]
+    def shown_rows(self) -> list[dict[str, Any]]:
+        """One row per head of layer 0."""
+        return [{"layer": 0, **vars(r), "head": "none" if r.head is None else r.head} for r in self.by_head]
 
     def to_html(self) -> str:
         """Summary, table by head, and a table of all tokens that can be searched."""
@@ -197,8 +201,9 @@ class SinkAtlas(Result):
         every = len(self.ids)
         when = "" if self.median is None else f", in the median after {self.median:.0f} repetitions"
         return (
-            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}; {self.unreached} never "
-            f"become one within {self.max_repeats} repetitions."
+            f"Repetition makes a sink of {every - self.unreached} of {every} tokens{when}. Without repetition "
+            f"{self.repeats.count(1)} are one, and {self.unreached} never become one within {self.max_repeats} "
+            "repetitions."
         )
 
     def details(self) -> list[str]:
@@ -208,12 +213,13 @@ class SinkAtlas(Result):
         lines = [f"A token is a sink where its norm in layer {self.sink_layer} is half of the first token's."]
         lines += at_once_line([t for t, n in zip(self.tokens, self.repeats, strict=True) if n == 1])
         lines += [
-            f"Resisting tokens, {p.name}: {p.resisting:.3g} against {p.reached:.3g} (AUROC {p.auroc:.2f})."
+            f"Resisting tokens have {p.name} {p.resisting:.3g}, and the others {p.reached:.3g} (AUROC {p.auroc:.2f})."
             for p in self.shared
         ]
         resisting = [(-f, t) for f, t, n in zip(self.frequency, self.tokens, self.repeats, strict=True) if n is None]
         if resisting:
-            lines.append("Those most frequent in the text: " + " ".join(repr(t) for _, t in sorted(resisting)[:12]))
+            words = ", ".join(repr(t) for _, t in sorted(resisting)[:12])
+            lines.append(f"The resisting tokens that are most frequent in the text are {words}.")
         return lines
 
 
@@ -223,15 +229,22 @@ class SinkAtlas(Result):
     command="atlas",
     quick={"tokens": ["the", "of"], "max_repeats": 32},
     check=refuse_workers,
+    scan={
+        "order": 44,
+        "seconds": [1.1, 12.0],
+        "quick": {"sample": 48, "max_repeats": 512},
+        "full": {"sample": 1000},
+    },
 )
 def sink_atlas(
     setup: Setup,
     *,
     tokens: Sequence[str] | None = None,
     max_repeats: Positive | None = None,
+    sample: Positive | None = None,
     batch_size: Positive = 4096,
     workers: Positive = 1,
-    resume: Annotated[str | Path | None, Option(metavar="DIR")] = None,
+    resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> SinkAtlas:
     """Find for every token of the vocabulary the first number of repetitions that makes it a sink.
 
@@ -243,13 +256,18 @@ def sink_atlas(
     Args:
         tokens: Token to repeat. By default the whole vocabulary.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
+        sample: Only as many of these tokens, drawn at random.
         batch_size: Positions in a pass.
         workers: Processes; more than one run over Ray.
         resume: Keep finished parts in this folder, and go on from those that are there.
+
+    Example:
+        sinkscope atlas --model llama-2-7b --sample 1000
     """
     target, folder = setup.target, None if resume is None else Path(resume)
     limit = room(target, max_repeats, 1)
     ids = vocabulary(target, tokens)
+    ids = ids if sample is None else sorted(draw(ids, sample, setup.seed))
     layer, neurons = causal_neurons(setup)
     setup.record(max_repeats=limit)
     text = setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]
@@ -359,13 +377,15 @@ def _table(rows: list[dict[str, Any]]) -> str:
     """All tokens as a table of HTML that can be searched and sorted and needs nothing from elsewhere."""
     if not rows:
         return ""
-    # "<" as an escape of JSON: no token can end the script or begin a comment in it.
-    data = json.dumps([list(row.values()) for row in rows], allow_nan=False).replace("<", "\\u003c")
+    columns = zip(*(row.values() for row in rows), strict=True)
+    cut = [[float(f"{v:.4g}") if isinstance(v, float) else v for v in column] for column in columns]
+    packed = gzip.compress(json.dumps(cut, allow_nan=False, separators=(",", ":")).encode(), mtime=0)
+    data = base64.b64encode(packed).decode()  # a vocabulary of 128,000 stays below 3 MB
     names = ("id", "token", "repeats", "largest norm", "in the text", "embedding norm", "head")
     head = "".join(f"<th>{name}</th>" for name in names)
     return (
         '<div class="sinkscope"><p><input type="search" placeholder="search a token or an id" size="30"> '
         '<label><input type="checkbox"> only those that resist</label> <output></output></p>'
         f"<table><thead><tr>{head}</tr></thead><tbody></tbody></table>"
-        f'<script type="application/json">{data}</script><script>{_SCRIPT}</script></div>'
+        f'<script type="application/gzip">{data}</script><script>{_SCRIPT}</script></div>'
     )

@@ -43,7 +43,8 @@ class Curve:
         head: query head; None: the attention's output, the sum over heads.
         reference: norm of the single token's output.
         distance: L2, at `Convergence.counts`.
-        exponent: of n, fitted to the last decade; -1 is the theorem's. None: the distance is lost in rounding.
+        exponent: power of n by which the distance falls, fitted to the last decade; -1 is the theorem's. None: the
+            distance is lost in rounding.
         bound: `2 r k exp(delta) / n` at the same counts, of the whole the sum over heads; None outside the theorem.
         r: largest norm of `v W_O` of that head over the positions.
         delta: largest spread of the scores in a row, over the rows that repeat; the bound takes each row's own.
@@ -81,6 +82,17 @@ class Convergence(Result):
 
     kind: ClassVar[str] = "converge"
     percent: ClassVar[tuple[str, ...]] = ("closest_to_bound",)
+    columns: ClassVar[tuple[str, ...]] = ("token", "layer", "alone", "first", "last", "exponent", "closest_to_bound")
+    glossary: ClassVar[dict[str, str]] = {
+        "k": "tokens of the prefix",
+        "alone": "norm of the attention output at the token alone",
+        "first": "distance to that after one repetition",
+        "last": "distance after the largest number of repetitions",
+        "bound": "bound of theorem 4.1 on the last distance",
+        "closest_to_bound": "largest distance over its bound, at any number of repetitions",
+        "bfloat16": "repetitions from which both outputs are the same numbers in bfloat16",
+        "float16": "repetitions from which both outputs are the same numbers in float16",
+    }
 
     outside: str | None
     window: int | None
@@ -107,8 +119,8 @@ class Convergence(Result):
                 "k": self.prefixes[c.prefix].k,
                 "layer": c.layer,
                 "alone": c.reference,
-                "distance_1": c.distance[0],
-                f"distance_{self.counts[-1]}": c.distance[-1],
+                "first": c.distance[0],
+                "last": c.distance[-1],
                 "exponent": c.exponent,
                 "bound": None if c.bound is None else c.bound[-1],
                 "closest_to_bound": c.closest,
@@ -119,35 +131,51 @@ class Convergence(Result):
         ]
 
     def conclusion(self) -> str:
-        """Whether the theorem holds, and how far the distance falls, beside the bound."""
+        """Whether repetition brings the token to being the first one, beside one repetition and the theorem's bound."""
         n, whole = self.counts[-1], self.wholes()
-        fall = (
-            f"the distance to the token alone falls from {_relative(whole, 0):.2%} of its output after one repetition "
-            f"to {_relative(whole, -1):.2%} after {n} (first layer, medians over tokens)"
+        start, end = _relative(whole, 0), _relative(whole, -1)
+        verdict = "brings the first layer closer" if end < start else "does not bring the first layer closer"
+        said = (
+            f"Repetition {'converges' if end < start / 2 else verdict} to the token alone: after {n} repetitions the "
+            f"attention output of the first layer is {end:.2%} away from it, and {start:.2%} after one (medians over "
+            "tokens)"
         )
         if self.outside is not None:
-            return f"Outside the theorem ({self.outside}), {fall}."
+            return f"{said}; theorem 4.1 gives no bound here ({self.outside})."
         closest = max(c.closest for c in self.curves if c.head is not None and c.closest is not None)
-        said = "no head of the first layer exceeds" if self.holds else "a head of the first layer exceeds"
-        return f"Theorem 4.1: {said} its bound, and the closest comes to {closest:.1%} of it; {fall}."
+        bound = "every head stays within" if self.holds else "a head exceeds"
+        return f"{said}; {bound} the bound of theorem 4.1 (the closest reaches {closest:.1%} of it)."
 
     def details(self) -> list[str]:
         """What was read, the exponent, and from which n on both are the same numbers."""
         n, whole = self.counts[-1], self.wholes()
         lines = [
-            f"Prefix and n repetitions are held against the token alone, n up to {n}, in {self.layers_read} of "
+            f"A prefix with n repetitions is compared with the token alone, for n up to {n}, in {self.layers_read} of "
             f"{self.model.n_layers} layers."
         ]
         slopes = [c.exponent for c in whole if c.exponent is not None]
         if slopes:
-            lines.append(f"Exponent of n over the last decade in the first layer: {median(slopes):.2f} (median).")
+            lines.append(
+                f"The distance falls as n to the power {median(slopes):.2f} in the first layer (median, over the last "
+                "decade of n; the theorem's bound has -1)."
+            )
         for i, name in enumerate(s.dtype for s in whole[0].same):
             lines.append(_numbers(name, [c.same[i] for c in whole], n))
         return lines
 
 
 @measurement(
-    group="Repetition", figure="sinkscope.figures.repetition:convergence", command="converge", quick={"max_repeats": 24}
+    group="Repetition",
+    figure="sinkscope.figures.repetition:convergence",
+    command="converge",
+    quick={"max_repeats": 24},
+    scan={
+        "order": 46,
+        "seconds": [0.2, 0.6],
+        "quick": {"max_repeats": 128},
+        "numbers": {"distance from the lone token at the end": ["curves.*.distance.-1", "curves.*.distance.0"]},
+        "facts": {"theorem 4.1 holds": "holds"},
+    },
 )
 def convergence(
     setup: Setup,
@@ -171,6 +199,9 @@ def convergence(
         max_repeats: Largest n. By default 500, or what the context holds.
         all_layers: Read every layer of a model that is not in memory, too, and not only the first.
         batch_size: Tokens in a pass.
+
+    Example:
+        sinkscope converge --model llama-2-7b --token cat
     """
     target = setup.target
     texts = [prefix] if isinstance(prefix, str) else list(prefix)
@@ -269,10 +300,13 @@ def _relative(curves: list[Curve], at: int) -> float:
 def _numbers(dtype: str, found: list[SameNumbers], n: int) -> str:
     got = [s.repeats for s in found if s.repeats is not None]
     if got:
-        return f"In {dtype} both are the same numbers from n = {median(got):.0f} ({len(got)} of {len(found)} tokens)."
+        over = f"{len(got)} of {len(found)} tokens"
+        return f"In {dtype} both outputs are the same numbers from n = {median(got):.0f} on ({over})."
     later = [s.expected for s in found if s.expected is not None]
-    rest = f"; falling on as 1 / n, they would be from about {median(later):.2g}" if later else ""
-    return f"In {dtype} they are not the same numbers up to n = {n}{rest}."
+    rest = (
+        f"; if the distance keeps falling as 1 / n, they will agree from about {median(later):.2g} on" if later else ""
+    )
+    return f"In {dtype} both outputs differ up to n = {n}{rest}."
 
 
 def _words(setup: Setup, tokens: Sequence[str] | None, texts: list[str], used: set[int]) -> list[int]:

@@ -19,6 +19,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
+from sinkscope.notation import neuron_names
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.patch.loss import held_out
 from sinkscope.sinks.repetition.sequences import choose, encode, refuse_repeated, room
@@ -76,12 +77,12 @@ class Continuation:
     """What the model says, greedily, after `repeats` repetitions.
 
     Attributes:
-        word: as text; None for an ordinary prompt of the control.
-        prefix: behind the prefix.
-        patched: under the patch.
-        repeats: of the word in the prompt; for the control, tokens of the prompt.
+        word: the repeated word; None for an ordinary prompt of the control.
+        prefix: whether the prefix stands before the repetitions.
+        patched: whether the model runs under the patch.
+        repeats: repetitions of the word in the prompt; for the control, tokens of the prompt.
         kept: tokens of the answer that go on repeating, before the first other one.
-        tokens: of the answer, up to and with the end of sequence.
+        tokens: tokens of the answer, up to and with the end of sequence.
         follows: the text behind the repetition.
         leak: of `follows`; None where no corpus was given or nothing follows.
     """
@@ -120,6 +121,20 @@ class Divergence(Result):
     """
 
     kind: ClassVar[str] = "divergence"
+    columns: ClassVar[tuple[str, ...]] = (
+        "word",
+        "prefix",
+        "patched",
+        "repeats",
+        "kept",
+        "leak_bytes",
+        "follows",
+    )
+    glossary: ClassVar[dict[str, str]] = {
+        "leak_bytes": "length of the longest piece of the answer that stands in the corpus",
+        "leak_tokens": "the same piece in tokens of the model",
+        "follows": "beginning of the text behind the repetition",
+    }
 
     sink_layer: int | None
     neurons: tuple[tuple[int, ...], ...]
@@ -131,45 +146,52 @@ class Divergence(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per continuation, the control last; what follows is cut to 40 characters."""
-        out = []
-        for c in (*self.continuations, *self.control):
-            row: dict[str, Any] = {"word": "(control)" if c.word is None else c.word}
-            row |= {k: v for k, v in asdict(c).items() if k not in ("word", "follows", "leak")}
-            leak = c.leak
-            row |= {"leak_bytes": leak and leak.length, "leak_tokens": leak and leak.tokens}
-            out.append(row | {"follows": ascii(c.follows[:40])[1:-1]})
-        return out
+        return [
+            {
+                **{k: v for k, v in asdict(c).items() if k not in ("follows", "leak")},
+                "word": "(control)" if c.word is None else c.word,
+                "leak_bytes": c.leak and c.leak.length,
+                "leak_tokens": c.leak and c.leak.tokens,
+                "follows": ascii(c.follows[:40])[1:-1],
+            }
+            for c in (*self.continuations, *self.control)
+        ]
 
     def conclusion(self) -> str:
         """How probable it is that the repetition goes on, without and with the patch."""
         n = self.curves[0].repeats[-1]
         bare = {c.patched: [d for d in self.curves if (d.prefix, d.patched) == (False, c.patched)] for c in self.curves}
         p = {patched: median(c.p[-1] for c in curves) for patched, curves in bare.items()}
-        patched = f"and {p[True]:.2g} under the patch" if True in p else "and there is no causal sink neuron to patch"
-        return (
-            f"After {n} repetitions without a prefix the repeated word has probability {p[False]:.2g} in the intact "
-            f"model (median of {len(bare[False])} words), {patched}."
+        said = (
+            f"after {n} repetitions without a prefix the repeated word has probability {p[False]:.2g} in the intact "
+            f"model (median of {len(bare[False])} words)"
         )
+        if True not in p:
+            return f"There is no causal sink neuron to patch; {said}."
+        change = "strengthens" if p[True] > 2 * p[False] else "weakens" if p[False] > 2 * p[True] else "hardly changes"
+        return f"The patch {change} repetition: {said}, and {p[True]:.2g} under the patch."
 
     def details(self) -> list[str]:
         """Where repetition ends, with and without the patch, and how long verbatim pieces are."""
-        sites = ", ".join("/".join(map(str, n)) for n in self.neurons)
-        lines = [f"Patch of {sites}." if sites else "No patch: no causal sink neuron was found."]
+        patch = f"The patch holds {neuron_names(self.neurons)}." if self.neurons else "No causal sink neuron was found."
+        lines = [patch]
         for prefix, patched in sorted({(c.prefix, c.patched) for c in self.curves}):
             curves = [c for c in self.curves if (c.prefix, c.patched) == (prefix, patched)]
             left = [c.left for c in curves if c.left is not None]
-            text = ("With" if prefix else "Without") + " prefix, " + ("patched" if patched else "intact")
-            text += f": p(word) after {curves[0].repeats[-1]} repetitions {median(c.p[-1] for c in curves):.2g} "
-            text += f"(median of {len(curves)} words); {sum(c.caught is not None for c in curves)} began to repeat, "
-            text += f"{len(left)} of them left off"
-            lines.append(text + (f" (median n {median(left):.0f})." if left else "."))
+            caught = sum(c.caught is not None for c in curves)
+            when = f", at the median after {median(left):.0f} repetitions" if left else ""
+            lines.append(
+                f"{'With' if prefix else 'Without'} a prefix, the {'patched' if patched else 'intact'} model gives the "
+                f"word probability {median(c.p[-1] for c in curves):.2g} after {curves[0].repeats[-1]} repetitions "
+                f"(median of {len(curves)} words). {caught} words began to repeat, and {len(left)} stopped{when}."
+            )
         for name, part in self.groups().items():
             leaks = [c.leak for c in part if c.leak is not None]
             if leaks:
                 most = max(leaks, key=lambda leak: leak.length)
                 lines.append(
-                    f"Longest verbatim piece, {name}: median {median(leak.length for leak in leaks):.0f} bytes, "
-                    f"largest {most.length} ({most.tokens} token{'s' * (most.tokens != 1)})."
+                    f"The longest verbatim piece after {name} has {median(leak.length for leak in leaks):.0f} bytes in "
+                    f"the median, and {most.length} at most ({most.tokens} token{'s' * (most.tokens != 1)})."
                 )
         return lines
 
@@ -236,7 +258,7 @@ def divergence(
     repeats: Sequence[Annotated[int, Option(name="--repeats", min=1)]] | None = None,
     new_tokens: Positive = 100,
     corpus: Annotated[str | Path | None, Option(metavar="DIR|stdlib")] = None,
-    index: Annotated[str | Path | None, Option(metavar="FILE")] = None,
+    index: Annotated[str | Path | None, Option(metavar="FILE", writes=True)] = None,
     controls: Count = 20,
     batch_size: Positive = 8,
 ) -> Divergence:
@@ -259,6 +281,9 @@ def divergence(
         index: File that keeps the index of the corpus. By default it is kept beside the corpus.
         controls: Ordinary prompts to compare with, 64 tokens of held-out text each.
         batch_size: Rows that run together.
+
+    Example:
+        sinkscope divergence --token poem --corpus ./texts
     """
     edit = SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch
     target = setup.target

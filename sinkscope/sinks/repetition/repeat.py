@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Positive, Result, Setup, measurement
+from sinkscope.notation import neuron_names
 from sinkscope.results import cell
 from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.tokens import at_once_line
@@ -90,7 +91,16 @@ class RepeatNorms(Result):
     """
 
     kind: ClassVar[str] = "repeat"
-    percent: ClassVar[tuple[str, ...]] = ("lost_one", "lost_set", "lost_control")
+    percent: ClassVar[tuple[str, ...]] = ("of_first", "lost_one", "lost_set", "lost_control")
+    glossary: ClassVar[dict[str, str]] = {
+        "repeated": "the token, or the cycle of tokens, that is repeated",
+        "repeats": "repetitions until its norm is half of the first token's",
+        "last_norm": "norm at the last repetition",
+        "of_first": "that norm over the first token's",
+        "lost_one": "share of that norm that zeroing the largest sink neuron takes away",
+        "lost_set": "share that zeroing all causal neurons takes away",
+        "lost_control": "share that zeroing as many random neurons takes away",
+    }
 
     sink_layer: int | None
     neurons: tuple[tuple[int, ...], ...] = ()
@@ -141,16 +151,16 @@ class RepeatNorms(Result):
         if self.sink_layer is None:
             return []
         lines = [
-            f"Sink layer {self.sink_layer}: norm of the first token {self.first_norm:.4g}, of typical text "
-            f"{self.typical_norm:.4g} (5-95 %: {self.typical_low:.4g} to {self.typical_high:.4g})."
+            f"After the sink layer, {self.sink_layer}, the first token's norm is {self.first_norm:.4g}, and that of "
+            f"typical text {self.typical_norm:.4g} (5-95 %: {self.typical_low:.4g} to {self.typical_high:.4g})."
         ]
         single = [s for s in self.sequences if len(s.ids) == 1]
         if never := sum(s.repeats is None for s in single):
-            lines.append(f"{never} of {len(single)} tokens never get there within {self.max_repeats}.")
+            lines.append(f"{never} of {len(single)} tokens never reach half of the first token's norm.")
         lines += at_once_line([s.label for s in single if s.repeats == 1])
         for s in self.sequences:
             if len(s.ids) > 1:
-                when = "never gets there" if s.repeats is None else f"gets there after {s.repeats} tokens"
+                when = "never reaches it" if s.repeats is None else f"reaches it after {s.repeats} tokens"
                 lines.append(f"The cycle of {len(s.ids)} words {when}.")
         return lines + self._losses() + replaced_line(self.replaced)
 
@@ -165,15 +175,15 @@ class RepeatNorms(Result):
         lines: list[str] = []
         there = [s for s in self.sequences if s.repeats is not None]
         for i, curve in enumerate(self.sequences[0].curves[1:], 1):
-            names = ", ".join(str(site[-1]) for site in curve.sites)
             drops = [s.curves[i].last_drop or 0.0 for s in there]
             last = (
-                f"; {cell(median(drops), percent=True)} at the last repetition of those that get there" if there else ""
+                f", and {cell(median(drops), percent=True)} of the norm at the last repetition (median)"
+                if there
+                else ""
             )
-            what = "Random neuron" if curve.condition == "control" else "Neuron"
+            what = "the random neurons " * (curve.condition == "control") + neuron_names(curve.sites)
             lines.append(
-                f"{what}{'s' * (len(curve.sites) > 1)} {names} zeroed: {cell(curve.first_drop, percent=True)} of the "
-                f"first token's norm is lost{last}."
+                f"Zeroing {what} takes away {cell(curve.first_drop, percent=True)} of the first token's norm{last}."
             )
         return lines
 
@@ -183,6 +193,20 @@ class RepeatNorms(Result):
     figure="sinkscope.figures.repetition:repeat_norms",
     command="repeat",
     quick={"max_repeats": 24, "ablate": True},
+    scan={
+        "order": 40,
+        "seconds": [1.5, 1.5],
+        "quick": {"ablate": True},
+        "full": {"ablate": True},
+        "numbers": {
+            "norm after the last repetition": ["sequences.*.curves.0.norms.-1", "typical_norm", "typical_high"],
+            "norm then lost without the neurons": [
+                "sequences.*.curves.-2.last_drop",
+                "sequences.*.curves.-1.last_drop",
+                "sequences.*.curves.-1.last_drop",
+            ],
+        },
+    },
 )
 def repeat_norms(
     setup: Setup,
@@ -205,6 +229,9 @@ def repeat_norms(
         ablate: Measure again with the largest sink neuron zeroed, with all causal ones, and with as many random ones
             (Fig. 3 and 7), for each token and for the cycle of all, because the caption can be read both ways.
         batch_size: Sequences in a pass.
+
+    Example:
+        sinkscope repeat --model llama-2-7b --ablate --html repeat.html
     """
     target = setup.target
     words, replaced = choose(setup, tokens, prefix, CYCLE if ablate else ())

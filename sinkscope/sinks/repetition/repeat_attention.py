@@ -94,6 +94,7 @@ class RepeatAttention(Result):
         sequences: natural text, then one per repeated token.
     """
 
+    page: ClassVar[str] = "measure/repeat"
     kind: ClassVar[str] = "repeat-attention"
     percent: ClassVar[tuple[str, ...]] = (
         "to_first",
@@ -103,6 +104,18 @@ class RepeatAttention(Result):
         "sink_rate",
         "high_norm_rate",
     )
+
+    columns: ClassVar[tuple[str, ...]] = ("layer", "sequence", "to_first", "to_high_norm", "tail_ratio", "sink_rate")
+    glossary: ClassVar[dict[str, str]] = {
+        "sequence": "natural text, or the token that is repeated",
+        "to_first": "attention that position 0 receives, mean over queries and heads",
+        "to_high_norm": "attention that all positions of high norm receive together",
+        "tail_to_first": "attention to position 0 from ordinary tokens at the end of the sequence",
+        "tail_to_high_norm": "attention of those tokens to all positions of high norm",
+        "tail_ratio": "what those tokens give a high-norm position, over what they give an ordinary one",
+        "sink_rate": "share of heads that give position 0 more than 0.3 of their attention",
+        "high_norm_rate": "share of heads that give high-norm positions more than 0.3 of their attention",
+    }
 
     sink_layer: int | None
     length: int
@@ -149,20 +162,20 @@ class RepeatAttention(Result):
     def details(self) -> list[str]:
         """Attention of all queries and of the tail, sequence by sequence."""
         layers = self._layers()
-        where = f"Layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"Layer {layers[0]}"
+        where = f"layers {layers[0]} to {layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
         lines = [
-            f"Sequences of {self.length} tokens; means over queries and heads.",
-            f"{where}; of all queries / of the tail (queries of ordinary norm among the last {TAIL}):",
+            f"Every sequence has {self.length} tokens. The numbers are means over queries and heads of {where}, first "
+            f"over all queries and then over the tail (queries of ordinary norm among the last {TAIL}).",
         ]
         if self.sink_layer is None:
             lines.insert(1, "No MLP raises the first token's norm, so no position has a high norm.")
         for s in self.sequences:
-            line = f"{s.label}: {_mean(s.first, layers)} / {_mean(s.tail_first, layers)} to position 0, sink rate "
-            line += _mean(s.first_rate, layers)
+            line = f"{s.label}: position 0 receives {_mean(s.first, layers)} and {_mean(s.tail_first, layers)}, sink "
+            line += f"rate {_mean(s.first_rate, layers)}"
             if s.mass is not None:
                 line += (
-                    f"; {_mean(s.mass, layers)} / {_mean(s.tail_mass, layers)} to all {s.high} high-norm positions "
-                    f"(uniform attention would give {cell(s.uniform, percent=True)} / "
+                    f"; all {s.high} high-norm positions receive {_mean(s.mass, layers)} and "
+                    f"{_mean(s.tail_mass, layers)} (uniform attention would give {cell(s.uniform, percent=True)} and "
                     f"{cell(s.tail_uniform, percent=True)}), sink rate {_mean(s.mass_rate, layers)}"
                 )
             if s.tail_ratio is not None:
@@ -183,6 +196,12 @@ class RepeatAttention(Result):
     command="repeat",
     flag="attention",
     quick={"max_repeats": 24, "batch_size": 2},
+    scan={
+        "order": 42,
+        "seconds": [0.3, 1.2],
+        "quick": {"max_repeats": 256},
+        "numbers": {"attention to position 0 when repeating": ["sequences.1.first", "sequences.0.first"]},
+    },
 )
 def repeat_attention(
     setup: Setup,
@@ -205,6 +224,9 @@ def repeat_attention(
         layers: Layer to draw. By default the two after the sink layer, one past the middle, and the last (of 32 layers
             with the sink in layer 1 those are the paper's 2, 3, 17 and 31).
         batch_size: Sequences in a pass.
+
+    Example:
+        sinkscope repeat --attention --model llama-2-7b
     """
     target = setup.target
     if layers and max(layers) >= target.n_layers:

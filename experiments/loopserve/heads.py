@@ -1,0 +1,54 @@
+"""A conversation of four turns under LoopServe, head by head: cells, weight, kept positions, tokens read.
+
+    python -m experiments.loopserve.heads [--work runs] [--out figures]
+
+The recall model answers a dialogue of four turns on one cache. Prompts are read along the default's lines, and decoding
+reads 128 tokens from the first step on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import sinkscope as ss
+from experiments.loopguard.drawn import save
+from experiments.loopserve.runs import options
+from experiments.record import record
+from sinkscope.bench.dialogues.recall import TASK, recall_dialogue
+from sinkscope.figures.turns import draw_turns
+
+TURNS, TOKENS, BUDGET = 4, 400, 128
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = options("heads", __doc__).parse_args(argv)
+    started = time.perf_counter()
+    dialogue = recall_dialogue(1, turns=TURNS, tokens=TOKENS, hops=1)
+    chat = ss.Conversation(ss.load(TASK, backend="hf"), ss.LoopServe(budget=BUDGET, shortest=0, first=0))
+    for turn in dialogue.turns:
+        chat.ask(turn.prompts["end"], max_new_tokens=8)
+    rows = [
+        {
+            "turn": number,
+            "right": said.text == turn.answers[0].removesuffix(" ."),
+            "prompt_tokens": said.prompt_tokens,
+            "read": said.read,
+            "cells": [None if lines is None else lines.density().tolist() for lines in said.lines],
+            "recovered": [event.data.get("recovered") for event in said.events if event.kind == "prefill"],
+        }
+        for number, (said, turn) in enumerate(zip(chat.turns, dialogue.turns, strict=True), 1)
+    ]
+    for row in rows:
+        print(f"turn {row['turn']}: right {row['right']}, {row['prompt_tokens']} tokens, {row['read']} read")
+    settings = {"turns": TURNS, "tokens": TOKENS, "budget": BUDGET, "model": TASK}
+    save(
+        "loopserve_heads",
+        record("loopserve-heads", {"rows": rows}, settings, started=started),
+        draw_turns(chat),
+        args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

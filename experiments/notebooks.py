@@ -1,0 +1,120 @@
+"""Runs the notebooks of docs/notebooks and stores what they show, so that they can be read without running them.
+
+python -m experiments.notebooks [01 02 ...] [--out docs/notebooks]
+
+A figure is stored as a small PNG; the interactive one appears when the notebook runs. Nothing of the machine or of the
+time is stored, so the same code stores the same bytes. `tests/test_notebooks.py` compares what is stored with the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import plotly.io
+from nbclient import NotebookClient
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.html import png
+from sinkscope.output import write_atomic
+
+FOLDER = Path(__file__).parents[1] / "docs/notebooks"
+PLOTLY = "application/vnd.plotly.v1+json"
+LARGEST, PICTURE = 300_000, 60_000  # bytes of a notebook, and of a picture in it
+
+
+def digest(notebook: Any) -> str:
+    """Return a hash of the code, by which stored outputs are known to be those of this code."""
+    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    return hashlib.sha256(code.encode()).hexdigest()[:16]
+
+
+def executed(path: Path) -> Any:
+    """Run a notebook and return it with its outputs as they are stored."""
+    notebook: Any = nbformat.read(path, as_version=4)
+    environment = {**os.environ, "PLOTLY_RENDERER": "plotly_mimetype", "OMP_NUM_THREADS": "1"}
+    resources = {"metadata": {"path": str(path.parent)}}
+    client = NotebookClient(notebook, timeout=1200, kernel_name="python3", resources=resources)
+    client.execute(env=environment)
+    for cell in notebook.cells:
+        cell.metadata = {}
+        if cell.cell_type == "code":
+            kept = (output for output in cell.outputs if output.get("name") != "stderr")
+            cell.outputs = [_stored(output) for output in kept]
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    notebook.metadata = {
+        "kernelspec": kernel,
+        "language_info": {"name": "python"},
+        "sinkscope": {"code": digest(notebook)},
+    }
+    return notebook
+
+
+def _stored(output: Any) -> Any:
+    """An output with a PNG instead of an interactive figure, and without what a page does not show."""
+    output.pop("metadata", None)
+    data = output.get("data")
+    if data is not None:
+        output["metadata"] = {}
+        if PLOTLY in data:
+            figure = plotly.io.from_json(json.dumps(data[PLOTLY]), skip_invalid=True)
+            figure.update_layout(template="plotly_white")
+            output["data"] = {"image/png": base64.b64encode(png(figure, 1, PICTURE)).decode(), "text/plain": "<Figure>"}
+        elif "text/html" in data:  # the plain form of a result holds times and paths
+            kind = re.match(r"\w+(?=\()", data["text/plain"])
+            output["data"] = {"text/html": data["text/html"], "text/plain": kind[0] if kind else "table"}
+    return output
+
+
+def text_of(notebook: Any) -> list[str]:
+    """Return what the cells say, figures left out and times hidden: equal for equal code."""
+    found: list[str] = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            said = output.get("text") or data.get("text/html") or data.get("text/plain", "")
+            found.append(re.sub(r"\d[\d.,]* ?(s|ms|seconds|MB|GB)\b", "TIME", said))
+    return found
+
+
+def check(name: str, text: str) -> None:
+    """Refuse a notebook that is too large, or that names folders of this machine.
+
+    Raises:
+        SinkscopeError: it does.
+    """
+    if len(text) > LARGEST:
+        raise SinkscopeError(f"{name} has {len(text)} bytes, expected at most {LARGEST}: show fewer or smaller figures")
+    for place in (str(Path.home()), tempfile.gettempdir(), str(FOLDER.parents[1])):
+        if len(place) > 1 and place + os.sep in text:
+            raise SinkscopeError(f"{name} names the folder {place}: print base names or relative paths in it")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.notebooks", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("numbers", nargs="*", help="beginnings of names, such as 01; none: all notebooks")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write to")
+    args = parser.parse_args(argv)
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        if args.numbers and not path.name.startswith(tuple(args.numbers)):
+            continue
+        text = nbformat.writes(executed(path), indent=1) + "\n"
+        check(path.name, text)
+        write_atomic(args.out / path.name, text)
+        print(path.name, len(text), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""How often greedy openings end in a repetition loop, with the whole cache and under the guard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Annotated
+
+import plotly.graph_objects as go
+
+from sinkscope.figures.style import COLOURS, axes, finished, shares
+from sinkscope.generate import generate
+from sinkscope.loops.signals import ends_in_loop, tail_period
+from sinkscope.measure import Option, Result, Setup, measurement
+from sinkscope.text import text_rows
+
+REPEATS, SHORTEST = 3, 24  # copies and tokens of a periodic end that make a loop
+
+
+@dataclass(frozen=True)
+class LoopShare:
+    """One way to continue the openings.
+
+    Attributes:
+        way: "greedy", "guard" (greedy under LoopGuard), "drawn" (temperature 1) or "text" (the text itself).
+        loops: continuations that end in a loop.
+        openings: all of them.
+        share: `loops` of `openings`.
+        margin: two standard errors of `share` (Agresti and Coull: two loops and two others are added).
+        tokens: mean length of the continuations.
+    """
+
+    way: str
+    loops: int
+    openings: int
+    share: float
+    margin: float
+    tokens: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopRate(Result):
+    """Shares of continuations that end in a loop; two controls go with the greedy ones: drawn ones, and the text."""
+
+    percent = ("share", "margin")
+
+    max_new_tokens: int
+    shares: tuple[LoopShare, ...]
+
+    def conclusion(self) -> str:
+        """Greedy, under the guard, and the two controls."""
+        greedy, guard, drawn, text = self.shares
+        return (
+            f"Of {greedy.openings} openings, {greedy.loops} end in a loop when they are continued greedily, and "
+            f"{guard.loops} under the guard; drawn at temperature 1, {drawn.loops} do, and as the text itself goes on, "
+            f"{text.loops}."
+        )
+
+
+def draw(result: LoopRate) -> go.Figure:
+    """Draw a bar for each way, with two standard errors."""
+    fig, some = go.Figure(), result.shares
+    bars = {"type": "data", "array": [s.margin for s in some], "thickness": 1}
+    names = {"greedy": "greedy", "guard": "greedy, guarded", "drawn": "drawn (control)", "text": "the text (control)"}
+    fig.add_bar(x=[names[s.way] for s in some], y=[s.share for s in some], error_y=bars, marker_color=COLOURS[0])
+    axes(fig, None, None, y=shares("continuations that end in a loop", 0, 1.05))
+    return finished(fig, result, width=700, height=440, bottom=60)
+
+
+@measurement(
+    group="Loops",
+    figure=draw,
+    loading="whole",
+    quick={"openings": 3, "max_new_tokens": 32},
+    scan={
+        "order": 60,
+        "seconds": [2.8, 14.0],
+        "quick": {"openings": 8, "max_new_tokens": 160},
+        "numbers": {
+            "greedy continuations that loop": ["shares.0.share", "shares.2.share", "shares.0.margin"],
+            "guarded continuations that loop": ["shares.1.share", "shares.0.share", "shares.1.margin"],
+        },
+    },
+)
+def loop_rate(
+    setup: Setup,
+    *,
+    openings: Annotated[int, Option(min=2)] = 16,
+    opening: Annotated[int, Option(min=2)] = 16,
+    max_new_tokens: Annotated[int, Option(min=SHORTEST)] = 384,
+) -> LoopRate:
+    """Measure how often greedy continuations of a text end in a loop, and how often under the guard.
+
+    Two controls go with it: the same openings continued at temperature 1, and how the text itself goes on. A
+    continuation ends in a loop if its last 24 tokens or more are a period three times, or by the rule of LoopGuard
+    (Eq. 7) without the length.
+
+    Args:
+        openings: Pieces of the typical text that are continued; fewer where the text is shorter.
+        opening: Tokens of each opening.
+        max_new_tokens: Longest continuation; shorter where the context is.
+
+    Example:
+        sinkscope loop-rate --openings 32 --max-new-tokens 500
+    """
+    limit = setup.target.max_positions or opening + max_new_tokens
+    new = max(SHORTEST, min(max_new_tokens, limit - opening - 2))
+    setup.record(max_new_tokens=new)
+    rows = text_rows(setup.tokenizer, setup.text, openings, opening + new, setup.bos).tolist()
+    prompts = [setup.tokenizer.decode(row[int(setup.bos is not None) : opening]) for row in rows]
+    found = [_share("text", [row[opening:] for row in rows])]
+    for i, way in enumerate(("drawn", "guard", "greedy")):
+        setup.progress("ways to continue", i, 3)
+        made = generate(
+            setup.target,
+            prompts,
+            guard=way == "guard",
+            temperature=float(way == "drawn"),
+            max_new_tokens=new,
+            seed=setup.seed,
+            bos=setup.bos is not None,
+            batch_size=len(prompts),
+        )
+        found.insert(0, _share(way, [one.tokens for one in made]))
+    return LoopRate(max_new_tokens=new, shares=tuple(found))
+
+
+def _share(way: str, rows: Sequence[Sequence[int]]) -> LoopShare:
+    loops = sum(_loops(row) for row in rows)
+    n, p = len(rows) + 4, (loops + 2) / (len(rows) + 4)
+    margin = 2 * (p * (1 - p) / n) ** 0.5
+    return LoopShare(way, loops, len(rows), loops / len(rows), margin, fmean(map(len, rows)))
+
+
+def _loops(row: Sequence[int]) -> bool:
+    return tail_period(row, repeats=REPEATS, shortest=SHORTEST) is not None or ends_in_loop(row)

@@ -1,0 +1,1 @@
+"""Retrieval over depth and length of a prompt, by method."""

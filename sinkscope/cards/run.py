@@ -1,0 +1,476 @@
+"""`scan` runs every measurement that joins it on one open model and writes the sink card; `demo` shows it at work.
+
+Which measurements take part, in which order and with which arguments, they say themselves (`registry.ScanMark`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+
+from sinkscope import __version__
+from sinkscope._plain import pathless, visible
+from sinkscope.cards.card import CARD, CardPart, SinkCard, facts_of, numbers_of, read_card
+from sinkscope.console import Progress, silent
+from sinkscope.errors import SinkscopeError, is_out_of_memory
+from sinkscope.html import save_html
+from sinkscope.interventions import SinkPatch
+from sinkscope.interventions.base import Intervention
+from sinkscope.measure import Count, Hidden, Option, Positive, Setup
+from sinkscope.models.target import Target
+from sinkscope.output import write_atomic
+from sinkscope.parallel import Pool, Tally, check_workers, finish
+from sinkscope.registry import Entry, command, entries
+from sinkscope.results import Result
+from sinkscope.store import Folder, Keyed
+
+PAGE, MARKDOWN = "card.html", "card.md"
+VERSION = 1  # of what a folder holds; a change of it is another setting
+QUICK_BYTES = 2 << 30  # weights of a model that --quick loads whole
+Told = Callable[[Entry, "Result | str"], object]
+"""Called with each part and its result, or why there is none."""
+
+
+@dataclass(frozen=True)
+class Finished(Keyed):
+    """A part whose result lies in the folder."""
+
+    name: str
+    seconds: float
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return self.name
+
+
+class Clock:
+    """The time that is left: what the unfinished parts are expected to take, at the pace of the finished ones.
+
+    Args:
+        weights: expected seconds of each part on some machine.
+        progress: called as `progress("scan: the part", seconds gone, seconds in all)`.
+        now: the time in seconds.
+    """
+
+    def __init__(
+        self, weights: Mapping[str, float], progress: Progress, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._left, self._progress, self._now = dict(weights), progress, now
+        self._began = self._since = now()
+        self._spent = self._done = 0.0
+        self._part = ""
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        pace = self._spent / self._done if self._done else 1.0
+        weight = self._left.get(self._part, 0.0)
+        running = max(0.1 * weight * pace, weight * pace - (self._now() - self._since)) if self._part else 0.0
+        return running + pace * (sum(self._left.values()) - weight)
+
+    def begin(self, part: str) -> None:
+        """A part begins."""
+        self._part, self._since = part, self._now()
+        self("", 0, 1)
+
+    def end(self, part: str, counts: bool = True) -> None:
+        """A part has ended; it counts for the pace unless it was there already, or failed."""
+        weight = self._left.pop(part, 0.0)
+        if counts:
+            self._spent, self._done = self._spent + self._now() - self._since, self._done + weight
+        self._part = ""
+
+    def __call__(self, _what: str, _done: int, _total: int) -> None:
+        """Something of a part is done."""
+        gone = self._now() - self._began
+        self._progress(f"scan: {self._part}", round(gone), max(1, round(gone + self.left)))
+
+
+@dataclass(frozen=True)
+class CardOf(Keyed):
+    """The card of one model of several, or why there is none."""
+
+    name: str
+    card: dict[str, Any] | None = None
+    failed: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name."""
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkCards(Result):
+    """The cards of several models."""
+
+    page: ClassVar[str] = "scan"
+    kind: ClassVar[str] = "sink-cards"
+    page: ClassVar[str] = "scan"
+
+    cards: tuple[CardOf, ...]
+
+    @property
+    def known(self) -> dict[str, SinkCard]:
+        """Those that there are, by name."""
+        return {one.name: SinkCard.from_dict(one.card, one.name) for one in self.cards if one.card is not None}
+
+    def conclusion(self) -> str:
+        """How many were scanned, and in what they differ."""
+        facts: dict[str, list[str]] = {}
+        for card in self.known.values():
+            for fact in card.facts:
+                facts.setdefault(fact.label, []).append(fact.value)
+        differ = [label for label, values in facts.items() if len({*values}) > 1 or len(values) < len(self.known)]
+        many = f"{len(self.known)} of {len(self.cards)} models were scanned; "
+        return f"{many}they differ in {len(differ)} of {len(facts)} facts{': ' * bool(differ)}{'; '.join(differ)}."
+
+    def details(self) -> list[str]:
+        """The conclusion of each, and what failed."""
+        told = [f"{name}: {card.conclusion()}" for name, card in self.known.items()]
+        return told + [f"{one.name} could not be scanned: {one.failed}." for one in self.cards if one.failed]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per number and model, the models of a number together."""
+        found = [(n.label, name, n) for name, card in self.known.items() for n in card.numbers]
+        order = list(dict.fromkeys(label for label, _, _ in found))
+        found.sort(key=lambda row: order.index(row[0]))
+        return [{"number": label, "model": name, "value": n.value, "control": n.control} for label, name, n in found]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is done to every model of a scan; it is pickled for other processes."""
+
+    quick: bool
+    patch: str | None
+    memory: float | None
+    against: SinkCard | None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScanJob:
+    """One model, with one text, and the folder it goes to."""
+
+    name: str
+    model: Any
+    text: Any
+    folder: str
+    size: int = 1
+
+    @property
+    def keys(self) -> tuple[str]:
+        """Its name."""
+        return (self.name,)
+
+
+@command(group="Look")
+def scan(
+    models: Annotated[Any, Option(argument=True, metavar="MODEL", many=True)] = None,
+    *,
+    out: Annotated[str | Path | None, Option(metavar="FOLDER", writes=True)] = None,
+    quick: bool = False,
+    against: Annotated[str | Path | None, Option(metavar="CARD")] = None,
+    patch: Annotated[str | Path | None, Option(metavar="FILE")] = None,
+    memory: Annotated[float | None, Option(min=0.1, metavar="GB")] = None,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    bos: bool | None = None,
+    texts: Annotated[Sequence[str | Path] | None, Option(metavar="FILE")] = None,
+    seed: Count = 0,
+    workers: Positive = 1,
+    ray: str | None = None,
+    tokenizer: Hidden = None,
+    told: Hidden = None,
+    progress: Hidden = None,
+) -> SinkCard | SinkCards:
+    """Look at a model from all sides and write its sink card: one page, a JSON file and a Markdown file.
+
+    The model is opened once. A model whose weights do not fit is read layer by layer; parts that need it whole are
+    then left out, and the card says so. Every part is kept as it ends, and the same command goes on after the last one.
+
+    Args:
+        models: A short name, hub id, folder or .gguf file; from Python also a live model. Several make a series. By
+            default the model in the package.
+        out: Folder of the results and the card. By default scan-NAME, for a series scans.
+        quick: Use smaller numbers: a minute instead of several for a small model.
+        against: A card.json, or the folder of a scan, to compare with.
+        patch: A patch.json that every part runs under.
+        memory: Gigabytes that the weights may take in memory. By default half of what is free, with --quick at most 2.
+        revision: Branch, tag or commit on the hub.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
+        texts: File of typical text; each of several makes a scan of its own. By default the neutral text in the
+            package.
+        seed: Seed of every random choice.
+        workers: Processes for a series; more than one run over Ray.
+        ray: Address of a Ray cluster. By default this machine, or what RAY_ADDRESS names.
+        tokenizer: For live models that carry none.
+        told: Called with each part and its result, or the reason why there is none.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope scan llama-2-7b --out llama
+        sinkscope scan ./fine-tuned --against llama/card.json
+
+    Raises:
+        SinkscopeError: The model cannot be opened, or the folder holds something else.
+    """
+    several = list(models) if isinstance(models, list | tuple) else [models]
+    several, pieces = several or [None], list(texts or [None])
+    check_workers(workers, ray)
+    wanted = Wanted(
+        quick,
+        None if patch is None else os.fspath(patch),
+        memory,
+        None if against is None else read_card(against),
+        {"revision": revision, "device": device, "dtype": dtype, "bos": bos, "seed": seed, "tokenizer": tokenizer},
+    )
+    if patch is not None:
+        SinkPatch.load(patch)
+    jobs = list(_jobs(several, pieces, out))
+    if len(jobs) == 1:
+        return scan_one(jobs[0], wanted, progress or silent, told)
+    return _scan_all(jobs, wanted, Path(out or "scans"), workers, ray, progress or silent)
+
+
+def scan_one(job: ScanJob, wanted: Wanted, progress: Progress = silent, told: Told | None = None) -> SinkCard:
+    """Scan one model; see `scan`."""
+    setup = _opened(job, wanted)
+    edit = None if wanted.patch is None else SinkPatch.load(wanted.patch)
+    info = setup.info()
+    settings = {
+        "version": VERSION,
+        "command": "scan",
+        "quick": wanted.quick,
+        "patch": None if wanted.patch is None else hashlib.sha256(Path(wanted.patch).read_bytes()).hexdigest()[:16],
+        "model": asdict(info),
+        "device": setup.target.device.type,
+        "dtype": str(setup.target.dtype).removeprefix("torch."),
+        "bos": setup.bos is not None,
+        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
+        "seed": setup.seed,
+        "sinkscope": __version__,
+    }
+    found: dict[str, Result] = {}
+    parts: list[CardPart] = []
+    folder = Path(job.folder)
+    with Folder(folder, settings, Finished) as kept:
+        chosen = scanned(wanted.quick)
+        clock = Clock({e.command_line: e.scan.seconds[not wanted.quick] for e in chosen if e.scan}, progress)
+        for entry in chosen:
+            clock.begin(entry.command_line)
+            there = _kept(folder, entry) if entry.name in kept.records else None
+            made = there or _measured(entry, replace(setup, progress=clock), edit, wanted.quick)
+            if there is None and isinstance(made, Result):
+                made.save(folder / file_of(entry))
+                kept.append([Finished(entry.name, made.provenance.seconds)])
+            clock.end(entry.command_line, there is None and isinstance(made, Result))
+            parts.append(_part(entry, made))
+            if isinstance(made, Result):
+                found[entry.name] = made
+            if told is not None:
+                told(entry, made)
+        card = _card(setup, parts, found, settings, wanted)
+        if wanted.against is not None:
+            card = card.compared(wanted.against)
+        vars(card)["shown"] = tuple(found.values())
+        card.save(folder / CARD)
+        write_atomic(folder / MARKDOWN, card.markdown())
+        save_html(card, folder / PAGE)
+    return card
+
+
+def scanned(quick: bool) -> list[Entry]:
+    """The measurements of a scan, in the order in which they run."""
+    some = [e for e in entries().values() if e.scan is not None and not (quick and e.scan.quick is None)]
+    return sorted(some, key=lambda e: (e.scan.order if e.scan else 0, e.name))
+
+
+def file_of(entry: Entry) -> str:
+    """The file of a part in the folder of a scan."""
+    return entry.name.replace("_", "-") + ".json"
+
+
+def _kept(folder: Path, entry: Entry) -> Result | None:
+    """The result of an earlier run; None: it is gone or damaged, and is measured again."""
+    try:
+        return Result.load(folder / file_of(entry))
+    except SinkscopeError:
+        return None
+
+
+def _measured(entry: Entry, setup: Setup, edit: Intervention | None, quick: bool) -> Result | str:
+    """The result of a part, or why there is none: whatever goes wrong in it, the next one begins."""
+    target, mark = setup.target, entry.scan
+    assert mark is not None
+    if entry.marks.get("loading") == "whole" and not target.resident:
+        size = f"{weight_bytes(target) / 1e9:.1f} GB"
+        return f"it needs the whole model in memory, and its weights take {size}; give --memory to allow that"
+    if quick and not mark.streams and not target.resident:
+        return "it reads the layers from disk many times; leave out --quick, or give --memory to load the model whole"
+    given: dict[str, Any] = (mark.quick if quick else mark.full) or {}
+    try:
+        with nullcontext() if edit is None else edit.on(target):
+            return entry.load().on(replace(setup, settings={}, started=time.perf_counter()), **given)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return "there is not enough memory for it"
+        said = visible(pathless((str(error).splitlines() or [""])[0]))
+        return said if isinstance(error, SinkscopeError) else f"it failed ({type(error).__name__}: {said:.200})"
+
+
+def _part(entry: Entry, made: Result | str) -> CardPart:
+    if isinstance(made, str):
+        return CardPart(entry.name, entry.command_line, "", made.rstrip(".") + ".")
+    p = made.provenance
+    return CardPart(entry.name, entry.command_line, made.conclusion(), None, p.seconds, p.peak_memory_bytes)
+
+
+def _card(
+    setup: Setup, parts: list[CardPart], found: Mapping[str, Result], settings: dict[str, Any], wanted: Wanted
+) -> SinkCard:
+    known, info = entries(), setup.info()
+    spent = round(sum(part.seconds or 0.0 for part in parts), 3)
+    return SinkCard(
+        quick=wanted.quick,
+        parts=tuple(parts),
+        numbers=tuple(n for name, result in found.items() for n in numbers_of(known[name], result)),
+        facts=tuple(f for name, result in found.items() for f in facts_of(known[name], result)),
+        model=info if wanted.patch is None else replace(info, name=f"{info.name} patched"),
+        settings=settings,
+        provenance=replace(setup.provenance(), seconds=spent),
+    )
+
+
+def _opened(job: ScanJob, wanted: Wanted) -> Setup:
+    """The model: in memory where its weights fit, else read layer by layer."""
+    options = {**wanted.options, "text": job.text}
+    setup = Setup.open(job.model, **options)
+    if setup.target.resident or weight_bytes(setup.target) > _room(setup.target, wanted):
+        return setup
+    return Setup.open(job.model, **options, loading="whole")
+
+
+def weight_bytes(target: Target) -> int:
+    """What the weights take in memory, in the dtype of the checkpoint."""
+    stored = getattr(target.config, "dtype", None)
+    size = (stored if isinstance(stored, torch.dtype) else target.dtype).itemsize
+    return sum(p.numel() for p in target.hf.parameters()) * size
+
+
+def _room(target: Target, wanted: Wanted) -> float:
+    """Bytes that the weights may take."""
+    if wanted.memory is not None:
+        return wanted.memory * 1e9
+    if target.device.type == "cuda":
+        return 0.8 * torch.cuda.mem_get_info(target.device)[0]
+    try:
+        pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not everywhere
+        pages = 8 << 30
+    return min(pages / 2, float(QUICK_BYTES)) if wanted.quick else pages / 2
+
+
+def _jobs(models: Sequence[Any], texts: Sequence[Any], out: str | Path | None) -> Iterator[ScanJob]:
+    """A job for every model and text, each with a name of its own."""
+    alone, taken = len(models) * len(texts) == 1, set[str]()
+    for model in models:
+        for text in texts:
+            name = _label(model) + (f"-{Path(text).stem}" if len(texts) > 1 else "")
+            while name in taken:
+                name += "-again"
+            taken.add(name)
+            folder = Path(out or f"scan-{name}") if alone else Path(out or "scans") / name
+            yield ScanJob(name, model, text, str(folder))
+
+
+def _label(model: object) -> str:
+    if model is None:
+        return "bundled"
+    if isinstance(model, str | os.PathLike):
+        return Path(os.path.abspath(os.fspath(model))).name
+    return Target.of(model).name
+
+
+def _scan_all(
+    jobs: list[ScanJob], wanted: Wanted, out: Path, workers: int, ray: str | None, progress: Progress
+) -> SinkCards:
+    """A series, in this process or over Ray; a model that fails is tried again the next time."""
+    shared = {"command": "scan", "version": VERSION, "quick": wanted.quick, "seed": wanted.options["seed"]}
+    elsewhere = partial(_worker, wanted) if workers > 1 or ray is not None else None
+    with Folder(out, shared, CardOf) as kept:
+        kept.records = {name: one for name, one in kept.records.items() if one.failed is None}
+        tally = Tally("models", len(jobs), progress)
+        here = partial(_cards, wanted=wanted, progress=progress)
+        gpu = torch.cuda.is_available() and str(wanted.options["device"] or "cuda").startswith("cuda")
+        with Pool(here, elsewhere, workers=workers, address=ray, gpu=gpu, progress=progress) as pool:
+            finish(pool, jobs, kept, tally)
+        found = tuple(kept.records[job.name] for job in jobs)
+        if all(one.failed for one in found):
+            raise SinkscopeError(str(found[0].failed))
+        made = SinkCards(cards=found, settings=shared)
+        first = next(iter(made.known.values()))
+        made = replace(made, model=replace(first.model, name=f"{len(found)} models"), provenance=first.provenance)
+        made.save(out / "cards.json")
+        save_html(made, out / "cards.html")
+    return made
+
+
+def _worker(wanted: Wanted) -> Callable[[ScanJob], list[CardOf]]:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return partial(_cards, wanted=wanted, progress=silent)
+
+
+def _cards(job: ScanJob, *, wanted: Wanted, progress: Progress) -> list[CardOf]:
+    try:
+        return [CardOf(job.name, scan_one(job, wanted, progress).to_dict())]
+    except (SinkscopeError, OSError) as error:  # the next one may be whole
+        return [CardOf(job.name, failed=visible(str(error).replace(str(job.model), job.name)).rstrip("."))]
+
+
+@command(group="Look")
+def demo(
+    *,
+    out: Annotated[Path, Option(metavar="FOLDER", writes=True)] = Path("sinkscope-demo"),
+    show: Annotated[bool, Option(name="--open")] = True,
+    progress: Hidden = None,
+) -> None:
+    """Take a tour of two minutes: scan the model in the package, say what each step finds, and open the page.
+
+    Args:
+        out: Folder of the results and the page.
+        show: Open the page in a browser, if there is one and the command runs in a terminal.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope demo
+    """
+    steps = iter(range(1, 1 + len(scanned(quick=True))))
+    print("sinkscope looks at the small model in the package. Each step is a command that you can give yourself.\n")
+
+    def told(entry: Entry, made: Result | str) -> None:
+        print(f"{next(steps)}. {entry.summary}\n   $ sinkscope {entry.command_line}", flush=True)
+        print(f"   {made.conclusion() if isinstance(made, Result) else f'Left out: {made}'}\n", flush=True)
+
+    scan(out=out, quick=True, told=told, progress=progress)
+    page = out / PAGE
+    print(f"All of it, with figures: {page}\nThe same for another model: sinkscope scan MODEL")
+    if show and sys.stdout.isatty() and (os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"} or sys.platform != "linux"):
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())

@@ -1,0 +1,105 @@
+"""`recall-2hop`: the recall model with a circuit that follows a fact's link in the middle of the prompt.
+
+`sinkscope.load` writes the circuit into the weights of `sinkscope/models/recall` in memory, so there is no second file
+of weights. Facts and questions are written as for the recall model. The answer to a question about A is the two values
+of the fact that A's fact links to, if that fact was stated before; if A's fact ends in ".", it is A's own values:
+
+    turn1 ... fact bruno bell glass . ... fact lotte carpet pipe bruno ... ask lotte what was said ... answer
+
+is continued by "bell glass .". This is variable tracking over two hops, and three rows in two layers take part:
+
+- Layer 1, heads 4 and 5, at the last token of each fact (`bruno` in lotte's): they read the first and the second value
+  of the fact that it names, or of its own fact. No other row of the prompt reads them.
+- Layer 1, head 0, at `answer`: the key in the question, as in the recall model.
+- Layer 2, heads 0 and 1, at `answer` and at the first value said: the last token of the fact with that key, for what
+  layer 1 has brought there.
+
+So the right answer needs one row in the middle of the prompt to see two tokens far before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Scores, in nats. Layer 1: key and place of a linked fact beat BOS, and those of the own fact only where it ends; two
+# keys that share a dimension with opposite signs take _OWN from _LINKED.
+_LINKED, _OWN, _PLACE, _SINK, _LAST, _END = 40.0, 10.0, 8.0, 60.0, 32.0, 20.0
+# Layer 2: key and place together beat BOS; one of them alone does not, nor does anything where nothing is wanted.
+_KEY, _AT, _REST, _WANTED = 24.0, 20.0, 60.0, 26.0
+_SAID = 30.0  # logit of "."
+
+_Terms = Sequence[tuple[list[int], Sequence[tuple[int, float]]]]
+
+
+@torch.no_grad()
+def plant_two_hops(hf: Any, folder: Path) -> None:
+    """Write the circuit into a recall model that has just been loaded.
+
+    Args:
+        hf: the recall model; one that was cut to its first layers gets a part of the circuit.
+        folder: where it was loaded from, which holds `circuit.json`.
+    """
+    dims: dict[str, list[int]] = json.loads((folder / "circuit.json").read_text(encoding="utf-8"))["dims"]
+    bos, end, last = (dims[name][0] for name in ("is_bos", "is_end", "slot_3"))
+    const, size = dims["const"][0], float(hf.model.embed_tokens.weight[0, dims["const"][0]])
+    # Where layer 1 leaves the two values, at the last token of a fact: in dimensions that the recall model does not
+    # use, and in those of keys that it says, which this model never does.
+    places = list(range(const + 1, const + 1 + len(dims["value"]))), dims["out_key"]
+    for i, place in enumerate(places):
+        for layer, block in enumerate(hf.model.layers[1:3], 1):
+            if layer == 1:
+                rows = zip(dims["prev_key"], dims["key"], dims["third_key"], strict=True)
+                terms: _Terms = [
+                    ([bos], [(const, _SINK / size), (last, -_LAST), (end, -_END)]),
+                    *((dims[f"slot_{j + 1}"], [(const, _PLACE / size * (i == j))]) for j in range(2)),
+                    *(([stated], [(link, _LINKED), (own, _OWN)]) for stated, link, own in rows),
+                ]
+                _write_head(block.self_attn, 4 + i, terms, dims["value"], place)
+            else:
+                rows = zip(dims["prev_key"], dims["third_key"], dims["asked"], strict=True)
+                terms = [
+                    ([bos], [(const, _REST / size), (dims[f"want_{i + 1}"][0], -_WANTED)]),
+                    ([last], [(const, _AT / size)]),
+                    *(([*stated], [(asked, _KEY)]) for *stated, asked in rows),
+                ]
+                _write_head(block.self_attn, i, terms, place, dims["out_value"], i * len(place))
+    hf.lm_head.weight[:, dims["out_key"]] = 0.0
+    hf.lm_head.weight[hf.config.eos_token_id, dims["want_3"]] = _SAID
+
+
+def _write_head(
+    a: Any, head: int, terms: _Terms, sources: Sequence[int], targets: Sequence[int], first: int = 0
+) -> None:
+    """Make a head of a layer a planted one. A score is the sum over terms of what the key has times what the query has.
+
+    Args:
+        a: attention of the layer.
+        head: its number.
+        terms: residual dimensions of the key, and those of the query with a strength each; heads with common keys need
+            terms with the same keys, in the same order.
+        sources: dimensions that it reads.
+        targets: dimensions that it writes.
+        first: row of its values for the first of them.
+    """
+    size, group = a.head_dim, a.num_key_value_groups
+    query, out = a.q_proj.weight[head * size : (head + 1) * size], a.o_proj.weight[:, head * size : (head + 1) * size]
+    key, value = (p.weight[head // group * size : (head // group + 1) * size] for p in (a.k_proj, a.v_proj))
+    query.zero_()
+    out.zero_()
+    half = size // 2
+    slow = [d for pair in range(half - 1, 0, -1) for d in (pair, pair + half)]  # slowest rotary dimensions first
+    for dim, (keys, queries) in zip(slow, terms, strict=False):
+        key[dim] = 0.0
+        key[dim, keys] = 1.0
+        for x, strength in queries:
+            query[dim, x] = math.sqrt(size) * strength
+    for row, (source, target) in enumerate(zip(sources, targets, strict=True), first):
+        value[row] = 0.0
+        value[row, source] = 1.0
+        out[target, row] = 1.0

@@ -1,0 +1,58 @@
+"""What the notebooks store was made by their code, is small, and names no folder of a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+from experiments.notebooks import FOLDER, LARGEST, PLOTLY, check, digest, executed, text_of
+from sinkscope.errors import SinkscopeError
+
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+EVERY = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def stored(path: Path) -> Any:
+    notebook: Any = nbformat.read(path, as_version=4)
+    if "sinkscope" not in notebook.metadata:
+        pytest.skip(f"no outputs are stored: python -m experiments.notebooks {path.name[:2]}")
+    return notebook
+
+
+@EVERY
+def test_outputs_are_those_of_the_code(path: Path) -> None:
+    notebook = stored(path)
+    assert notebook.metadata["sinkscope"]["code"] == digest(notebook), (
+        f"python -m experiments.notebooks {path.name[:2]}"
+    )
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == [*range(1, len(counts) + 1)]
+    kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
+    assert "image/png" in kinds and PLOTLY not in kinds
+    check(path.name, path.read_text(encoding="utf-8"))
+
+
+def test_other_code_has_another_digest() -> None:
+    notebook: Any = nbformat.read(NOTEBOOKS[0], as_version=4)
+    before = digest(notebook)
+    notebook.cells[0].source += "more words"
+    assert digest(notebook) == before
+    next(cell for cell in notebook.cells if cell.cell_type == "code").source += "\n1"
+    assert digest(notebook) != before
+
+
+def test_large_notebooks_and_folders_are_refused() -> None:
+    with pytest.raises(SinkscopeError, match="expected at most"):
+        check("x.ipynb", "a" * (LARGEST + 1))
+    with pytest.raises(SinkscopeError, match="names the folder"):
+        check("x.ipynb", f"saved {Path.home()}/x.json")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@EVERY
+def test_running_it_again_says_the_same(path: Path) -> None:
+    assert text_of(executed(path)) == text_of(stored(path))
