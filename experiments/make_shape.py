@@ -32,6 +32,7 @@ from torch import Tensor
 # hidden size, MLP width, layers, query heads, kv heads, vocabulary, context
 SHAPES = {
     "llama-2-7b": (4096, 11008, 32, 32, 32, 32000, 4096),
+    "llama-3.1-8b": (4096, 14336, 32, 32, 8, 128256, 131072),
     "llama-2-70b": (8192, 28672, 80, 64, 8, 32000, 4096),
     "24x1024": (1024, 2816, 24, 16, 16, 8000, 2048),
     "tiny": (256, 512, 6, 8, 8, 320, 1024),

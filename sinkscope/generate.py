@@ -23,6 +23,7 @@ from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import tokens_read
 from sinkscope.measure.setup import edit_of
+from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.records import Natural, Number, Whole, conform
 
@@ -34,13 +35,14 @@ class Generated:
     """What a model wrote after one prompt.
 
     Attributes:
-        prompt: as given.
+        prompt: as given; where ids were given, their text.
         text: the new text alone.
         tokens: ids of the new tokens, up to and with the end of sequence if it came.
         prompt_tokens: length of the prompt, BOS included.
         events: what the interventions did in this row (`row` is the number of the prompt).
         held: tokens in the cache after a call, mean over calls, layers and kv heads; None: without a cache policy.
         read: cached tokens that a decoding step attends to; None: all that are held.
+        summary: what they did in all rows that ran together, in one line.
     """
 
     prompt: str
@@ -50,14 +52,15 @@ class Generated:
     events: list[Event]
     held: float | None = None
     read: float | None = None
+    summary: str = ""
 
 
 def generate(
     model: object,
-    prompts: str | Sequence[str],
+    prompts: Any = None,
     *,
     patch: SinkPatch | str | PathLike[str] | None = None,
-    interventions: Intervention | None = None,
+    interventions: Any = None,
     policy: Policy | str | None = None,
     guard: LoopGuard | bool = False,
     tokenizer: Any = None,
@@ -67,6 +70,7 @@ def generate(
     bos: bool | None = None,
     batch_size: int = 1,
     on_text: Callable[[int, str], None] | None = None,
+    **inputs: Any,
 ) -> list[Generated]:
     """Generate after each prompt, greedily or at a temperature.
 
@@ -74,9 +78,11 @@ def generate(
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`.
-        prompts: texts; one is a list of one.
+        prompts: a text or a list of them; token ids as a list, lists or a tensor; or what a tokenizer returned. Ids are
+            read as they are given.
         patch: a `SinkPatch` or the path of a patch.json.
-        interventions: any others; they act after the patch.
+        interventions: any others: an intervention, several joined by |, the name of a policy, the path of a patch, or
+            a list of these; they act after the patch.
         policy: what the KV cache keeps: a policy, or its name as `policy_named` takes it: "h2o:512".
         guard: watch for repetition loops and cut the cache of rows that loop; True is `LoopGuard()`. With
             `LoopGuard(rewind=True)` loops are also taken back from the text; it needs batch_size 1.
@@ -88,6 +94,7 @@ def generate(
         batch_size: prompts run together, padded on the left.
         on_text: called with (number of the prompt, piece of text) while a prompt is generated; needs batch_size 1.
             Under `LoopGuard(rewind=True)` it is called once with the whole text, because pieces may be taken back.
+        inputs: `input_ids` and `attention_mask` in place of prompts, as in `generate(model, **tokenizer(texts))`.
 
     Returns:
         One `Generated` per prompt, in order.
@@ -98,17 +105,15 @@ def generate(
     """
     target = Target.of(model, tokenizer)
     tok = target.need_tokenizer()
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     _check_numbers(max_new_tokens, temperature, seed, batch_size, on_text)
     target.check_loaded()
-    rows = [_encode(tok, i, prompt, bos, target.name) for i, prompt in enumerate(prompts)]
+    read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
+    rows = read.rows()
+    texts = [tok.decode(ids) for ids in rows] if read.texts is None else list(read.texts)
     edit = edit_of(patch=patch, policy=policy, guard=guard is True, interventions=interventions)
     if isinstance(guard, LoopGuard):
         edit = guard if edit is None else edit | guard
-    for i, ids in enumerate(rows):
-        _check_length(i, len(ids), max_new_tokens, target)
-        for part in () if edit is None else edit.parts:
-            part.check_prompt(len(ids))
+    _check_prompts(rows, edit, max_new_tokens, target)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else {}
     options = decoding(target, **options)
@@ -121,12 +126,13 @@ def generate(
                 whole = run is not None and run.session is not None and run.session.rewinder is not None
                 options["streamer"] = None if on_text is None or whole else _Streamer(tok, start, on_text)
                 written = _continued(target, batch, options, run)
-            for i, (prompt, ids, new) in enumerate(zip(prompts[start:], batch, written, strict=False)):
+            told = "" if run is None else run.summary()
+            for i, (prompt, ids, new) in enumerate(zip(texts[start:], batch, written, strict=False)):
                 own = _own(run, i, None if len(batch) == 1 else len(ids) + len(new) - 1, start)
                 text = tok.decode(new, skip_special_tokens=True)
                 if on_text is not None and whole:
                     on_text(start + i, text)
-                results.append(Generated(prompt, text, new, len(ids), own, *_held(run, i)))
+                results.append(Generated(prompt, text, new, len(ids), own, *_held(run, i), told))
     return results
 
 
@@ -181,18 +187,11 @@ class _Streamer(TextStreamer):
             self._on_text(self._number, text)
 
 
-def _encode(tok: Any, number: int, prompt: str, bos: bool | None, name: str) -> list[int]:
-    if not prompt.strip():
-        raise SinkscopeError(f"prompt {number + 1} is empty: write at least one word", page="generate")
-    ids = [int(i) for i in tok(prompt)["input_ids"]]
-    if bos and tok.bos_token_id is None:
-        raise SinkscopeError(
-            f"--bos: the tokenizer of {name} has no BOS token; leave --bos out or use --no-bos", page="generate"
-        )
-    if bos is None or tok.bos_token_id is None:
-        return ids
-    rest = ids[1:] if ids[:1] == [tok.bos_token_id] else ids
-    return [tok.bos_token_id, *rest] if bos else rest
+def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, target: Target) -> None:
+    for i, ids in enumerate(rows):
+        _check_length(i, len(ids), new, target)
+        for part in () if edit is None else edit.parts:
+            part.check_prompt(len(ids))
 
 
 def _check_length(number: int, length: int, new: int, target: Target) -> None:

@@ -15,11 +15,11 @@ from random import Random
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import dill
 import numpy as np
 import pytest
 import torch
 
+dill = pytest.importorskip("dill")
 VOCAB = 24
 END = 23
 SURE = 1e4  # logit of the script's token: noise of a higher temperature does not change what is said

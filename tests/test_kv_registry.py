@@ -76,6 +76,22 @@ def test_guards_have_names_too() -> None:
         policy_named("loopguard:papers")
 
 
+def test_the_budget_comes_first(module: str) -> None:
+    """Of every policy, also one of somebody else, and of both guards; all are found at the top level."""
+    import sinkscope as ss
+    from sinkscope.kv.loopguard import LoopGuard
+
+    makers: list[Any] = [*policies().values(), ss.LoopGuard, ss.LoopServe, ss.LoopGuard.paper, ss.LoopServe.paper]
+    makers.append(type(policy_named(f"{module}:KeyNorm")))
+    for make in makers:
+        assert make(96).budget == 96 and make(0.5) == make(budget=0.5)
+        with pytest.raises(TypeError):
+            make(96, 4)
+    for name, made in policies().items():
+        assert getattr(ss, made.__name__) is made, name
+    assert ss.LoopGuard is LoopGuard
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

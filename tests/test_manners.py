@@ -385,19 +385,19 @@ def test_a_model_without_weights(use: Callable[[Any, Any], Any]) -> None:
 @pytest.mark.parametrize(
     ("tokens", "mask", "says"),
     [
-        (torch.tensor([1, 2]), None, r"int64 \[2\]: expected"),
-        (torch.zeros(1, 3), None, r"float32 \[1, 3\]: expected"),
-        (torch.zeros(1, 0, dtype=torch.long), None, "not empty"),
+        (torch.ones(1, 2, 3).long(), None, r"\(1, 2, 3\) and type int64: expected"),
+        (torch.zeros(1, 3), None, r"\(1, 3\) and type float32: expected"),
+        (torch.zeros(1, 0, dtype=torch.long), None, r"\(1, 0\)"),
         (torch.tensor([[1, 10**6]]), None, "token id 1000000 is none of"),
         (torch.tensor([[1, -1]]), None, "token id -1 is none of"),
         (torch.tensor([[1, 2]]), torch.ones(1, 3), "attention_mask has another shape"),
     ],
 )
 def test_tokens_that_cannot_be_traced(tokens: Any, mask: Any, says: str) -> None:
-    from sinkscope.trace.run import check_tokens
+    from sinkscope.trace import trace
 
     with pytest.raises(SinkscopeError, match=says):
-        check_tokens(tokens, mask, Target.of(tiny_model("llama")[0]))
+        trace(tiny_model("llama")[0], tokens, ["hook_embed"], attention_mask=mask)
 
 
 def test_copies_inside_a_context() -> None:

@@ -43,6 +43,21 @@ def test_mlp_out_is_post_through_the_columns(model_type: str) -> None:
     torch.testing.assert_close(got["blocks.1.hook_mlp_out"], raw, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_behind_the_last_layer(model_type: str) -> None:
+    """`ln_final` is transformers' last hidden state, `logits` what the model returns; the unembedding leads there."""
+    model, _ = tiny_model(model_type)
+    got = trace(model, IDS, ["ln_final", "logits", "blocks.2.hook_resid_post"], batch_size=2)
+    with torch.no_grad():
+        out = model(IDS, output_hidden_states=True)
+    torch.testing.assert_close(got["ln_final"], out.hidden_states[-1])
+    torch.testing.assert_close(got["logits"], out.logits)
+    if model_type not in ("gemma2", "gemma3_text"):  # they cap their logits
+        torch.testing.assert_close(model.get_output_embeddings()(got["ln_final"]), got["logits"])
+    assert got["blocks.2.hook_resid_post"].shape == got["ln_final"].shape
+    torch.testing.assert_close(trace(model, IDS, "logits", "last")["logits"], out.logits[:, -1])
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma"])
 def test_gate_times_up_is_post(model_type: str) -> None:
     model, _ = tiny_model(model_type)
@@ -125,4 +140,4 @@ def test_bad_names_say_what_there_is() -> None:
     moe, _ = tiny_model("mixtral")
     with pytest.raises(UnsupportedError, match="per expert"):
         trace(moe, IDS, ["blocks.0.mlp.hook_post"])
-    assert len(site_names(3)) == 1 + 3 * 13
+    assert len(site_names(3)) == 1 + 3 * 13 + 2

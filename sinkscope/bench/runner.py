@@ -134,12 +134,8 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget, chat: bool = Fa
         SinkscopeError: it carries no tokenizer, or no chat template.
     """
     target = Target.of(model.open() if isinstance(model, NamedModel) else model, tokenizer)
-    if target.tokenizer is None:
-        raise SinkscopeError(
-            f"{target.name} carries no tokenizer: give tokenizer=..., or put the tokenizer's files beside the weights",
-            page="no-tokenizer",
-        )
-    if chat and not getattr(target.tokenizer, "chat_template", None):
+    tok = target.need_tokenizer()
+    if chat and not getattr(tok, "chat_template", None):
         raise SinkscopeError(f"the tokenizer of {target.name} has no chat template: leave out chat")
     return Asked(target, fingerprint_of(target), *ends_and_pad(target), new, budget)
 

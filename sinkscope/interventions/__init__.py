@@ -4,9 +4,11 @@ from sinkscope.interventions.base import Composed, Event, Intervention, Run
 from sinkscope.interventions.edits import Ablate, NeuronEdit, NeuronSite, Write
 from sinkscope.interventions.sink_detector import SinkDetector
 from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.interventions.steer import Add
 
 __all__ = [
     "Ablate",
+    "Add",
     "Composed",
     "Event",
     "Intervention",

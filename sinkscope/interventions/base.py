@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import html
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -16,6 +17,9 @@ from torch import nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions.positions import Call, Tracker
 from sinkscope.models.target import Target
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Event:
         position: true position in the row: 0 is the first token that is not padding.
         layer: decoder layer, if it happened in one.
         head: query head, if it happened in one.
-        kind: "patched", "fallback", "sink-like", "ablated", "written".
+        kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "alarm", "guard", "prefill".
         data: what belongs to the kind, e.g. the neuron with its old and new value.
     """
 
@@ -51,8 +55,9 @@ class Run:
 
     _DRAIN = 64  # pending logs hold tensors of their calls; more are turned into events at once
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, parts: Sequence[Intervention] = ()) -> None:
         self.target = target
+        self.parts = tuple(parts)  # what acts, in order
         self.stack = ExitStack()
         self.tracker = Tracker(target)
         self.thread = threading.get_ident()
@@ -98,6 +103,38 @@ class Run:
     def counts(self) -> Counter[str]:
         """Number of events of each kind."""
         return Counter(event.kind for event in self.events)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The events as a table: a dict each, with the entries of its data beside the others."""
+        return [
+            {field.name: getattr(event, field.name) for field in fields(event) if field.name != "data"} | {**event.data}
+            for event in self.events
+        ]
+
+    def to_frame(self) -> pd.DataFrame:
+        """`rows` as a pandas data frame."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows(), columns=None if self.events else [f.name for f in fields(Event)][:-1])
+
+    def summary(self) -> str:
+        """What the interventions did, in one line."""
+        told = [sentence for sentence in dict.fromkeys(part.told(self) for part in self.parts) if sentence]
+        return " ".join(told) or "Nothing acted."
+
+    def __repr__(self) -> str:
+        return f"<Run on {self.target.name}: {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("event", "times", "first position", "last position"))
+        rows = ""
+        for kind, count in self.counts.items():
+            at = [event.position for event in self.events if event.kind == kind]
+            cells = "".join(f"<td>{html.escape(str(cell))}</td>" for cell in (kind, f"{count:,}", min(at), max(at)))
+            rows += f"<tr>{cells}</tr>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
+        told = html.escape(f"Run on {self.target.name}: {self.summary()}")
+        return f'<div class="sinkscope"><p>{told}</p>{table}</div>'
 
     def log(self, make: Callable[[], list[Event]]) -> None:
         """Note events. `make` is called later, so that nothing waits for the device inside a forward call."""
@@ -192,6 +229,9 @@ class Intervention(ABC):
     `a | b` enters both, and `a` acts first where they meet.
     """
 
+    KIND: ClassVar[str] = ""
+    """The kind of the events that say what it did."""
+
     @abstractmethod
     def enter(self, run: Run, key: int) -> None:
         """Put hooks on `run.target` through `run.hook` or `run.stack`; `key` tells the parts of a composition apart."""
@@ -206,6 +246,13 @@ class Intervention(ABC):
     def prepared(self, target: Target) -> Intervention:
         """What is entered on this model: itself, or itself completed by what it measures on the unedited model."""
         return self
+
+    def told(self, run: Run) -> str:
+        """What it did in a run, in one sentence; "" if there is nothing to say."""
+        if not self.KIND:
+            return ""
+        count = run.counts[self.KIND]
+        return f"{type(self).__name__} {self.KIND} {count:,} value{'' if count == 1 else 's'}."
 
     def check_prompt(self, tokens: int) -> None:  # noqa: B027 - nothing to refuse by default
         """Refuse a prompt of so many tokens before it is read; most interventions take any.
@@ -240,8 +287,8 @@ class Intervention(ABC):
     @contextmanager
     def _entered(self, target: Target) -> Iterator[Run]:
         _check_model(target)
-        run = Run(target)
         parts = [part.prepared(target) for part in self.parts]
+        run = Run(target, parts)
         with run.stack:
             run.stack.enter_context(_registered(run))
             run.watch()
@@ -268,7 +315,7 @@ class Intervention(ABC):
         seen: dict[str, Any] = {}
 
         def on_ids(ids: Any, hook: Any) -> None:
-            seen["ids"] = ids.view(1, -1) if ids.ndim == 1 else ids
+            seen["ids"], run.call = ids.view(1, -1) if ids.ndim == 1 else ids, None
 
         def on_scores(scores: Any, hook: Any) -> None:
             # The only hook point that knows the padding and the tokens in the cache: masked scores, before any MLP.
@@ -276,8 +323,21 @@ class Intervention(ABC):
             run.call = run.tracker.begin(seen["ids"], mask=scores.detach(), cache=run, past=past)
 
         first = [("embed.hook_in", on_ids), ("blocks.0.attn.hook_attn_scores", on_scores)]
+
+        def after_scores(fn: Callable[..., Any]) -> Callable[..., Any]:
+            def act(tensor: Any, hook: Any) -> Any:
+                if run.call is None:
+                    raise UnsupportedError(
+                        f"{hook.name} fires before the attention scores of layer 0, from which these hooks learn where "
+                        "the tokens are: use `with ....on(bridge):` instead"
+                    )
+                return fn(tensor, hook)
+
+            return act
+
         parts = [part.prepared(target) for part in self.parts]
-        return first + [hook for key, part in enumerate(parts) for hook in part.bridge_hooks(run, key)]
+        hooks = [hook for key, part in enumerate(parts) for hook in part.bridge_hooks(run, key)]
+        return first + [(name, after_scores(fn)) for name, fn in hooks]
 
 
 @dataclass(frozen=True)

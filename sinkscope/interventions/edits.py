@@ -1,4 +1,4 @@
-"""Edits of single neurons: which ones, the one mechanism by which all of them act, ablation, and written values.
+"""Edits of neurons and heads: which ones, the one mechanism by which all of them act, ablation, and written values.
 
 The experts of a mixture are one fused call, so an edit corrects its output instead: the output is a weighted sum over
 each token's experts, and if neuron j of expert e has value `a` and should have `b`, it changes by
@@ -13,7 +13,7 @@ import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -25,7 +25,7 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.positions import Call, Memory
 from sinkscope.models.experts import activate, bind, columns, gate_up
 from sinkscope.models.target import Target, on_input, on_output
-from sinkscope.notation import neuron_name, read_neuron
+from sinkscope.notation import neuron_name, read_head, read_neuron
 from sinkscope.records import Number, Whole, conform
 
 SiteLike = Sequence[int | None] | str
@@ -54,11 +54,16 @@ class NeuronSite(NamedTuple):
 
 
 class NeuronGroup(NamedTuple):
-    """The edited neurons of one MLP or expert: what one hook handles."""
+    """The edited neurons of one MLP or expert, or the columns of one head in `hook_z`: what one hook handles."""
 
     layer: int
     expert: int | None
     neurons: list[int]
+    head: int | None = None
+
+    def size(self, values: Float[Tensor, "*n neuron"]) -> Float[Tensor, "*n size"]:
+        """How large the values are: of neurons each one, of a head its norm."""
+        return values.abs() if self.head is None else torch.linalg.vector_norm(values, dim=-1, keepdim=True)
 
     @property
     def sites(self) -> list[NeuronSite]:
@@ -76,12 +81,39 @@ def site_of(given: Any) -> NeuronSite:
         return given
     if isinstance(given, str):
         given = read_neuron(given, "site")
-    numbers = tuple(given) if isinstance(given, Iterable) else (given,)
-    if len(numbers) not in (2, 3) or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
+    numbers: tuple[Any, ...] = tuple(given) if isinstance(given, Iterable) else (given,)
+    if len(numbers) not in (2, 3) or not all(map(_whole, numbers)):
         raise SinkscopeError(
-            f"site {given!r}: expected (layer, neuron) or (layer, expert, neuron), whole numbers from 0", page=_PAGE
+            f"site {given!r}: expected (layer, neuron) or (layer, expert, neuron), whole numbers from 0, or a name "
+            'such as "L1.N338"',
+            page=_PAGE,
         )
     return NeuronSite(numbers[0], numbers[-1], numbers[1] if len(numbers) == 3 else None)
+
+
+def head_of(given: Any, layer: int | None = None) -> tuple[int, int]:
+    """Layer and query head from (layer, head), from its name "L0.H4", or from its number if the layer is known.
+
+    Raises:
+        SinkscopeError: it is something else.
+    """
+    if isinstance(given, str):
+        return read_head(given, "head")
+    numbers = (layer, given) if isinstance(given, int) and layer is not None else given
+    if not isinstance(numbers, tuple | list) or len(numbers) != 2 or not _whole(numbers[1]) or not _layer(numbers[0]):
+        raise SinkscopeError(
+            f'head {given!r}: expected (layer, head), whole numbers from 0, or a name such as "L0.H4"', page=_PAGE
+        )
+    return numbers[0], numbers[1]
+
+
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
+
+
+def _layer(number: Any) -> bool:
+    """Whether this can be a layer; -1 is the last one."""
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,35 +121,46 @@ class NeuronEdit(Intervention):
     """Gives chosen neurons other values at chosen positions.
 
     Attributes:
-        sites: the neurons: (layer, neuron), or (layer, expert, neuron) in a mixture of experts, or names: "L1.N338",
-            "L3.E2.N7". A neuron of a shared expert is named (layer, neuron). `layer` and `neurons` are a shorter way to
-            give those of one layer.
+        sites: the neurons: (layer, neuron), or (layer, expert, neuron) in a mixture of experts, or their names:
+            "L1.N338", "L3.E2.N7". A neuron of a shared expert is named (layer, neuron). `layer` and `neurons` are a
+            shorter way to give one or several of one layer, of which -1 is the last.
         site: "post" edits the input of the down projection, which is gate times up in a gated MLP (`hook_post`);
             "up" edits the linear factor (`hook_pre_linear`), as the paper's Listing 1 does.
     """
 
     sites: Sequence[SiteLike] = ()
     layer: InitVar[int | None] = None
-    neurons: InitVar[Sequence[int]] = ()
+    neurons: InitVar[int | Sequence[int]] = ()
     site: Where = "post"
 
     KIND: ClassVar[str] = "edited"
     EDITS: ClassVar[bool] = True  # False: `new_values` only watches, and the values at the first token are not kept
 
-    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
-        if (layer is None) != (not neurons):
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+        several = [neurons] if isinstance(neurons, int) else list(neurons)
+        if (layer is None) != (not several):
             raise SinkscopeError(
-                f"layer={layer!r} with neurons={list(neurons)!r}: give both, as in layer=1, neurons=[7890], or "
+                f"layer={layer!r} with neurons={several!r}: give both, as in layer=1, neurons=[7890], or "
                 "sites=[(layer, neuron)]",
                 page=_PAGE,
             )
-        every = [site_of(s) for s in self.sites] + [site_of((layer, n)) for n in neurons]
-        if not every:
+        if layer is not None and layer < 0:  # counted from the last one, which the model tells
+            every = [site_of((0, n))._replace(layer=layer) for n in several]
+        else:
+            every = [site_of((layer, n)) for n in several]
+        given = [self.sites] if isinstance(self.sites, str) else self.sites
+        every = [site_of(s) for s in given] + every
+        if not every and not self._heads:
             raise SinkscopeError(
                 "no neuron given: expected layer=1, neurons=[7890] or sites=[(layer, neuron)]", page=_PAGE
             )
         object.__setattr__(self, "sites", tuple(dict.fromkeys(every)))
         conform(Where, self.site, "site", page=_PAGE)
+
+    @property
+    def _heads(self) -> Sequence[tuple[int, int]]:
+        """Layer and number of each edited head; only an ablation has any."""
+        return ()
 
     @property
     def checked_sites(self) -> tuple[NeuronSite, ...]:
@@ -140,13 +183,26 @@ class NeuronEdit(Intervention):
             by.setdefault((s.layer, s.expert), []).append(s.neuron)
         return [NeuronGroup(layer, expert, neurons) for (layer, expert), neurons in by.items()]
 
+    def head_groups(self, target: Target) -> list[NeuronGroup]:
+        """The heads, each with its columns of `hook_z`."""
+        width = target.head_width
+        return [NeuronGroup(layer, None, list(range(h * width, (h + 1) * width)), h) for layer, h in self._heads]
+
+    def prepared(self, target: Target) -> NeuronEdit:
+        """The edit with its layers counted from the first one."""
+        if all(site.layer >= 0 for site in self.checked_sites):
+            return self
+        return replace(self, sites=[s._replace(layer=target.layer_number(s.layer)) for s in self.checked_sites])
+
     def enter(self, run: Run, key: int) -> None:
-        """Hooks on the down projection, the up projection or the experts."""
+        """Hooks on the down projection, the up projection, the experts, or the output projection of attention."""
         self._check(run.target)
         adapter = run.target.adapter
-        for group in self.groups():
+        for group in [*self.groups(), *self.head_groups(run.target)]:
             edit = self._editor(run, key, group)
-            if group.expert is not None:
+            if group.head is not None:
+                run.hook(run.target.sub(group.layer, adapter.o), "pre", on_input(_columns(group.neurons, edit)))
+            elif group.expert is not None:
                 experts = run.target.sub(group.layer, adapter.experts or "")
                 run.hook(experts, "post", expert_hook(group.expert, group.neurons, self.site, edit))
             elif self.site == "post":
@@ -170,6 +226,9 @@ class NeuronEdit(Intervention):
                 )
             edited = _columns(group.neurons, self._editor(run, key, group))
             hooks.append((name, lambda tensor, hook, edited=edited: edited(tensor)))
+        for group in self.head_groups(run.target):
+            edited = _columns(group.neurons, self._editor(run, key, group))
+            hooks.append((f"blocks.{group.layer}.attn.hook_z", lambda z, hook, edited=edited: _beside(z, edited)))
         return hooks
 
     def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
@@ -181,13 +240,14 @@ class NeuronEdit(Intervention):
                 return None
             index = call.on(flat.device)
             old = flat.reshape(*index.shape, len(group.neurons))  # OPT and experts run batch and position together
-            memory = call.sequence.memory.setdefault((key, group.layer, group.expert), Memory())
+            memory = call.sequence.memory.setdefault((key, group.layer, group.expert, group.head), Memory())
             if self.EDITS and (not call.sequence.settled or "first" not in memory):
                 memory.keep("first", old, index == 0)
             if (new := self.new_values(old, call, memory, group, run)) is None:
                 return None
-            moved = (new - old).detach().abs() > FIRED * memory["first"].nan_to_num(0).abs()[:, None]
-            log_values(run, call, group, self.KIND, moved & (index >= 0)[..., None], {"old": old, "new": new})
+            moved = group.size((new - old).detach()) > FIRED * group.size(memory["first"].nan_to_num(0))[:, None]
+            said = {"old": old, "new": new} if group.head is None else {"old": group.size(old), "new": group.size(new)}
+            log_values(run, call, group, self.KIND, moved & (index >= 0)[..., None], said)
             return new.reshape(flat.shape)
 
         return edit
@@ -195,6 +255,9 @@ class NeuronEdit(Intervention):
     def _check(self, target: Target) -> None:
         adapter = target.adapter
         gated = adapter.gate is not None or adapter.fused_gate_up
+        for layer, head in self._heads:
+            _check_range("layer", layer, target.n_layers, target)
+            _check_range("head", head, target.n_heads, target)
         for s in self.checked_sites:
             _check_range("layer", s.layer, target.n_layers, target)
             if not target.has_mlp(s.layer, s.expert):
@@ -219,9 +282,11 @@ class NeuronEdit(Intervention):
 
 @dataclass(frozen=True, kw_only=True)
 class Ablate(NeuronEdit):
-    """Switch neurons off.
+    """Switch neurons or attention heads off.
 
     Args:
+        heads: query heads, whose output (`hook_z`) is switched off: (layer, head), names such as "L0.H4", or numbers
+            beside `layer`.
         value: "zero", a number, or "mean": the row's mean over its real positions after the first, in the first call
             that has any (the first token is left out, because a sink there is what one wants to see against the rest).
             Until such a call came, "mean" leaves the values as they are.
@@ -231,17 +296,32 @@ class Ablate(NeuronEdit):
     Example:
         >>> Ablate(layer=1, neurons=[3, 4], positions="first").sites[0]
         NeuronSite(layer=1, neuron=3, expert=None)
+        >>> Ablate(heads=["L0.H4", (2, 1)]).heads
+        ((0, 4), (2, 1))
     """
 
     value: Literal["zero", "mean"] | float = "zero"
     positions: Positions = None
+    heads: int | str | Sequence[int | str | Sequence[int]] = ()
 
     KIND: ClassVar[str] = "ablated"
 
-    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
-        super().__post_init__(layer, neurons)
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+        given = [self.heads] if isinstance(self.heads, int | str) else self.heads
+        object.__setattr__(self, "heads", tuple(dict.fromkeys(head_of(head, layer) for head in given)))
+        super().__post_init__(None if self.heads and neurons == () else layer, neurons)
         conform(Literal["zero", "mean"] | Number, self.value, "value", page=_PAGE)
-        object.__setattr__(self, "positions", _positions(self.positions))
+        object.__setattr__(self, "positions", checked_positions(self.positions))
+
+    @property
+    def _heads(self) -> Sequence[tuple[int, int]]:
+        return cast("tuple[tuple[int, int], ...]", self.heads)
+
+    def prepared(self, target: Target) -> NeuronEdit:
+        """The edit with its layers counted from the first one."""
+        if any(layer < 0 for layer, _ in self._heads):
+            return replace(self, heads=[(target.layer_number(i), head) for i, head in self._heads]).prepared(target)
+        return super().prepared(target)
 
     def new_values(
         self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
@@ -256,7 +336,7 @@ class Ablate(NeuronEdit):
             value = torch.where(memory["mean"].isnan()[:, None], old, memory["mean"][:, None].to(old.dtype))
         else:
             value = torch.full_like(old, 0.0 if self.value == "zero" else float(self.value))
-        return torch.where(_chosen(index, self.positions)[..., None], value, old)
+        return torch.where(chosen_positions(index, self.positions)[..., None], value, old)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,19 +357,24 @@ class Write(NeuronEdit):
 
     KIND: ClassVar[str] = "written"
 
-    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
         conform(Number, self.value, "value", page=_PAGE)
-        object.__setattr__(self, "position", _positions(self.position))
+        object.__setattr__(self, "position", checked_positions(self.position))
 
     def new_values(
         self, old: Float[Tensor, "batch pos neuron"], call: Call, memory: Memory, group: NeuronGroup, run: Run
     ) -> Float[Tensor, "batch pos neuron"]:
         """The number at the chosen positions."""
-        return old.masked_fill(_chosen(call.on(old.device), self.position)[..., None], float(self.value))
+        return old.masked_fill(chosen_positions(call.on(old.device), self.position)[..., None], float(self.value))
 
 
-def _positions(given: Any) -> Positions:
+def checked_positions(given: Any) -> Positions:
+    """Positions as an edit keeps them.
+
+    Raises:
+        SinkscopeError: they are none.
+    """
     numbers = (given.start or 0, given.stop or 0, given.step or 0) if isinstance(given, slice) else given
     try:
         conform(Literal["first"] | Whole | tuple[Whole, ...] | None, numbers, "positions")
@@ -302,7 +387,8 @@ def _positions(given: Any) -> Positions:
     return tuple(given) if isinstance(given, list) else given
 
 
-def _chosen(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
+def chosen_positions(index: Int[Tensor, "batch pos"], positions: Positions) -> Bool[Tensor, "batch pos"]:
+    """Which of the tokens of a call are at these positions; padding (-1) is never."""
     if positions is None:
         return index >= 0
     if isinstance(positions, slice):
@@ -336,12 +422,13 @@ def log_values(
         if "reason" in found:
             found["reason"] = [_REASONS[int(reason)] for reason in found["reason"]]
         expert = {} if group.expert is None else {"expert": group.expert}
+        names = [{"neuron": n} for n in group.neurons] if group.head is None else [{}]
         data = [
-            {"neuron": group.neurons[column], **{name: values[i] for name, values in found.items()}, **expert}
+            {**names[column], **{name: values[i] for name, values in found.items()}, **expert}
             for i, column in enumerate(columns)
         ]
         return [
-            Event(row, call.step, position, group.layer, None, kind, entry)
+            Event(row, call.step, position, group.layer, group.head, kind, entry)
             for row, position, entry in zip(rows, positions, data, strict=True)
         ]
 
@@ -363,6 +450,12 @@ def _columns(neurons: list[int], edit: Edit) -> Edit:
     return edited
 
 
+def _beside(z: Float[Tensor, "batch pos head d_head"], edited: Edit) -> Tensor | None:
+    """The same with the heads side by side, as the output projection reads them."""
+    new = edited(z.flatten(2))
+    return None if new is None else new.view_as(z)
+
+
 def _up_module(target: Target, layer: int) -> tuple[nn.Module, int]:
     """The module that computes the linear factor, and the column where it begins."""
     if target.adapter.fused_gate_up and target.kind == "bridge":  # a bridge splits the fused projection into two
@@ -371,7 +464,7 @@ def _up_module(target: Target, layer: int) -> tuple[nn.Module, int]:
 
 
 def _check_range(what: str, value: int, count: int, target: Target) -> None:
-    if value >= count:
+    if not 0 <= value < count:
         raise SinkscopeError(
             f"{what} {value} is not in {target.name}, which has {count} there: give one from 0 to {count - 1}",
             page=_PAGE,

@@ -46,7 +46,7 @@ class SinkDetector(NeuronEdit):
     KIND: ClassVar[str] = "alarm"
     EDITS: ClassVar[bool] = False
 
-    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
         super().__post_init__(layer, neurons)
         if len(self.groups()) > 1:
             raise SinkscopeError(
@@ -63,6 +63,11 @@ class SinkDetector(NeuronEdit):
         if not math.isfinite(self.threshold):
             raise SinkscopeError(f"threshold={self.threshold}: give a share of the level at a sink, such as 0.5")
         object.__setattr__(self, "levels", levels)
+
+    def told(self, run: Run) -> str:
+        """The number of alarms."""
+        count = run.counts[self.KIND]
+        return f"SinkDetector gave {count or 'no'} alarm{'' if count == 1 else 's'}."
 
     def scores(self, values: Float[Tensor, "batch pos neuron"]) -> Float[Tensor, "batch pos"]:
         """How much of a sink each position is: 1 as much as the first token."""

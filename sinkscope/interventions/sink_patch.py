@@ -96,7 +96,12 @@ class SinkPatch(NeuronEdit):
 
     KIND: ClassVar[str] = "patched"
 
-    def __post_init__(self, layer: int | None, neurons: Sequence[int]) -> None:
+    def __post_init__(self, layer: int | None, neurons: int | Sequence[int]) -> None:
+        if layer is not None and layer < 0:
+            raise SinkscopeError(
+                f"layer={layer}: a patch is also a file for other programs, so it counts layers from 0",
+                page=_PAGE,
+            )
         super().__post_init__(layer, neurons)
         conform(Value, self.value, "value", page=_PAGE)
         calibrated = {site_of(s): v for s, v in self.calibrated.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, TypeVar
@@ -95,7 +95,7 @@ class Policy(Intervention):
         reduce: how the attention of query heads that share a kv head becomes one number.
     """
 
-    budget: int | float = 1024
+    budget: int | float = field(default=1024, kw_only=False)
     first: Whole = 0
     last: Whole = 0
     every: Natural | Literal["prefill"] = 1
@@ -146,6 +146,16 @@ class Policy(Intervention):
         """Ask `session` for the attention that `scores` needs; by default none."""
 
     # Done here ----------------------------------------------------------------------------------------------------
+
+    def told(self, run: Run) -> str:
+        """How many tokens the caches of the run held, of how many that were read."""
+        name, usage = f"{type(self).__name__}({self.budget})", run.usage
+        if not usage:
+            return f"{name} has read nothing yet."
+        most = max(usage, key=lambda one: one.read_tokens)
+        held = max(max(one.peak_tokens, default=0) for one in usage)
+        size = max(one.logical_bytes for one in usage) / 1e6
+        return f"{name} held at most {held:,.0f} of {most.read_tokens:,} tokens ({size:,.3g} MB of keys and values)."
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a fraction of the prompt that is less than the tokens that are always kept."""
@@ -293,7 +303,7 @@ class Full(Policy):
         1.0
     """
 
-    budget: int | float = 1.0
+    budget: int | float = field(default=1.0, kw_only=False)
 
     def enter(self, run: Run, key: int) -> None:
         """Count the tokens, and leave the cache as it is."""

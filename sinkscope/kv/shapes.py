@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve.serve import SparsePrompts
+from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
 from sinkscope.records import Natural, Whole, check_fields
@@ -46,6 +46,10 @@ class Shape(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Replace attention of prompts."""
         self.sparse().enter(Session.of(run))
+
+    def told(self, run: Run) -> str:
+        """The share of attention that prompts computed."""
+        return said_of_prompts(type(self).__name__, run)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ class Usage:
         logical_bytes: largest number of bytes of keys and values of cached tokens, over all rows and layers.
         physical_bytes: largest number of bytes that were allocated for them, including holes, padding, room for the
             next tokens, and copies that are read instead.
+        read_tokens: number of tokens that the longest row has read, held or not.
     """
 
     calls: int
@@ -29,6 +30,7 @@ class Usage:
     peak_tokens: list[float]
     logical_bytes: int
     physical_bytes: int
+    read_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -67,6 +69,7 @@ class Meter:
 
     calls: int = 0
     physical: int = 0
+    read: int = 0
     _span: _Span | None = None
     _counted: int = 0  # calls in the sums
     _sum: Tensor | None = None  # per row
@@ -79,7 +82,7 @@ class Meter:
         if not first.slots:
             return
         rows, device = first.keys.shape[0], first.keys.device
-        self.calls += 1
+        self.calls, self.read = self.calls + 1, max(self.read, first.seen)
         # The whole layer is what is held; a copy of a part of it is only allocated.
         wholes = [layer.aside or layer for layer in layers]
         counts = [] if all(layer.whole for layer in wholes) else [layer.holes() for layer in wholes]
@@ -114,7 +117,7 @@ class Meter:
         if self._sum is None or self._peak is None:
             return Usage(0, [], [], 0, 0)
         mean = (self._sum / self._counted).tolist()
-        return Usage(self.calls, mean, self._peak.tolist(), round(float(self._logical[0])), self.physical)
+        return Usage(self.calls, mean, self._peak.tolist(), round(float(self._logical[0])), self.physical, self.read)
 
 
 def _bytes(layer: CacheLayer) -> int:

@@ -257,15 +257,16 @@ def edit_of(
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from Python also
             a policy.
         guard: Break repetition loops with LoopGuard.
-        interventions: Any other, or a list of them.
+        interventions: Any other: an intervention, several joined by |, the name of a policy, the path of a patch, or a
+            list of these.
 
     Raises:
         SinkscopeError: The patch cannot be read, there is no such policy, or something is no intervention.
     """
-    more = interventions if isinstance(interventions, list | tuple) else [interventions]
-    parts: list[Any] = [
+    parts = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
-        *(policy_named(one) if isinstance(one, str) else one for one in [*more, policy]),
+        *_several(interventions),
+        policy_named(policy) if isinstance(policy, str) else policy,
         LoopGuard() if guard is True else guard or None,
     ]
     given = [part for part in parts if part is not None]
@@ -276,3 +277,12 @@ def edit_of(
                 "such as h2o:0.25, or several of them in a list"
             )
     return reduce(or_, given) if given else None
+
+
+def _several(given: Any) -> list[Any]:
+    """What may be written for interventions, one by one."""
+    if isinstance(given, list | tuple):
+        return [one for part in given for one in _several(part)]
+    if isinstance(given, os.PathLike) or (isinstance(given, str) and given.endswith(".json")):
+        return [SinkPatch.load(given)]
+    return [policy_named(given) if isinstance(given, str) else given]

@@ -38,7 +38,6 @@ from sinkscope.models.config import (
     read_config,
     read_json,
     read_tokenizer,
-    without_cache,
 )
 from sinkscope.models.load import explained, load, quiet
 from sinkscope.models.names import BUNDLED
@@ -384,15 +383,10 @@ def _stream(
 def _with_tokenizer(target: Target, needed: bool = True) -> Target:
     if target.tokenizer is not None:
         return target
-    found, where = None, getattr(target.config, "_name_or_path", "")
     if isinstance(target, StreamTarget):
         found = read_tokenizer(target.name, _tokenizer_folder(target.store.source))
-    elif where:
-        from transformers import AutoTokenizer
-
-        with contextlib.suppress(Exception):  # a live model may name an origin that does not exist any more
-            found = without_cache(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
-            found = found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
+    else:
+        found = target.found_tokenizer
     target = replace(target, tokenizer=found)
     if needed:
         target.need_tokenizer()

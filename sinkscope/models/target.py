@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models import experts
 from sinkscope.models.adapters import Adapter, adapter_for
+from sinkscope.models.config import without_cache
 
 Kind = Literal["hf", "bridge", "nnsight"]
 
@@ -88,19 +89,32 @@ class Target:
         label = name or getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or type(hf).__name__
         return cls(model, hf, kind, adapter, tokenizer, str(label).rstrip("/").split("/")[-1])
 
+    @cached_property
+    def found_tokenizer(self) -> Any:
+        """The tokenizer, else that of the checkpoint which a live model says it came from; None: there is none."""
+        where = getattr(self.config, "_name_or_path", "") or getattr(self.hf.config, "_name_or_path", "")
+        if self.tokenizer is not None or not where:
+            return self.tokenizer
+        from transformers import AutoTokenizer
+
+        with suppress(Exception):  # the origin may not exist any more
+            found = without_cache(AutoTokenizer.from_pretrained(where, trust_remote_code=False))
+            return found if len(found("a text", add_special_tokens=False)["input_ids"]) else None  # made of no files
+        return None
+
     def need_tokenizer(self) -> Any:
         """The tokenizer.
 
         Raises:
             SinkscopeError: there is none.
         """
-        if self.tokenizer is None:
+        if self.found_tokenizer is None:
             raise SinkscopeError(
                 f"{self.name} carries no tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...), or put the "
                 "tokenizer's files beside the weights",
                 page="no-tokenizer",
             )
-        return self.tokenizer
+        return self.found_tokenizer
 
     @property
     def config(self) -> Any:
@@ -144,6 +158,15 @@ class Target:
             multi = self.config.multi_query and not self.config.new_decoder_architecture
             return 1 if multi else int(self.config.num_kv_heads)
         return int(getattr(self.config, "num_key_value_heads", None) or self.n_heads)
+
+    @property
+    def head_width(self) -> int:
+        """Numbers that one head gives to the output projection."""
+        return int(getattr(self.config, "head_dim", None) or self.d_model // self.n_heads)
+
+    def layer_number(self, layer: int) -> int:
+        """The layer counted from the first one, where -1 is the last; unchanged if there is none so far back."""
+        return layer + self.n_layers if -self.n_layers <= layer < 0 else layer
 
     @property
     def d_mlp(self) -> int:
@@ -269,13 +292,20 @@ class Target:
 
     @torch.no_grad()
     def forward(
-        self, ids: Int[Tensor, "batch pos"], attention_mask: Int[Tensor, "batch pos"] | None = None, **kwargs: Any
+        self,
+        ids: Int[Tensor, "batch pos"],
+        attention_mask: Int[Tensor, "batch pos"] | None = None,
+        *,
+        unembed: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        """One pass without the unembedding and without a cache; None if a hook called `stop`."""
+        """One pass without the unembedding, unless asked for, and without a cache; None if a hook called `stop`."""
         self.check_loaded()
         kwargs.setdefault("use_cache", False)
         try:
-            return self.base(input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs)
+            return (self.hf if unembed else self.base)(
+                input_ids=ids.to(self.device), attention_mask=attention_mask, **kwargs
+            )
         except _Stop:
             return None
 

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -14,13 +14,17 @@ from torch import Tensor, nn
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.models.adapters import Adapter
+from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.trace.attention import attention_rows
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place: `cut` takes the module's input or output to `[batch pos ...]`."""
+    """One place: `cut` takes the module's input or output to `[batch pos ...]`.
+
+    Behind the last layer, `layer` is the number of layers.
+    """
 
     name: str
     layer: int | None
@@ -58,11 +62,12 @@ _PLACES = {
     "attn.hook_z": _Place(lambda a: a.o, "pre", lambda target, tensor: tensor.unflatten(-1, (target.n_heads, -1))),
     "attn.hook_pattern": _Place(lambda a: ""),
 }
+_LAST = ("ln_final", "logits")  # what the unembedding reads, and what it gives
 
 
 def site_names(n_layers: int) -> list[str]:
     """Every name that `trace` knows, for a model of `n_layers` layers, in the order of the forward pass."""
-    return ["hook_embed", *(f"blocks.{i}.{name}" for i in range(n_layers) for name in _PLACES)]
+    return ["hook_embed", *(f"blocks.{i}.{name}" for i in range(n_layers) for name in _PLACES), *_LAST]
 
 
 def resolve(target: Target, patterns: list[str]) -> list[Site]:
@@ -77,7 +82,7 @@ def resolve(target: Target, patterns: list[str]) -> list[Site]:
     for pattern in patterns:
         matched = fnmatch.filter(known, pattern)
         if not matched:
-            shown = ", ".join(["hook_embed", *(f"blocks.L.{name}" for name in _PLACES)])
+            shown = ", ".join(["hook_embed", *(f"blocks.L.{name}" for name in _PLACES), *_LAST])
             raise SinkscopeError(
                 f"site {pattern!r} matches nothing in a model of {target.n_layers} layers; there are {shown}"
             )
@@ -88,6 +93,15 @@ def resolve(target: Target, patterns: list[str]) -> list[Site]:
 def _site(target: Target, name: str) -> Site:
     if name == "hook_embed":
         return Site(name, None, target.embedding)
+    if name == "ln_final":
+        return Site(name, target.n_layers, target.base, cut=lambda out: out[0])
+    if name == "logits":
+        if not target.resident:
+            raise UnsupportedError(
+                f"site 'logits': {target.name} is read layer by layer, without its unembedding; load it whole with "
+                "sinkscope.load(...)"
+            )
+        return Site(name, target.n_layers, target.hf, cut=lambda out: out.logits)
     _, number, part = name.split(".", 2)
     layer, place, a = int(number), _PLACES[part], target.adapter
     if part == "attn.hook_pattern":
@@ -116,8 +130,7 @@ def _projected(target: Target, which: str, tensor: Tensor) -> Tensor:
         return tensor.unflatten(-1, (counts[index], -1))
     if a.model_type == "gpt_neox":  # q, k, v of one head lie side by side
         return tensor.unflatten(-1, (target.n_heads, 3, -1))[..., index, :]
-    size = int(getattr(target.config, "head_dim", None) or target.d_model // target.n_heads)
-    return tensor.split([count * size for count in counts], -1)[index].unflatten(-1, (counts[index], -1))
+    return tensor.split([count * target.head_width for count in counts], -1)[index].unflatten(-1, (counts[index], -1))
 
 
 Reducer = Callable[[Tensor], Tensor]
@@ -143,47 +156,55 @@ REDUCERS: dict[str, Reducer] = {
 }
 
 
-def check_tokens(tokens: Any, mask: Any, target: Target) -> None:
-    """Refuse what is no batch of token ids of the model.
+def _of_real(reduce: str | Reducer, mask: Int[Tensor, "batch pos"] | None) -> Reducer | None:
+    """The reducers over positions where some are padding; None: the others, which do not mind."""
+    if mask is None or not isinstance(reduce, str):
+        return None
+    real, rows = mask.bool(), torch.arange(len(mask))
 
-    Raises:
-        SinkscopeError: another shape or type, nothing in it, an id without an embedding, or a mask of another shape.
-    """
-    shape = tuple(getattr(tokens, "shape", ()))
-    if not isinstance(tokens, Tensor) or len(shape) != 2 or not tokens.numel() or tokens.is_floating_point():
-        found = f"{tokens.dtype} {list(shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise SinkscopeError(f"tokens are {found}: expected whole numbers in a tensor [batch pos], not empty")
-    size = int(target.config.vocab_size)
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= size:
-        raise SinkscopeError(f"token id {low if low < 0 else high} is none of {target.name}: expected 0 to {size - 1}")
-    if mask is not None and tuple(getattr(mask, "shape", ())) != shape:
-        raise SinkscopeError(f"attention_mask has another shape than tokens, {list(shape)}: give 1 or 0 for each token")
+    def mean(t: Tensor) -> Tensor:
+        shape = (*real.shape, *[1] * (t.ndim - 2))
+        kept = torch.where(real.view(shape).to(t.device), t.float(), 0).sum(1)
+        return kept / real.sum(1).view(-1, *shape[2:]).to(t.device)
+
+    at = {"first": real.int().argmax(1), "last": real.shape[1] - 1 - real.int().flip(1).argmax(1)}
+    if reduce in at:
+        return lambda t: t[rows.to(t.device), at[reduce].to(t.device)]
+    return mean if reduce == "mean" else None
 
 
 def trace(
     model: object,
-    tokens: Int[Tensor, "batch pos"],
-    sites: Sequence[str],
+    tokens: Any = None,
+    sites: Sequence[str] = (),
     reduce: str | Reducer = "raw",
     *,
     observers: Sequence[Observer] = (),
-    attention_mask: Int[Tensor, "batch pos"] | None = None,
+    attention_mask: Any = None,
     batch_size: int | None = None,
+    tokenizer: Any = None,
+    bos: bool | None = None,
+    **inputs: Any,
 ) -> dict[str, Tensor]:
     """Run the model once and return each site's reduced tensor, on the CPU.
 
     Args:
         model: plain Hugging Face, TransformerBridge, nnsight, or a Target.
-        tokens: ids `[batch pos]`.
+        tokens: ids `[batch pos]`, also as a list or lists; a text or several; or what a tokenizer returned. Rows of
+            several lengths are filled up on the right.
         sites: names in TransformerLens' vocabulary, or patterns such as `"blocks.*.hook_resid_post"`;
-            `attn.hook_pattern` is recomputed in query chunks while fast attention runs.
+            `attn.hook_pattern` is recomputed in query chunks while fast attention runs. `ln_final` is what the
+            unembedding reads, `logits` what it gives.
         reduce: "raw", "norm" (L2 over the last dimension), "mean" over positions, "first" or "last" position, or a
             function of one tensor. It runs inside the hook, so only its result is kept. Chunks of attention rows are
-            reduced one by one and joined along the query dimension.
+            reduced one by one and joined along the query dimension. At other sites padding counts for nothing in
+            "mean", "first" and "last"; a function gets it with the rest.
         observers: objects with `sites` and `observe(site, tensor, first_row)`.
         attention_mask: 1 for real tokens, 0 for padding, `[batch pos]`.
         batch_size: rows per forward pass; None: all at once.
+        tokenizer: for texts, where the model carries none.
+        bos: whether texts begin with BOS; by default as the tokenizer does.
+        inputs: `input_ids` in place of tokens, as in `trace(model, sites=[...], **tokenizer(texts))`.
 
     Returns:
         Site name to tensor; the first dimension is the batch.
@@ -192,36 +213,51 @@ def trace(
         SinkscopeError: tokens that are none of the model, or an unknown site or reduction.
 
     The pass ends after the deepest site. The model is left as it was.
+
+    Raises:
+        SinkscopeError: there are no such sites, tokens or reducers.
+        UnsupportedError: this architecture has no such place.
     """
-    target = Target.of(model)
+    target = Target.of(model, tokenizer)
+    sites = [sites] if isinstance(sites, str) else sites
+    if not sites and not observers:
+        raise SinkscopeError('no site is given: expected names such as sites=["blocks.*.hook_resid_post"]')
     reducer = REDUCERS.get(reduce) if isinstance(reduce, str) else reduce
     if reducer is None:
         raise SinkscopeError(f"reduce {reduce!r} is unknown; expected a function or one of {', '.join(REDUCERS)}")
-    check_tokens(tokens, attention_mask, target)
+    read = read_inputs(target, tokens, {**inputs, "attention_mask": attention_mask}, bos=bos)
+    ids, masks = read.ids, read.mask
     kept: dict[str, list[Tensor]] = {}
     wanted = resolve(target, list(sites))
     watched = [(observer, resolve(target, list(observer.sites))) for observer in observers]
-    step = batch_size or len(tokens)
-    for start in range(0, len(tokens), step):
+    step = batch_size or len(ids)
+    for start in range(0, len(ids), step):
         batch: dict[str, list[Tensor]] = {}
+        mask = None if masks is None else masks[start : start + step]
+        real = _of_real(reduce, mask)
 
-        def keep(name: str, tensor: Tensor, batch: dict[str, list[Tensor]] = batch) -> None:
+        def keep(
+            name: str, tensor: Tensor, batch: dict[str, list[Tensor]] = batch, real: Reducer | None = real
+        ) -> None:
+            by = reducer if real is None or name.endswith("hook_pattern") else real
             # A copy: Falcon adds into its MLP's output in place after the hook has seen it.
-            batch.setdefault(name, []).append(reducer(tensor).detach().to("cpu", copy=True))
+            batch.setdefault(name, []).append(by(tensor).detach().to("cpu", copy=True))
 
         takers: list[tuple[Site, Callable[[str, Tensor], None]]] = [(site, keep) for site in wanted]
         for observer, its_sites in watched:
             takers += [(site, lambda n, x, o=observer, row=start: o.observe(n, x, row)) for site in its_sites]
-        mask = None if attention_mask is None else attention_mask[start : start + step].to(target.device)
-        _run(target, tokens[start : start + step], mask, takers)
-        if absent := [site.name for site in wanted if site.name not in batch]:
-            raise UnsupportedError(
-                f"site {absent[0]!r} was never reached on this {target.kind} model: a bridge replaces modules that "
-                "fuse several projections; trace the plain Hugging Face model (backend='hf')"
-            )
-        for name, chunks in batch.items():
-            kept.setdefault(name, []).append(chunks[0] if len(chunks) == 1 else torch.cat(chunks, 2))
+        _run(target, ids[start : start + step], None if mask is None else mask.to(target.device), takers)
+        for site in wanted:
+            chunks = batch.get(site.name) or _never_reached(site, target)
+            kept.setdefault(site.name, []).append(chunks[0] if len(chunks) == 1 else torch.cat(chunks, 2))
     return {name: torch.cat(parts) for name, parts in kept.items()}
+
+
+def _never_reached(site: Site, target: Target) -> NoReturn:
+    raise UnsupportedError(
+        f"site {site.name!r} was never reached on this {target.kind} model: a bridge replaces modules that fuse "
+        "several projections; trace the plain Hugging Face model (backend='hf')"
+    )
 
 
 def _run(
@@ -234,7 +270,7 @@ def _run(
         if site.module is None and site.layer is not None:
             rows.setdefault(site.layer, []).append((site.name, take))
     deepest = max((site.layer if site.layer is not None else -1 for site, _ in takers), default=-1)
-    if deepest >= 0:
+    if 0 <= deepest < target.n_layers:
         hooks.append((target.layers[deepest], "post", lambda *_: target.stop()))
 
     def show(layer: int, _first: int, chunk: Tensor) -> None:
@@ -245,7 +281,7 @@ def _run(
         if rows:
             stack.enter_context(attention_rows(target, show, layers=list(rows)))
         stack.enter_context(target.hooks(*hooks))
-        target.forward(ids, mask)
+        target.forward(ids, mask, unembed=any(site.module is target.hf for site, _ in takers))
 
 
 def _hook(site: Site, take: Callable[[str, Tensor], None], shape: tuple[int, ...]) -> Any:

@@ -105,7 +105,7 @@ class RowMonitors:
         host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)
         host.copy_(stacked, non_blocking=True)
         event = torch.Event(device=stacked.device)
-        event.record()
+        event.record(torch.cuda.current_stream(stacked.device))  # not of the current device, which may be another
         self._copied = (host, event)
 
     def _read(self) -> list[Found]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -93,7 +93,7 @@ class LoopGuard(Intervention):
         (256, 128)
     """
 
-    budget: int | float = 1024
+    budget: int | float = field(default=1024, kw_only=False)
     anchors: Whole = 32
     window: Natural = 256
     between: Literal["full", "window"] = "full"
@@ -112,6 +112,8 @@ class LoopGuard(Intervention):
     ends: Sequence[int] | None = None
     poll: Natural | None = None
 
+    KIND: ClassVar[str] = "guard"
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.budget <= 0 or (isinstance(self.budget, float) and self.budget > 1):
@@ -127,14 +129,15 @@ class LoopGuard(Intervention):
             self.retention(0)
 
     @classmethod
-    def paper(cls, **changed: Any) -> LoopGuard:
+    def paper(cls, budget: int | float = 1024, **changed: Any) -> LoopGuard:
         """The guard as it is printed: votes and gates, recent tokens from the monitor's window, nothing but the cut.
 
         Args:
+            budget: as for the guard.
             changed: fields to set besides.
         """
         printed: dict[str, Any] = {"variant": "full", "recent": "window", "max_level": 3, "escalate": "none"}
-        return cls(**printed | changed)
+        return cls(budget, **printed | changed)
 
     @property
     def settings(self) -> MonitorSettings:
@@ -143,6 +146,14 @@ class LoopGuard(Intervention):
         if self.variant == "repeats":
             usual["cooldown"] = 8  # a loop that goes on after the cut is met with more than a cut, so there is no wait
         return MonitorSettings.variant(self.variant, window=self.window, **usual | dict(self.monitor))
+
+    def told(self, run: Run) -> str:
+        """The first loop and what was done, and how many more there were."""
+        cuts = [event for event in run.events if event.kind == self.KIND]
+        if not cuts:
+            return "LoopGuard found no loop and changed nothing."
+        more = f" It stepped in {len(cuts)} times in all." if len(cuts) > 1 else ""
+        return in_words(cuts[0]) + more
 
     def check_prompt(self, tokens: int) -> None:
         """Refuse a fraction of the prompt that leaves nothing beside the anchors."""

@@ -160,7 +160,7 @@ class Conversation:
             raise SinkscopeError(f"edit={edit!r}: expected LoopServe(...), a policy, patch or guard, or None")
         self.target, self._edit, self.chat = Target.of(model, tokenizer), edit, chat
         self.answers: Answers = "keep" if answers == "keep" else "recompute"
-        self.tokenizer = self.target.tokenizer if tokenizer is None else tokenizer
+        self.tokenizer = self.target.found_tokenizer if tokenizer is None else tokenizer
         if chat and not getattr(self.tokenizer, "chat_template", None):
             raise SinkscopeError(f"the tokenizer of {self.target.name} has no chat template: leave out chat")
         self.turns: list[Turn] = []

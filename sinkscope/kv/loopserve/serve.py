@@ -220,6 +220,19 @@ def tokens_read(run: Run) -> list[list[float]]:
     return [(reads.total / reads.steps).tolist() for reads in found if reads.total is not None]
 
 
+def said_of_prompts(name: str, run: Run) -> str:
+    """One sentence on what was computed of the attention of prompts."""
+    shares = [event.data.get("attended", 1.0) for event in run.events if event.kind == "prefill"]
+    return f"{name} computed {fmean(shares):.0%} of the attention of prompts." if shares else ""
+
+
+def said_of_steps(name: str, run: Run) -> str:
+    """One sentence on what decoding steps read."""
+    read = [tokens for rows in tokens_read(run) for tokens in rows]
+    held = max((one.read_tokens for one in run.usage), default=0)
+    return f"{name} read {fmean(read):,.0f} of up to {held:,} tokens in a decoding step." if read else ""
+
+
 @register_policy("progressive")
 @dataclass(frozen=True, kw_only=True)
 class Progressive(Policy):
@@ -273,6 +286,10 @@ class Progressive(Policy):
         record = _RECORDS.setdefault(run, _Record())
         Session.of(run).before_prompt(lambda moment: self._open(moment.layers))
         run.stack.callback(lambda: self._open(list(record.layers)))
+
+    def told(self, run: Run) -> str:
+        """The tokens that a decoding step read, and those that were held."""
+        return f"{said_of_steps(type(self).__name__, run)} {super().told(run)}".strip()
 
     def watch(self, session: Session, key: int) -> None:
         """Keep the latest queries, also those of generated tokens."""
@@ -416,8 +433,8 @@ class LoopServe(Intervention):
         16
     """
 
+    budget: int | float = field(default=1024, kw_only=False)
     alpha: float = 0.75
-    budget: int | float = 1024
     interval: int = 16
     sample: int = 48
     recent: int = 0
@@ -455,8 +472,12 @@ class LoopServe(Intervention):
         _ = self.decoding
 
     @classmethod
-    def paper(cls, **given: Any) -> LoopServe:
+    def paper(cls, budget: int | float = 1024, **given: Any) -> LoopServe:
         """The printed algorithm 5 with the printed settings; what is given counts more.
+
+        Args:
+            budget: as for the plain constructor.
+            given: fields to set besides.
 
         Example:
             >>> LoopServe.paper(budget=512).variant
@@ -464,7 +485,7 @@ class LoopServe(Intervention):
         """
         printed: dict[str, Any] = {"alpha": 0.955, "dense_rows": 0, "variant": "faithful", "shortest": 0}
         printed |= {"begin": 1, "local": 1, "sharp": None, "checked": 0}
-        return cls(**(printed | given))
+        return cls(budget, **(printed | given))
 
     @property
     def decoding(self) -> Progressive:
@@ -500,6 +521,10 @@ class LoopServe(Intervention):
         draw = self._draw(query.shape[1], key.shape[1], layer)
         more = {name: getattr(self, name) for name in ("variant", "begin", "local", "sharp", "checked")}
         return select_lines(query, key, self.alpha, **draw, **more, scaling=scaling, dense_above=limit)
+
+    def told(self, run: Run) -> str:
+        """The share of attention that prompts computed, and the tokens that a decoding step read."""
+        return " ".join(filter(None, [said_of_prompts("LoopServe", run), said_of_steps("LoopServe", run)]))
 
     def _warn(self, run: Run) -> None:
         """Say if the lines of a run's prompts hold less than they should, on queries that did not choose them."""

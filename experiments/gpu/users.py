@@ -1,0 +1,166 @@
+"""Everything that users do, once, on a GPU: right answers, seconds, peak memory, and nothing left on the model.
+
+    python -m experiments.gpu.users [--shape llama-2-7b] [--out figures/gpu_users.json] [--device cuda]
+
+A checkpoint of 7B shape with a planted circuit, in bfloat16: find-sinks (streamed and in memory), the circuit, the
+patch, a barcode, the equalities of the CPU tests (hidden states; as shares of the largest one, within `TOLERANCE`), and
+LoopGuard and every policy in `generate` with a batch. Steps are written as each ends, and done ones are left out when
+the command is given again. Needs torch, transformers, accelerate, jaxtyping; no network, TransformerLens, nnsight.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from experiments.gpu.steps import Steps, clock, loaded, options, planted
+from sinkscope.attention.barcode import barcode
+from sinkscope.interventions.base import Intervention
+from sinkscope.interventions.sink_patch import SinkPatch
+from sinkscope.kv import Full, StreamingLLM, policies
+from sinkscope.kv.loopguard import LoopGuard
+from sinkscope.kv.loopserve import LoopServe
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.circuit import circuit
+from sinkscope.sinks.first_token.find import find_sinks
+from sinkscope.trace.run import trace
+
+TOLERANCE = {"bfloat16": 0.02, "float16": 0.005, "float32": 1e-4}
+
+
+def hooks(model: nn.Module) -> int:
+    """Hooks on the model: none of ours may stay."""
+    names = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+    return sum(len(getattr(module, name)) for module in model.modules() for name in names)
+
+
+def ids_of(target: Target, rows: int, length: int) -> Tensor:
+    """Random tokens behind BOS."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, int(target.config.vocab_size), (rows, length), generator=generator)
+    ids[:, 0] = 1
+    return ids.to(target.device)
+
+
+@torch.no_grad()
+def hidden(target: Target, ids: Tensor, prompt: int, edit: Intervention | None, mask: Tensor | None = None) -> Tensor:
+    """Last hidden states of the tokens behind a prompt, read one by one: `[row token d_model]`."""
+    with nullcontext() if edit is None else edit.on(target):
+        cache, found = DynamicCache(config=target.hf.config), []
+        for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, ids.shape[1]))]:
+            given = {} if mask is None else {"attention_mask": mask[:, :last]}
+            if mask is not None:
+                given["position_ids"] = (mask[:, :last].cumsum(1) - 1).clamp(min=0)[:, first:]
+            out = target.hf(
+                input_ids=ids[:, first:last], past_key_values=cache, use_cache=True, output_hidden_states=True, **given
+            )
+            found.append(out.hidden_states[-1][:, -1:])
+    return torch.cat(found[1:], 1).float()
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference as a share of the largest number."""
+    return float((a - b).abs().max() / a.abs().max())
+
+
+def equalities(target: Target, prompt: int, new: int, dtype: str) -> dict[str, Any]:
+    """Untriggered is stock, bit for bit; evicted is masked and padded is single, within the tolerance."""
+    ids, budget = ids_of(target, 1, prompt + new), prompt // 2
+    stock = hidden(target, ids, prompt, None)
+    untriggered = bool(torch.equal(hidden(target, ids, prompt, LoopGuard()), stock))
+    evicted, masked = (hidden(target, ids, prompt, StreamingLLM(budget, mode=mode)) for mode in ("evict", "select"))
+    pad = torch.zeros(1, 7, dtype=ids.dtype, device=ids.device)
+    mask = torch.cat([torch.zeros_like(pad), torch.ones_like(ids)], 1)
+    padded = hidden(target, torch.cat([pad, ids], 1), prompt + 7, StreamingLLM(budget), mask)
+    found = {"evicted_is_masked": distance(evicted, masked), "padded_is_single": distance(evicted, padded)}
+    right = untriggered and max(found.values()) <= TOLERANCE[dtype] and distance(stock, evicted) > 0
+    return {"untriggered_is_stock": untriggered, **found, "tolerance": TOLERANCE[dtype], "right": right}
+
+
+def sinks(found: Any, truth: dict[str, Any]) -> dict[str, Any]:
+    """Whether the planted neurons were found."""
+    sites = sorted(neuron.site for neuron in found.causal)
+    right = set(sites) == {(n["layer"], n["neuron"]) for n in truth["neurons"]}
+    return {"sink_layer": found.sink_layer, "neurons": sites, "layers_read": found.layers_read, "right": right}
+
+
+def patched(target: Target, truth: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """The last repetition's norm with and without the patch, over the first token's; and a generation under it."""
+    patch = SinkPatch(sites=[(n["layer"], n["neuron"]) for n in truth["neurons"]])
+    ids = torch.full((1, repeats + 1), 200, device=target.device)
+    ids[:, 0] = 1
+    site = f"blocks.{truth['sink_layer']}.hook_resid_post"
+    plain = trace(target, ids, [site], "norm")[site][0]
+    with patch.on(target) as run:
+        after = trace(target, ids, [site], "norm")[site][0]
+        made = target.hf.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    shares = {"before": float(plain[-1] / plain[0]), "after": float(after[-1] / after[0])}
+    right = shares["before"] > 0.5 > shares["after"] and made.shape[1] > ids.shape[1]
+    return {**shares, "first_norm": float(plain[0]), "events": len(run.events), "right": right}
+
+
+def generated(
+    target: Target, edit: Intervention | None, args: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Tokens a second of `generate` with a batch, and what the run says of itself."""
+    ids = ids_of(target, args.rows, args.prompt)
+    options: dict[str, Any] = {"max_new_tokens": args.new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with nullcontext() if edit is None else edit.on(target) as run:
+        began = clock(device)
+        made = target.hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        spent = clock(device) - began
+        told = "" if run is None else run.summary()
+    return {
+        "tokens_a_second": args.rows * args.new / spent,
+        "said": told,
+        "right": made.shape == (args.rows, args.prompt + args.new),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+
+    def add(option: Any) -> None:
+        option("--shape", default="llama-2-7b")
+        option("--folder", type=Path, default=Path("/tmp/sinkscope-planted"), help="where the checkpoint is made")
+        option("--rows", type=int, default=8, help="of the batch")
+        option("--prompt", type=int, default=64)
+        option("--new", type=int, default=4000)
+        option("--repeats", type=int, default=512)
+        option("--steps", type=int, default=256, help="of the barcode")
+        option("--budget", type=int, default=512)
+
+    args = options(__doc__, argv, "users", add)
+    device = torch.device(args.device)
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "folder")}
+    steps = Steps("gpu-users", args.out, settings, device, args.dtype)
+    folder, truth = planted(args.shape, args.folder / f"{args.shape}-{args.dtype}", args.dtype)
+    steps.do("find-sinks, streamed", lambda: sinks(find_sinks(folder, device=device, dtype=args.dtype), truth))
+    target = loaded(folder, device, args.dtype)
+    before, attention = hooks(target.hf), str(target.config._attn_implementation)
+    edits: dict[str, Any] = {"loopguard": LoopGuard(args.budget), "loopserve": LoopServe(args.budget, shortest=0)}
+    makers: dict[str, Any] = {name: policy for name, policy in policies().items() if name != "full"}
+    edits |= {"full": Full(), **{name: make(args.budget) for name, make in makers.items()}}
+    layer = truth["sink_layer"]
+    steps.do("find-sinks, in memory", lambda: sinks(find_sinks(target.hf), truth))
+    steps.do("equalities", lambda: equalities(target, args.prompt, 24, args.dtype))
+    steps.do("patch", lambda: patched(target, truth, args.repeats))
+    steps.do("circuit", lambda: {"right": circuit(target.hf).sink_layer == layer})
+    steps.do("barcode", lambda: {"right": bool(barcode(target.hf, max_new_tokens=args.steps, control=False).rows())})
+    steps.do("generate", lambda: generated(target, None, args, device))
+    for name, edit in edits.items():
+        steps.do(f"generate, {name}", lambda edit=edit: generated(target, edit, args, device))
+    left = {"hooks": hooks(target.hf) - before, "attention": str(target.config._attn_implementation)}
+    steps.do("nothing left", lambda: {**left, "right": left == {"hooks": 0, "attention": attention}})
+    steps.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Steering: a vector that is added to the residual stream, or to what attention or an MLP writes into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.edits import Positions, checked_positions, chosen_positions
+from sinkscope.models.target import Target, on_input, on_output
+from sinkscope.records import Number, conform
+from sinkscope.trace.run import Site, resolve
+
+_WHERE = ("hook_embed", "hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+_PAGE = "neuron-sites"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Add(Intervention):
+    """Add a vector to the residual stream at a site, in the prompt and in everything that is generated.
+
+    Attributes:
+        vector: `[d_model]`, a tensor or numbers.
+        site: where, in TransformerLens' names: `hook_embed`, or `hook_resid_pre`, `hook_attn_out`, `hook_resid_mid`,
+            `hook_mlp_out` or `hook_resid_post` of a layer, as in "blocks.3.hook_resid_post". A pattern such as
+            "blocks.*.hook_resid_post" adds the vector at every site that it matches.
+        scale: factor of the vector.
+        positions: where, counted from the first real token of each row: None for everywhere, "first", a number,
+            several, or a slice.
+
+    An event of kind "added" says for each row and call how many positions it was.
+
+    Raises:
+        SinkscopeError: the vector is no list of finite numbers or has another length than the residual stream, or the
+            site is none of these.
+
+    Example:
+        >>> Add([0.5, -0.5], "blocks.3.hook_resid_post", scale=2.0)
+        Add(vector of 2 numbers with norm 0.7071, 'blocks.3.hook_resid_post', scale=2.0)
+    """
+
+    KIND: ClassVar[str] = "added"
+
+    vector: Any
+    site: str
+    scale: int | float = 1.0
+    positions: Positions = None
+
+    def __post_init__(self) -> None:
+        vector = torch.zeros(0)
+        try:
+            vector = torch.as_tensor(self.vector).detach()
+            fine = vector.ndim == 1 and len(vector) > 0 and bool(vector.isfinite().all())
+            what = f"of shape {tuple(vector.shape)}"
+        except (TypeError, ValueError, RuntimeError):
+            fine, what = False, f"of type {type(self.vector).__name__}"
+        if not fine:
+            raise SinkscopeError(
+                f"vector {what}: expected finite numbers, one for each dimension of the residual stream", page=_PAGE
+            )
+        conform(Number, self.scale, "scale", page=_PAGE)
+        object.__setattr__(self, "vector", vector.float())
+        object.__setattr__(self, "positions", checked_positions(self.positions))
+
+    def __repr__(self) -> str:
+        vector: Tensor = self.vector
+        more = "" if self.positions is None else f", positions={self.positions!r}"
+        norm = float(torch.linalg.vector_norm(vector))
+        return f"Add(vector of {len(vector)} numbers with norm {norm:.4g}, {self.site!r}, scale={self.scale}{more})"
+
+    def told(self, run: Run) -> str:
+        """The number of positions."""
+        count = sum(event.data["positions"] for event in run.events if event.kind == self.KIND)
+        return f"Add changed the residual stream {count:,} times."
+
+    def enter(self, run: Run, key: int) -> None:
+        """Hooks on the modules that the sites are the input or output of."""
+        for site in self._sites(run.target):
+            fn = self._editor(run, site)
+            if site.when == "pre":
+                run.hook(_module(site), "pre", on_input(fn))
+            else:
+                run.hook(_module(site), "post", on_output(lambda output, fn=fn: _replaced(output, fn)))
+
+    def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
+        """The same at the hook points of these names."""
+        edits = [(site.name, self._editor(run, site)) for site in self._sites(run.target)]
+        return [(name, lambda tensor, hook, fn=fn: fn(tensor)) for name, fn in edits]
+
+    def _sites(self, target: Target) -> list[Site]:
+        # What is added before the norm of the MLP would not stay in the residual stream; after attention it does.
+        found = resolve(target, [self.site.replace("hook_resid_mid", "hook_attn_out")])
+        if self.site.endswith("hook_resid_mid"):
+            resolve(target, [self.site])  # refuses architectures that have no such place
+        for site in found:
+            if site.name.rpartition(".")[2] not in _WHERE:
+                raise SinkscopeError(
+                    f"site {site.name!r}: a vector is added to the residual stream; expected {', '.join(_WHERE)}",
+                    page=_PAGE,
+                )
+        if len(self.vector) != target.d_model:
+            raise SinkscopeError(
+                f"vector of {len(self.vector)} numbers: the residual stream of {target.name} has {target.d_model}",
+                page=_PAGE,
+            )
+        return found
+
+    def _editor(self, run: Run, site: Site) -> Callable[[Tensor], Tensor | None]:
+        """From hidden states in any shape (..., d_model) to new ones; None if the run does not act on this call."""
+        added = self.scale * self.vector
+
+        def edit(hidden: Tensor) -> Tensor | None:
+            nonlocal added
+            call = run.call
+            if call is None:
+                return None
+            if (added.device, added.dtype) != (hidden.device, hidden.dtype):  # once, not in every call
+                added = added.to(hidden.device, hidden.dtype)
+            chosen = chosen_positions(call.on(hidden.device), self.positions)
+            counts, last = chosen.sum(1), call.on(hidden.device).masked_fill(~chosen, -1).amax(1)
+
+            def events() -> list[Event]:
+                return [
+                    Event(row, call.step, at, site.layer, None, "added", {"site": site.name, "positions": count})
+                    for row, (count, at) in enumerate(zip(counts.tolist(), last.tolist(), strict=True))
+                    if count
+                ]
+
+            run.log(events)
+            return torch.where(chosen.reshape(*hidden.shape[:-1], 1), hidden + added, hidden)
+
+        return edit
+
+
+def _module(site: Site) -> Any:
+    assert site.module is not None  # only attention rows have none
+    return site.module
+
+
+def _replaced(output: Any, fn: Callable[[Tensor], Tensor | None]) -> Any:
+    """What a module returns, with its hidden states replaced."""
+    if not isinstance(output, tuple | list):
+        return fn(output)
+    new = fn(output[0])
+    return None if new is None else type(output)([new, *output[1:]])

@@ -1,0 +1,90 @@
+"""Models in several places, as `device_map="auto"` makes them: layers on disk stand for those on another device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import count_hooks
+from organisms import tiny_model
+
+import sinkscope as ss
+from sinkscope.kv.loopguard import detect
+from sinkscope.trace import trace
+
+IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
+SITES = ["blocks.*.hook_resid_post", "blocks.1.mlp.hook_post", "blocks.1.attn.hook_pattern", "logits"]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Any, Any]:
+    """The same weights in memory, and with the middle layer on disk."""
+    from transformers import AutoModelForCausalLM
+
+    model, _ = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(tmp_path / "m")
+    places: dict[str, Any] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {"lm_head": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu"}
+    split = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "m", device_map=places, offload_folder=tmp_path / "o", dtype=torch.float32
+    )
+    assert next(split.model.layers[1].parameters()).is_meta
+    return model, split
+
+
+def test_trace_and_edits_across_places(pair: tuple[Any, Any]) -> None:
+    model, split = pair
+    for name, want in trace(model, IDS, SITES).items():
+        torch.testing.assert_close(trace(split, IDS, [name])[name], want)
+    vector = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    edit = ss.Ablate(layer=1, neurons=[3, 11]) | ss.Ablate(heads=[(1, 2)]) | ss.Add(vector, "blocks.1.hook_resid_post")
+    before, answers = count_hooks(split), []
+    for one in (model, split):
+        with edit.on(one) as run:
+            answers.append((one.generate(IDS, max_new_tokens=8, do_sample=False), len(run.events)))
+    assert torch.equal(answers[0][0], answers[1][0]) and answers[0][1] == answers[1][1] > 0
+    assert count_hooks(split) == before
+
+
+@pytest.mark.parametrize("edit", [ss.H2O(6), ss.StreamingLLM(6), ss.TOVA(6), ss.LoopServe(6, prefill=False)])
+def test_policies_across_places(pair: tuple[Any, Any], edit: Any) -> None:
+    answers = []
+    for one in pair:
+        with edit.on(one) as run:
+            answers.append((one.generate(IDS, max_new_tokens=12, do_sample=False), run.usage[0].peak_tokens))
+    assert torch.equal(answers[0][0], answers[1][0]) and answers[0][1] == answers[1][1]
+
+
+def test_the_queue_of_a_guard_waits_for_the_stream_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens may be on another device than the current one; then the copy runs on a stream of theirs."""
+    said: list[Any] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            said.append(("event", device.type))
+
+        def record(self, stream: Any = None) -> None:
+            said.append(("record", stream))
+
+        def synchronize(self) -> None:
+            said.append(("wait", None))
+
+    class OnDevice(torch.Tensor):
+        device = torch.device("cuda", 1)  # pyright: ignore[reportAssignmentType]
+
+    real_stack, real_empty = torch.stack, torch.empty
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch, "stack", lambda parts: real_stack(parts).as_subclass(OnDevice))
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **more: real_empty(*shape, **more))
+    found: dict[int, list[int]] = {}
+    for poll in (1, 4):
+        monitors = detect.RowMonitors(ss.LoopGuard().settings, 1, frozenset(), poll=poll)
+        each = [one for token in [5, 6, 7] * 60 for one in monitors.push(torch.tensor([token]))]
+        found[poll] = [one.step.step for one in each + monitors.flush()]
+        assert monitors.tokens[0] == [5, 6, 7] * 60
+    assert said[:3] == [("event", "cuda"), ("record", "stream of cuda:1"), ("wait", None)]
+    assert found[1] == found[4] != []

@@ -1,0 +1,92 @@
+"""Half precision on a CPU: the verdicts of float32, and sums that do not overflow where a spike is large."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from organisms import tiny_model
+
+import sinkscope as ss
+from sinkscope.models.target import Target
+from sinkscope.trace import trace
+
+
+@cache
+def model(dtype: str) -> Any:
+    return ss.load(backend="hf", dtype=dtype)
+
+
+@cache
+def found(dtype: str) -> Any:
+    return ss.find_sinks(model(dtype), max_repeats=64)
+
+
+@pytest.mark.slow
+def test_the_same_sink() -> None:
+    half, full = found("float16"), found("float32")
+    assert half.sink_layer == full.sink_layer and half.residual_dims == full.residual_dims
+    assert {n.site for n in half.causal} == {n.site for n in full.causal}
+    assert [(s.kind, s.sites) for s in half.causal_sets] == [(s.kind, s.sites) for s in full.causal_sets]
+    assert half.set_drop == pytest.approx(full.set_drop, abs=0.02)
+    assert half.first_token_norm == pytest.approx(full.first_token_norm, rel=0.02)
+    assert (
+        half.repeats.median == full.repeats.median and half.attention_sink.carried_by == full.attention_sink.carried_by
+    )
+
+
+@pytest.mark.slow
+def test_the_same_circuit() -> None:
+    half, full = (ss.circuit(model(dtype), max_repeats=64) for dtype in ("float16", "float32"))
+    for name in ("sink_layer", "spike_by", "neurons", "carried_by", "repeats"):
+        assert getattr(half, name) == getattr(full, name), name
+
+
+@pytest.mark.slow
+def test_the_same_repetitions() -> None:
+    half, full = (ss.repeat_norms(model(dtype), max_repeats=64) for dtype in ("float16", "float32"))
+    assert half.sink_layer == full.sink_layer
+    for one, same in zip(half.sequences, full.sequences, strict=True):
+        assert (one.repeats is None) == (same.repeats is None), one.label
+        assert abs((one.repeats or 0) - (same.repeats or 0)) <= 2, one.label
+
+
+@pytest.mark.slow
+def test_the_same_patch_with_the_same_effect() -> None:
+    """The norm of the last of many repeated tokens, over the first token's, without the patch and with it."""
+    shares = {}
+    for dtype in ("float16", "float32"):
+        patch, site = ss.SinkPatch.from_result(found(dtype)), f"blocks.{found(dtype).sink_layer}.hook_resid_post"
+        ids = torch.tensor([[1, *[300] * 200]])
+        plain = trace(model(dtype), ids, [site], "norm")[site][0]
+        with patch.on(model(dtype)):
+            after = trace(model(dtype), ids, [site], "norm")[site][0]
+        shares[dtype] = torch.stack([plain[-1] / plain[0], after[-1] / after[0]])
+    torch.testing.assert_close(shares["float16"], shares["float32"], atol=0.02, rtol=0.02)
+    assert shares["float16"][0] > 0.5 > shares["float16"][1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_and_sums_of_a_spike_are_of_float32(dtype: torch.dtype) -> None:
+    """A residual stream of norm 6,000 has a square beyond 65,504: every number that is reported stays finite."""
+    live, _ = tiny_model("llama")
+    live = live.to(dtype)
+    live.model.embed_tokens.weight.data[:] *= 0.5
+    live.model.layers[1].mlp.down_proj.weight.data[5] = 0
+    target, site = Target.of(live), "blocks.1.hook_resid_post"
+    ids = torch.tensor([[1, 5, 6, 7, 8, 9]])
+    vector = torch.zeros(target.d_model)
+    vector[5] = 6000.0
+    with ss.Add(vector, site, positions="first").on(live) as run:
+        norm = trace(live, ids, [site], "norm")[site]
+        logits = trace(live, ids, "logits", "mean")["logits"]
+    assert norm.dtype == torch.float32 and float(norm[0, 0]) == pytest.approx(6000, rel=0.01)
+    assert logits.isfinite().all() and len(run.events) == 2
+    with (ss.Ablate(heads=[(2, 1)]) | ss.H2O(4) | ss.LoopGuard(64, anchors=2, window=16)).on(live) as run:
+        made = live.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert made.shape == (1, 14) and run.usage[0].peak_tokens == [6.0]
+    assert all(
+        torch.tensor(list(event.data.values())).isfinite().all() for event in run.events if event.kind != "guard"
+    )

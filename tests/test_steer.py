@@ -1,0 +1,193 @@
+"""Heads switched off, vectors added, layers counted from the end: against edited weights and other libraries."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from intervention_kit import bridge_of, count_hooks, greedy, logits, nnsight_of
+from organisms import MODEL_TYPES, tiny_model
+
+import sinkscope as ss
+from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.interventions import Ablate, Add, SinkPatch, Write
+from sinkscope.models.target import Target
+
+IDS = torch.tensor([[1, 5, 6, 7, 8, 9], [1, 20, 21, 22, 23, 24]])
+KINDS: dict[str, Callable[[Any, Any], Any]] = {"hf": lambda m, t: m, "bridge": bridge_of, "nnsight": nnsight_of}
+OLDER = {"falcon": {"new_decoder_architecture": False, "multi_query": True}}  # what a bridge can take apart
+SITES = ("hook_resid_pre", "hook_attn_out", "hook_resid_mid", "hook_mlp_out", "hook_resid_post")
+CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-3}
+
+
+@cache
+def bridged(model_type: str) -> tuple[Any, Any]:
+    model, tokenizer = tiny_model(model_type, **OLDER.get(model_type, {}))
+    return model, bridge_of(model, tokenizer)
+
+
+def without_heads(model: Any, heads: list[tuple[int, int]]) -> Any:
+    """The same model with these heads' columns of the output projection set to zero: no hook involved."""
+    edited = copy.deepcopy(model)
+    target = Target.of(edited)
+    for layer, head in heads:
+        module: Any = target.sub(layer, target.adapter.o)
+        weight = module.weight.data
+        weight = weight if target.adapter.transposed_down else weight.T
+        width = weight.shape[0] // target.n_heads
+        weight[head * width : (head + 1) * width] = 0
+    return edited
+
+
+def vector_of(model: Any) -> torch.Tensor:
+    return torch.randn(Target.of(model).d_model, generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def added(model: Any, layer: int, vector: torch.Tensor) -> Iterator[None]:
+    """By hand: after a layer of a plain model."""
+
+    def hook(_module: Any, _args: Any, output: Any) -> Any:
+        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
+
+    handle = Target.of(model).layers[layer].register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_head_without_output_is_one_without_columns(model_type: str) -> None:
+    """Every family, on the plain model, through a bridge, and as TransformerLens' own hooks."""
+    model, bridge = bridged(model_type)
+    edit, plain = Ablate(heads=[(1, 2), "L0.H3"]), logits(model, IDS)
+    want = logits(without_heads(model, [(1, 2), (0, 3)]), IDS)
+    with edit.on(model) as run:
+        torch.testing.assert_close(logits(model, IDS), want, **CLOSE)
+    assert (want - plain).abs().max() > 1e-3
+    assert {(e.layer, e.head, e.kind) for e in run.events} == {(1, 2, "ablated"), (0, 3, "ablated")}
+    assert all(e.data.keys() == {"old", "new"} and e.data["new"] == 0 < e.data["old"] for e in run.events)
+    with edit.on(bridge):
+        torch.testing.assert_close(bridge(IDS), want, **CLOSE)
+    if model_type == "opt":  # its attention is below the bridge: the scores of layer 0 are shown after its heads
+        with pytest.raises(UnsupportedError, match=r"blocks.0.attn.*on\(bridge\)"):
+            bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge))
+        edit, want = Ablate(heads=[(1, 2)]), logits(without_heads(model, [(1, 2)]), IDS)
+    torch.testing.assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_vector_as_transformer_lens_adds_it(model_type: str) -> None:
+    model, bridge = bridged(model_type)
+    vector, target = vector_of(model), Target.of(model)
+    for site in SITES:
+        name = f"blocks.1.{site}"
+        if site == "hook_resid_mid" and (target.adapter.mid is None or getattr(model.config, "parallel_attn", False)):
+            with pytest.raises(UnsupportedError, match="no separate place"), Add(vector, name).on(model):
+                pass
+            continue
+        # Its hook of that name stands before the norm of the MLP, so what it adds there does not stay in the stream.
+        theirs = name.replace("hook_resid_mid", "hook_attn_out")
+        want = bridge.run_with_hooks(IDS, fwd_hooks=[(theirs, lambda tensor, hook: tensor + 2 * vector)])
+        edit = Add(vector, name, scale=2)
+        with edit.on(model):
+            torch.testing.assert_close(logits(model, IDS), want, **CLOSE)
+        with edit.on(bridge):
+            torch.testing.assert_close(bridge(IDS), want, **CLOSE)
+        torch.testing.assert_close(bridge.run_with_hooks(IDS, fwd_hooks=edit.fwd_hooks(bridge)), want, **CLOSE)
+        assert (want - logits(model, IDS)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_generation_and_nothing_stays(kind: str) -> None:
+    """Token by token with a cache, against the whole sequence again for every token, edited by hand."""
+    model, tokenizer = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    vector, heads = 3 * vector_of(model), [(1, 2), (2, 0), (2, 1)]
+    wants = {
+        "add": greedy(model, IDS[:1], 8, lambda: added(model, 1, vector)),
+        "heads": without_heads(model, heads).generate(IDS[:1], max_new_tokens=8, do_sample=False),
+    }
+    edits = {"add": Add(vector, "blocks.1.hook_resid_post"), "heads": Ablate(heads=heads)}
+    other = KINDS[kind](model, tokenizer)
+    hf = Target.of(other).hf
+    plain = hf.generate(IDS[:1], max_new_tokens=8, do_sample=False)
+    before = count_hooks(hf)
+    for name, edit in edits.items():
+        with edit.on(other) as run:
+            got = hf.generate(IDS[:1], max_new_tokens=8, do_sample=False)
+        assert torch.equal(got, wants[name]) and not torch.equal(got, plain), name
+        assert {e.position for e in run.events} == (set(range(5, 13)) if name == "add" else set(range(13)))
+        assert repr(run).startswith("<Run on ") and type(edit).__name__ in run.summary()
+    assert count_hooks(hf) == before and torch.equal(hf.generate(IDS[:1], max_new_tokens=8, do_sample=False), plain)
+
+
+def test_only_where_it_is_asked_for() -> None:
+    """Positions count real tokens; a padded row gives what it gives alone."""
+    model, _ = tiny_model("llama")
+    vector = vector_of(model)
+    padded = torch.cat([torch.full((1, 3), 2), IDS[:1]], 1)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    edit = Add(vector, "blocks.*.hook_resid_post", positions=[2, 4])
+    with edit.on(model):
+        alone = ss.trace(model, IDS[:1], "blocks.2.hook_resid_post")["blocks.2.hook_resid_post"]
+        with_padding = ss.trace(model, padded, "blocks.2.hook_resid_post", attention_mask=mask)
+    torch.testing.assert_close(with_padding["blocks.2.hook_resid_post"][:, 3:], alone, atol=1e-5, rtol=1e-4)
+    first = "blocks.0.hook_resid_post"
+    plain = ss.trace(model, IDS, first)[first]
+    with edit.on(model) as run:
+        moved = ss.trace(model, IDS, first)[first] - plain
+    assert torch.equal(moved.abs().sum(-1) > 0, torch.tensor([[0, 0, 1, 0, 1, 0]] * 2).bool())
+    torch.testing.assert_close(moved[:, 2], vector.expand(2, -1), atol=1e-5, rtol=1e-4)
+    # one event for each row, layer and call; the pass ended after layer 0, whose hook came before the end
+    assert [(e.row, e.position, e.data["positions"]) for e in run.events if e.layer == 0] == [(0, 4, 2), (1, 4, 2)]
+
+
+def test_other_ways_to_name_the_same() -> None:
+    model, _ = tiny_model("llama")
+    for one, same in (
+        (Ablate(layer=1, neurons=38), Ablate(sites="L1.N38")),
+        (Ablate(layer=-1, neurons=[3]), Ablate(sites=[(2, 3)])),
+        (Write(layer=-3, neurons=3, value=9.0, position=2), Write(sites=["L0.N3"], value=9.0, position=2)),
+        (Ablate(layer=-1, heads=[1, 2]), Ablate(heads=["L2.H1", (2, 2)])),
+        (Ablate(layer=0, neurons=3, heads=1), Ablate(sites=[(0, 3)], heads="L0.H1")),
+    ):
+        with one.on(model):
+            got = logits(model, IDS)
+        with same.on(model):
+            assert torch.equal(got, logits(model, IDS))
+        assert not torch.equal(got, logits(model, IDS))
+    assert Ablate(sites=["L3.E2.N7"]) == Ablate(sites=[(3, 2, 7)])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Ablate(heads=["L1.N3"]), ["'L1.N3'", "L5.H3"]),
+        (lambda: Ablate(sites=["L1.H3"]), ["'L1.H3'", "L1.N338"]),
+        (lambda: Ablate(heads=4), ["head 4", "(layer, head)"]),
+        (lambda: Ablate(heads=[(0, -1)]), ["(0, -1)", "from 0"]),
+        (lambda: Ablate(heads=[(3, 0)]), ["layer 3", "0 to 2"]),
+        (lambda: Ablate(heads=[(0, 4)]), ["head 4", "0 to 3"]),
+        (lambda: Ablate(layer=-4, neurons=0), ["layer -4", "0 to 2"]),
+        (lambda: SinkPatch(layer=-1, neurons=[3]), ["layer=-1", "from 0"]),
+        (lambda: Add([1.0, 2.0], "blocks.1.hook_resid_post"), ["2 numbers", "has 32"]),
+        (lambda: Add([[1.0]], "hook_embed"), ["(1, 1)", "finite numbers"]),
+        (lambda: Add("v", "hook_embed"), ["type str", "finite numbers"]),
+        (lambda: Add([float("nan")] * 32, "hook_embed"), ["finite"]),
+        (lambda: Add([1.0] * 32, "hook_embed", scale=float("inf")), ["scale", "inf"]),
+        (lambda: Add([1.0] * 32, "blocks.1.mlp.hook_post"), ["blocks.1.mlp.hook_post", "hook_resid_post"]),
+        (lambda: Add([1.0] * 32, "blocks.9.hook_resid_post"), ["matches nothing", "3 layers"]),
+    ],
+)
+def test_bad_arguments(make: Callable[[], Any], words: list[str]) -> None:
+    model, _ = tiny_model("llama")
+    with pytest.raises(SinkscopeError) as caught, make().on(model):
+        pass
+    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
