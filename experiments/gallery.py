@@ -93,6 +93,7 @@ if __name__ == "__main__":
     if args.draw is None:
         write_atomic(args.out, gallery())
     else:
+        import_module("kaleido").start_sync_server(silence_warnings=True)  # one browser for all pictures
         for path in [FIGURES / f"{name}.png" for name in args.draw] or pictures():
             draw(path)
             print(path.name, path.stat().st_size)

@@ -144,7 +144,7 @@ def legends(fig: Any, panels: int) -> dict[str, Any]:
     for number in range(panels):
         name = str(number + 1) if number else ""
         x, y = fig.layout[f"xaxis{name}"].domain, fig.layout[f"yaxis{name}"].domain
-        found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "orientation": "v", "xanchor": "left"}
+        found[f"legend{name}"] = {"x": x[0], "y": y[0] - 0.04, "orientation": "v", "xanchor": "left", "yanchor": "top"}
     return found
 
 

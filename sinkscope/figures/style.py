@@ -61,7 +61,7 @@ def finished(
     said = found
     if result is not None:
         said = f"{result.model.name}: {result.conclusion().partition('. ')[0].removesuffix('.') or found}"
-    lines = textwrap.wrap(said, width // 7)
+    lines = textwrap.wrap(said, int(width / 7.7))
     place = legend if isinstance(legend, dict) else {"y": legend}
     return fig.update_layout(
         **{
