@@ -106,7 +106,7 @@ def test_serve_page(run: Any) -> None:
 
 def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("docs/index.md")
-    assert f"Sink layer {names['found'].sink_layer}" in capsys.readouterr().out
+    assert f"sink layer is layer {names['found'].sink_layer}" in capsys.readouterr().out
     assert {event.kind for event in names["run"].events} <= {"patched", "fallback", "sink-like"}
     assert names["run"].events
 
