@@ -16,6 +16,7 @@ import torch
 
 import sinkscope
 from sinkscope.cli import main
+from sinkscope.kv import policy
 from sinkscope.models import adapters
 from sinkscope.registry import entries
 from sinkscope.results import Result
@@ -36,6 +37,7 @@ def blocks(page: str) -> list[str]:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the Python of a page as one module; its names come back."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
 
     def running(page: str, **given: Any) -> dict[str, Any]:
         module = ModuleType("page")  # dataclasses look their module up
