@@ -140,6 +140,7 @@ class Session:
     Attributes:
         now: what the current thread is doing.
         owns_cache: whether the layers of the caches in use are replaced by ours.
+        follows: whether calls are told of although the cache is the caller's own, of whatever kind.
         one_by_one: whether a guard acts on generated tokens, which then have to come one by one.
         anchors: number of first positions that policies and guards beside each other keep.
         rewinder: passes on what a guard takes back from the output; None: nothing is taken back.
@@ -155,7 +156,7 @@ class Session:
                 page="kv-session",
             )
         self.run, self.target, self.now = run, target, _Now()
-        self.owns_cache = self.one_by_one = self.resuming = False
+        self.owns_cache = self.follows = self.one_by_one = self.resuming = False
         self.anchors = 0
         self.rewinder: Any = None
         self._keep_queries, self._keep_decoding = 0, False
@@ -498,11 +499,13 @@ class Session:
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call, cache = self.now.call, self.now.cache
         try:
-            if call is not None and output is not None and cache is not None and self.owns_cache:
+            told = self.owns_cache or self.follows
+            if call is not None and output is not None and cache is not None and told:
                 state = self._state()
                 for fn in self._after:
                     fn(Moment(cache.layers, call, state, False))
-                state.meter.note(cache.layers)
+                if self.owns_cache:
+                    state.meter.note(cache.layers)
         finally:
             self._enter(None, None, False)
 
