@@ -140,7 +140,6 @@ class Session:
     Attributes:
         now: what the current thread is doing.
         owns_cache: whether the layers of the caches in use are replaced by ours.
-        follows: whether calls are told of although the cache is the caller's own, of whatever kind.
         one_by_one: whether a guard acts on generated tokens, which then have to come one by one.
         anchors: number of first positions that policies and guards beside each other keep.
         rewinder: passes on what a guard takes back from the output; None: nothing is taken back.
@@ -156,7 +155,7 @@ class Session:
                 page="kv-session",
             )
         self.run, self.target, self.now = run, target, _Now()
-        self.owns_cache = self.follows = self.one_by_one = self.resuming = False
+        self.owns_cache = self.one_by_one = self.resuming = False
         self.anchors = 0
         self.rewinder: Any = None
         self._keep_queries, self._keep_decoding = 0, False
@@ -165,6 +164,7 @@ class Session:
         self._watches: list[Watch] = []
         self._before: list[Callable[[Moment], None]] = []
         self._after: list[Callable[[Moment], None]] = []
+        self._followers: list[Callable[[Call, list[Any]], None]] = []
         self._prompts: list[Callable[[Moment], None]] = []
         self._prefill: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
@@ -249,8 +249,12 @@ class Session:
         self._own()
         self._prefill = fn
 
+    def follow(self, fn: Callable[[Call, list[Any]], None]) -> None:
+        """Call `fn` with the layers of the cache, of whatever kind, after every call that has one."""
+        self._followers.append(fn)
+
     def after_call(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` after every call that has a cache."""
+        """Call `fn` after every call that has a cache, if the cache is ours."""
         self._after.append(fn)
 
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
@@ -499,13 +503,15 @@ class Session:
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call, cache = self.now.call, self.now.cache
         try:
-            told = self.owns_cache or self.follows
-            if call is not None and output is not None and cache is not None and told:
+            if call is None or output is None or cache is None:
+                return
+            for fn in self._followers:
+                fn(call, cache.layers)
+            if self.owns_cache:
                 state = self._state()
                 for fn in self._after:
                     fn(Moment(cache.layers, call, state, False))
-                if self.owns_cache:
-                    state.meter.note(cache.layers)
+                state.meter.note(cache.layers)
         finally:
             self._enter(None, None, False)
 

@@ -29,7 +29,7 @@ from sinkscope.kv.loopserve import rows, saved
 from sinkscope.kv.loopserve.saved import Answers, Held, Stock, Turn, check_ids
 from sinkscope.kv.loopserve.serve import LoopServe, follow_lines
 from sinkscope.kv.policy import Policy
-from sinkscope.kv.session import Moment, Session, layer_window
+from sinkscope.kv.session import Session, layer_window
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
 from sinkscope.text.chat import chat_text
@@ -83,26 +83,25 @@ class Noting(Intervention):
         session = Session.of(run)
         if self.before.kind is None:
             session.own_cache()
-        session.follows = True
         if (known := self.before.sequence) is not None:
             call = positions.Call(0, self.before.seen, known.columns[:, :0], known.columns, known.length, known.copy())
             run.tracker.bind(call, self.cache)
         follow_lines(run, self._follow)
-        session.after_call(self._note)
+        session.follow(self._note)
 
     def _follow(self, layer: int, row: int, lines: HeadLines) -> None:
         # Kept for every turn, and only looked at.
         self.lines[layer, row] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
 
-    def _note(self, moment: Moment) -> None:
-        if moment.layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
+    def _note(self, call: positions.Call, layers: list[Any]) -> None:
+        if layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
             return
-        self.answered, self.steps = moment.call.sequence, moment.call.step
+        self.answered, self.steps = call.sequence, call.step
         if self.prompted is None:  # the first call reads the prompt
-            self.prompted = moment.call.sequence.copy()
-            self.read = tuple(copy(layer) for layer in moment.layers) if self.before.kind else ()
+            self.prompted = call.sequence.copy()
+            self.read = tuple(copy(layer) for layer in layers) if self.before.kind else ()
         else:
-            shown = zip(*map(_shown, moment.layers), strict=True)
+            shown = zip(*map(_shown, layers), strict=True)
             self.reads.append([sum(each) / len(each) for each in shown])
 
     def take(self, row: int) -> None:

@@ -57,7 +57,7 @@ def _none(like: positions.Sequence | None) -> positions.Sequence:
     return positions.Sequence.of(like.real[:, :0], torch.ones_like(like.bos))
 
 
-def _left(held: Tensor, width: int, fill: float = 0, dim: int = -1) -> Tensor:
+def _left(held: Tensor, width: int, fill: int = 0, dim: int = -1) -> Tensor:
     return pad(held, (*(0, 0) * (-1 - dim), width - held.shape[dim], 0), value=fill)
 
 
