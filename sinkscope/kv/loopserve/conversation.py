@@ -59,6 +59,7 @@ class Noting(Intervention):
     Attributes:
         before: the cache before the turn.
         cache: the cache on which the turn runs.
+        gaps: close the gaps of padding before the new tokens, because a policy looks at neighbouring slots.
         lines: chosen lines by layer and row.
         reads: tokens that each decoding step attended to, row by row.
         steps: number of the latest forward call.
@@ -70,6 +71,7 @@ class Noting(Intervention):
 
     before: Held
     cache: Any
+    gaps: bool = False
     lines: dict[tuple[int, int], HeadLines] = field(default_factory=dict)
     reads: list[list[float]] = field(default_factory=list)
     steps: int = 0
@@ -99,6 +101,8 @@ class Noting(Intervention):
         self.answered, self.steps = call.sequence, call.step
         if self.prompted is None:  # the first call reads the prompt
             self.prompted = call.sequence.copy()
+            for layer in layers if self.gaps else ():
+                layer.evict(layer.pos >= 0)
             self.read = tuple(copy(layer) for layer in layers) if self.before.kind else ()
         else:
             shown = zip(*map(_shown, layers), strict=True)
@@ -457,11 +461,11 @@ def _turns(
     for i, (row, at) in enumerate(zip(whole, seen, strict=True)):
         for part, end in ((row[:at], past), (row[at:], past + queries)):
             ids[i, end - len(part) : end], mask[i, end - len(part) : end] = torch.tensor(part, dtype=torch.int64), 1
-    windowed = bool(past) and not bool(mask.all())
-    windowed = windowed and any(layer_window(target, i) is not None for i in range(target.n_layers))
-    before = rows.joined([chat._held for chat in chats], windowed)
+    gaps = bool(past) and not bool(mask.all())
+    windowed = any(layer_window(target, i) is not None for i in range(target.n_layers))
+    before = rows.joined([chat._held for chat in chats], gaps and windowed)
     cache = before.cache(target)
-    noting = Noting(before, cache)
+    noting = Noting(before, cache, gaps and any(isinstance(part, Policy) for part in edit.parts) if edit else False)
     # The prompt is read in one pass, on this cache.
     ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
     settings = decoding(target, **{"do_sample": False, "pad_token_id": padding, **generation, **ours})

@@ -162,7 +162,7 @@ def stock_cache(kind: Stock, target: Target) -> Any:
         ) from None
     raise SinkscopeError(
         f"cache={kind!r}: transformers does not quantise the cache of {target.name}: "
-        f"{' '.join(str(why).split())[:200]}; use cache=\"offloaded\""
+        f'{" ".join(str(why).split())[:200]}; use cache="offloaded"'
     ) from None
 
 
