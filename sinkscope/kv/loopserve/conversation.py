@@ -257,9 +257,9 @@ class Conversation:
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
-        _check_batch(chats, prompts)
+        Conversation._check_batch(chats, prompts)
         new = [chat._prompt(prompt) for chat, prompt in zip(chats, prompts, strict=True)]
-        return _turns(chats, new, max_new_tokens, generation)
+        return Conversation._turns(chats, new, max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
         """A turn with a given answer, so that histories are the same for every model and edit.
@@ -271,7 +271,7 @@ class Conversation:
         """
         new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
         force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
-        return _turns([self], [new], len(gold), {"logits_processor": force}, gold)[0]
+        return Conversation._turns([self], [new], len(gold), {"logits_processor": force}, gold)[0]
 
     def branch(self) -> Conversation:
         """Another conversation that goes on from here, such as one more question about a document that was read once.
@@ -396,6 +396,109 @@ class Conversation:
         known = [getattr(self.tokenizer, "pad_token_id", None), *self.target.end_ids]
         return next((int(token) for token in known if token is not None), 0)
 
+    @staticmethod
+    def _check_batch(chats: Sequence[Conversation], prompts: Sequence[Any]) -> None:
+        """Refuse conversations that cannot be rows of one batch.
+
+        Raises:
+            SinkscopeError: they cannot; the message says why.
+        """
+        if not chats or isinstance(prompts, str) or len(chats) != len(prompts):
+            raise SinkscopeError(f"{len(chats)} conversations and {len(prompts)} prompts: give one prompt for each")
+        if len(chats) == 1:
+            return
+        if len({id(chat) for chat in chats}) < len(chats):
+            raise SinkscopeError("a conversation is given twice: ask its branch() for the second prompt")
+        first = chats[0]
+        for i, chat in enumerate(chats):
+            for name, same in (
+                ("model", chat.target.hf is first.target.hf),
+                ("edit", chat._edit == first._edit),
+                ("answers", chat.answers == first.answers),
+            ):
+                if not same:
+                    raise SinkscopeError(f"conversation {i + 1} has another {name} than the first: ask them one by one")
+            if (kind := chat._held.kind) is not None:
+                raise SinkscopeError(
+                    f"conversation {i + 1} has cache={kind!r}, which takes no other rows: ask it alone"
+                )
+
+    @staticmethod
+    def _turns(
+        chats: Sequence[Conversation],
+        new: list[list[int]],
+        max_new_tokens: int,
+        generation: dict[str, Any],
+        gold: list[int] | None = None,
+    ) -> list[Turn]:
+        """A turn of each conversation, in one batch."""
+        first, count = chats[0], len(chats)
+        target, edit, keep = first.target, first._edit, first.answers == "keep"
+        for chat, prompt in zip(chats, new, strict=True):
+            chat._check_length(len(prompt), max_new_tokens)
+        first._check_generation(generation, count)
+        whole = [[*chat.ids, *prompt] for chat, prompt in zip(chats, new, strict=True)]
+        seen = [chat._held.seen for chat in chats]
+        asked = [len(row) - at for row, at in zip(whole, seen, strict=True)]
+        gaps = any(seen) and (len(set(seen)) > 1 or len(set(asked)) > 1)
+        # One more, so that there is a gap in every row, and all are closed.
+        close = gaps and edit is not None and any(isinstance(part, Policy) for part in edit.parts)
+        past, queries = max(seen) + close, max(asked)
+        padding = first._pad()
+        ids = torch.full((count, past + queries), padding)
+        mask = torch.zeros_like(ids)
+        for i, (row, at) in enumerate(zip(whole, seen, strict=True)):
+            for part, end in ((row[:at], past), (row[at:], past + queries)):
+                ids[i, end - len(part) : end], mask[i, end - len(part) : end] = torch.tensor(part, dtype=torch.int64), 1
+        windowed = any(layer_window(target, i) is not None for i in range(target.n_layers))
+        before = rows.joined([chat._held for chat in chats], gaps and windowed, int(close))
+        cache = before.cache(target)
+        noting = Noting(before, cache, close)
+        # The prompt is read in one pass, on this cache.
+        ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
+        settings = decoding(target, **{"do_sample": False, "pad_token_id": padding, **generation, **ours})
+        ends = settings.get("eos_token_id", target.hf.generation_config.eos_token_id)
+        ends = list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [int(ends)]
+        if count > 1:
+            settings["stopping_criteria"] = StoppingCriteriaList([rows.Ends(ends, noting.take)])
+        with (noting if edit is None else noting | edit).on(target) as run, torch.no_grad():
+            output = generate_in_pieces(
+                run,
+                target.hf,
+                ids.to(target.device),
+                attention_mask=mask.to(target.device),
+                past_key_values=cache,
+                max_new_tokens=max_new_tokens,
+                fixed=gold is not None,
+                **settings,
+            )
+        sequences: Tensor = getattr(output, "sequences", output)
+        made: list[tuple[Turn, Held]] = []
+        for i, answer in enumerate(sequences[:, ids.shape[1] :].tolist() if gold is None else [gold]):
+            if count > 1:
+                answer = answer[: next((n + 1 for n, token in enumerate(answer) if token in ends), len(answer))]
+                held = noting.held_by(i, len(whole[i]), keep)
+                last = noting.over[i][2]
+            else:
+                held, last = noting.held(len(whole[i]), keep), math.inf
+            reads = [each[i] for each in noting.reads[: len(answer) - 1 if count > 1 else None]]
+            tokenizer = chats[i].tokenizer
+            turn = Turn(
+                prompt=tuple(new[i]),
+                ids=tuple(answer),
+                text=None if tokenizer is None else str(tokenizer.decode(answer, skip_special_tokens=True)),
+                prompt_tokens=len(whole[i]),
+                queries=len(whole[i]) - seen[i],
+                events=tuple(replace(event, row=0) for event in run.events if event.row == i and event.step <= last),
+                read=sum(reads) / len(reads) if reads else None,
+                lines=tuple(noting.lines.get((layer, i)) for layer in range(target.n_layers)),
+                output=output,
+            )
+            made.append((turn, held))
+        for chat, (turn, held) in zip(chats, made, strict=True):
+            chat.turns, chat._held = [*chat.turns, turn], held
+        return [turn for turn, _ in made]
+
 
 def _kind(cache: Stock | str | None, edit: Intervention | None) -> Any:
     """The kind of cache, checked.
@@ -408,105 +511,7 @@ def _kind(cache: Stock | str | None, edit: Intervention | None) -> Any:
     for part in () if cache is None or edit is None else edit.parts:
         if isinstance(part, Policy | LoopServe | LoopGuard):
             raise SinkscopeError(
-                f"{type(part).__name__} chooses from a cache of its own, and cache={cache!r} is transformers': give one "
-                "of them"
+                f"{type(part).__name__} chooses from a cache of its own, and cache={cache!r} is transformers': "
+                "give one of them"
             )
     return cache
-
-
-def _check_batch(chats: Sequence[Conversation], prompts: Sequence[Any]) -> None:
-    """Refuse conversations that cannot be rows of one batch.
-
-    Raises:
-        SinkscopeError: they cannot; the message says why.
-    """
-    if not chats or isinstance(prompts, str) or len(chats) != len(prompts):
-        raise SinkscopeError(f"{len(chats)} conversations and {len(prompts)} prompts: give one prompt for each")
-    if len(chats) == 1:
-        return
-    if len({id(chat) for chat in chats}) < len(chats):
-        raise SinkscopeError("a conversation is given twice: ask its branch() for the second prompt")
-    first = chats[0]
-    for i, chat in enumerate(chats):
-        for name, same in (
-            ("model", chat.target.hf is first.target.hf),
-            ("edit", chat._edit == first._edit),
-            ("answers", chat.answers == first.answers),
-        ):
-            if not same:
-                raise SinkscopeError(f"conversation {i + 1} has another {name} than the first: ask them one by one")
-        if (kind := chat._held.kind) is not None:
-            raise SinkscopeError(f"conversation {i + 1} has cache={kind!r}, which takes no other rows: ask it alone")
-
-
-def _turns(
-    chats: Sequence[Conversation],
-    new: list[list[int]],
-    max_new_tokens: int,
-    generation: dict[str, Any],
-    gold: list[int] | None = None,
-) -> list[Turn]:
-    """A turn of each conversation, in one batch."""
-    first, count = chats[0], len(chats)
-    target, edit, keep = first.target, first._edit, first.answers == "keep"
-    for chat, prompt in zip(chats, new, strict=True):
-        chat._check_length(len(prompt), max_new_tokens)
-    first._check_generation(generation, count)
-    whole = [[*chat.ids, *prompt] for chat, prompt in zip(chats, new, strict=True)]
-    seen = [chat._held.seen for chat in chats]
-    past, queries = max(seen), max(len(row) - at for row, at in zip(whole, seen, strict=True))
-    padding = first._pad()
-    ids = torch.full((count, past + queries), padding)
-    mask = torch.zeros_like(ids)
-    for i, (row, at) in enumerate(zip(whole, seen, strict=True)):
-        for part, end in ((row[:at], past), (row[at:], past + queries)):
-            ids[i, end - len(part) : end], mask[i, end - len(part) : end] = torch.tensor(part, dtype=torch.int64), 1
-    gaps = bool(past) and not bool(mask.all())
-    windowed = any(layer_window(target, i) is not None for i in range(target.n_layers))
-    before = rows.joined([chat._held for chat in chats], gaps and windowed)
-    cache = before.cache(target)
-    noting = Noting(before, cache, gaps and any(isinstance(part, Policy) for part in edit.parts) if edit else False)
-    # The prompt is read in one pass, on this cache.
-    ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-    settings = decoding(target, **{"do_sample": False, "pad_token_id": padding, **generation, **ours})
-    ends = settings.get("eos_token_id", target.hf.generation_config.eos_token_id)
-    ends = list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [int(ends)]
-    if count > 1:
-        settings["stopping_criteria"] = StoppingCriteriaList([rows.Ends(ends, noting.take)])
-    with (noting if edit is None else noting | edit).on(target) as run, torch.no_grad():
-        output = generate_in_pieces(
-            run,
-            target.hf,
-            ids.to(target.device),
-            attention_mask=mask.to(target.device),
-            past_key_values=cache,
-            max_new_tokens=max_new_tokens,
-            fixed=gold is not None,
-            **settings,
-        )
-    sequences: Tensor = getattr(output, "sequences", output)
-    made: list[tuple[Turn, Held]] = []
-    for i, answer in enumerate(sequences[:, ids.shape[1] :].tolist() if gold is None else [gold]):
-        if count > 1:
-            answer = answer[: next((n + 1 for n, token in enumerate(answer) if token in ends), len(answer))]
-            held = noting.held_by(i, len(whole[i]), keep)
-            last = noting.over[i][2]
-        else:
-            held, last = noting.held(len(whole[i]), keep), math.inf
-        reads = [each[i] for each in noting.reads[: len(answer) - 1 if count > 1 else None]]
-        tokenizer = chats[i].tokenizer
-        turn = Turn(
-            prompt=tuple(new[i]),
-            ids=tuple(answer),
-            text=None if tokenizer is None else str(tokenizer.decode(answer, skip_special_tokens=True)),
-            prompt_tokens=len(whole[i]),
-            queries=len(whole[i]) - seen[i],
-            events=tuple(replace(event, row=0) for event in run.events if event.row == i and event.step <= last),
-            read=sum(reads) / len(reads) if reads else None,
-            lines=tuple(noting.lines.get((layer, i)) for layer in range(target.n_layers)),
-            output=output,
-        )
-        made.append((turn, held))
-    for chat, (turn, held) in zip(chats, made, strict=True):
-        chat.turns, chat._held = [*chat.turns, turn], held
-    return [turn for turn, _ in made]

@@ -1,4 +1,4 @@
-"""Several conversations as the rows of one cache, and back: padding on the left comes and goes, nothing else changes."""
+"""Several conversations as the rows of one cache, and back: only padding on the left comes and goes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ State = tuple[dict[str, int], dict[str, Tensor]]
 """What `CacheLayer.state` gives."""
 
 
-def joined(held: Sequence[Held], windowed: bool) -> Held:
+def joined(held: Sequence[Held], windowed: bool, spare: int = 0) -> Held:
     """The caches of several conversations of one row as one cache, padded on the left to the longest.
 
     Args:
         held: of the conversations; some may be empty.
         windowed: whether layers have a sliding window, which stock masks measure in columns, with the padding.
+        spare: places of padding in front of all rows.
     """
     known = [each for each in held if each.sequence is not None]
     if len(held) == 1 or not known:
@@ -40,7 +41,7 @@ def joined(held: Sequence[Held], windowed: bool) -> Held:
     memory: dict[Any, Memory] = {}
     for key in dict.fromkeys(key for each in sequences for key in each.memory):
         memory[key] = Memory(_stacked([each.memory.get(key, {}) for each in sequences]))
-    width = max(each.columns.shape[1] for each in sequences)
+    width = max(each.columns.shape[1] for each in sequences) + spare
     whole = positions.Sequence(
         columns=torch.cat([_left(each.columns, width, -1) for each in sequences]),
         length=torch.cat([each.length for each in sequences]),
@@ -49,7 +50,7 @@ def joined(held: Sequence[Held], windowed: bool) -> Held:
         settled=all(each.settled for each in sequences),
         memory=memory,
     )
-    return Held(tuple(_layer(layers, windowed) for layers in zip(*rows, strict=True)), whole)
+    return Held(tuple(_layer(layers, windowed, spare) for layers in zip(*rows, strict=True)), whole)
 
 
 def _none(like: positions.Sequence | None) -> positions.Sequence:
@@ -68,9 +69,9 @@ def _stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.cat([row.get(name, blank[name]) for row in rows]) for name in like}
 
 
-def _layer(rows: Sequence[CacheLayer], windowed: bool) -> CacheLayer:
+def _layer(rows: Sequence[CacheLayer], windowed: bool, spare: int) -> CacheLayer:
     states = [layer.state() for layer in rows]
-    seen, slots = max(layer.seen for layer in rows), max(layer.slots for layer in rows)
+    seen, slots = (max(lengths) + spare for lengths in zip(*((layer.seen, layer.slots) for layer in rows), strict=True))
     flags = {name: max(int(known[name]) for known, _ in states) for name in states[0][0]} | {"seen": seen}
     if windowed or flags["edited"]:  # masks are then made from positions
         flags |= {"edited": 1, "ragged": 1}

@@ -113,15 +113,16 @@ class Held:
         if kind is not None:
             if any(layer.edited for layer in self.layers):
                 raise SinkscopeError(
-                    f"cache={kind!r}: tokens were evicted or hidden, which transformers' caches do not know: leave it out"
+                    f"cache={kind!r}: tokens were evicted or hidden, which transformers' caches do not know: leave "
+                    "it out"
                 )
             for i, layer in enumerate(self.layers):
                 cache.update(layer.keys, layer.values, i)
             return Held(tuple(cache.layers), self.sequence, kind)
         if self.kind != "offloaded":
             raise SinkscopeError(
-                f"cache={self.kind!r} is not saved, because its keys and values are not exact: keep `chat.ids`, and read "
-                "them as the first prompt of a new conversation"
+                f"cache={self.kind!r} is not saved, because its keys and values are not exact: keep `chat.ids`, "
+                "and read them as the first prompt of a new conversation"
             )
         layers = tuple(CacheLayer() for _ in self.layers)
         for new, old in zip(layers, self.layers, strict=True):
