@@ -12,7 +12,6 @@ The cost of all this is known beforehand. A head for which it exceeds `dense_abo
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable

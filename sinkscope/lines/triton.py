@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any, cast, no_type_check
 
 import torch
 import triton
@@ -151,10 +151,10 @@ def triton_heads(
     counts = (tensor[heads].int() for tensor in (index.block_count, index.column_count, index.lone_count))
     block_count, column_count, lone_count = counts
     lone_offset, wide = index.lone_offset[heads].int(), value.shape[-1] > 64
-    why = ""
+    why, launch = "", cast(Any, _attend)
     for stages in (3, 2, 1):  # fewer where shared memory does not hold so many
         try:
-            _attend[(len(index.starts), len(heads))](
+            launch[(len(index.starts), len(heads))](
                 *(query, key, value, out, heads.int(), banded, vertical),
                 *(block_count, block_offset, whole, column_count, column_index, lone_count, lone_offset),
                 *(scaling * 1.4426950408889634, query.shape[1], key.shape[1], len(query) // len(key)),
