@@ -153,7 +153,7 @@ def test_script_runs_unattended_without_bridge_and_nnsight(tmp_path: Path, monke
     out = tmp_path / "r.json"
     words = [*WORDS, str(out), "--device", "cpu", "--dtype", "float32"]
     script.main([*words, "--sections", "decoding", "prefill"])
-    script.main([*words, "--sections", "selection", "latency"])  # the others stay
+    script.main([*words, "--sections", "selection", "prompt", "latency"])  # the others stay
     text = json.loads(out.read_text())
     result = text["result"]
     assert set(result) == set(script.SECTIONS) and all(part["complete"] for part in result.values())
@@ -169,6 +169,12 @@ def test_script_runs_unattended_without_bridge_and_nnsight(tmp_path: Path, monke
         assert row["times_faster"] > 0 and 0.5 * row["density"] < row["cells"] < 1.5 * row["density"] + 0.05
     for row in result["selection"]["rows"]:
         assert row["selection_over_dense"] > 0 and row["layer"] == 1 and row["cells"] < 0.5
+        assert 0.7 < row["mass"]["least"] <= row["mass"]["mean"] <= 1.0001 and row["attention"]["times_faster"] > 0
+    assert [row["n"] for row in result["prompt"]["rows"]] == [128, 256]
+    assert result["prompt"]["rows"][1]["attended"] < 0.9
+    for row in result["prompt"]["rows"]:
+        assert row["times_faster"] > 0 and row["model_s_own"] == [] and 0 < row["attended"] <= 1
+        assert 0.5 < row["mass"]["least"] <= row["mass"]["mean"] <= 1.0001 and row["kernel"][0].startswith("blocks")
     for row in result["decoding"]["rows"]:
         context, size = row["context"], 2 * 2 * 2 * 32 * 4 * row["rows"]
         assert row["logical"] == (context + 20) * size and row["physical"] == (context + 16 + 80 + 4) * size

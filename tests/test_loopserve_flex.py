@@ -35,10 +35,12 @@ def fresh() -> Iterator[None]:
             yield
 
 
-def uncompiled(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, scale: float) -> Tensor:
+def uncompiled(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, scale: float, enable_gqa: bool) -> Tensor:
     """What FlexAttention is documented to do: full blocks whole, partial ones by the mask, no others."""
     heads, queries, keys = query.shape[1], query.shape[2], key.shape[2]
     assert block_mask.BLOCK_SIZE == (flex.BLOCK, flex.BLOCK) and block_mask.seq_lengths == (queries, keys)
+    assert enable_gqa == (heads > key.shape[1])  # keys and values are not copied for every query head
+    key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
     number, slot = torch.arange(queries)[:, None], torch.arange(keys)
     lists = [
         (block_mask.kv_num_blocks, block_mask.kv_indices),
@@ -57,7 +59,7 @@ def uncompiled(query: Tensor, key: Tensor, value: Tensor, *, block_mask: Any, sc
         seen[head] = full | partial & block_mask.mask_mod(torch.tensor(0), torch.tensor(head), number, slot)
         assert (partial & seen[head]).any() == partial.any()
     scores = (query[0] @ key[0].mT * scale).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value[0])[None]
+    return (scores.softmax(-1).nan_to_num() @ value[0])[None]  # zeros where nothing is seen
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,17 +1,20 @@
-"""LoopServe on a GPU: sparse prompts, the choice of lines, decoding from a part of the cache, latency and memory.
+"""LoopServe on a GPU: sparse prompts, the choice of lines, whole prompts, decoding from a part of the cache, latency.
 
     python -m experiments.gpu.loopserve [--model NAME|FOLDER] [--out figures/gpu_loopserve.json] [--device cuda]
-        [--sections prefill selection decoding latency] [--minutes 9]
+        [--sections prefill selection prompt decoding latency] [--kernels triton flex] [--minutes 9]
 
 Without `--model` the model has the shape of a 7B one, random bfloat16 weights, and planted lines in every layer (half
 of the heads attend to one offset, half to marked tokens, a tenth of the text).
 
 - `prefill`: one layer, random lines (70 % of the cells vertical and scattered, one band at the diagonal, two lone
-  offsets) by density and length: times faster than causal `scaled_dot_product_attention`, everything counted that
+  offsets; and at a density of 0, up to a hundred lone offsets alone) by density, length and kernel: times faster than causal
+  `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel and no other), everything counted that
   depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
   the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along
-  them, over causal attention.
+  them, over causal attention, by kernel, and the mass that the lines hold on 64 drawn rows (`mass`, by head the least).
+- `prompt`: the whole model reads a prompt, with `LoopServe()` and with its own attention (`sdpa`), by kernel; `mass` is
+  what the events say about held-out rows, over layers and heads.
 - `decoding`: one token at a time behind a prompt, from the whole cache and from 1,024 chosen tokens; steps that choose
   and steps between them apart.
 - `latency`: `experiments.loopserve.latency` on this model: arms by context and by length of the answer.
@@ -28,6 +31,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,6 +39,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.bench_lines import SHAPES
@@ -42,18 +47,20 @@ from experiments.loopserve.latency import OUTPUTS, arms, rows_of, shape_of, text
 from experiments.record import record
 from sinkscope.console import note
 from sinkscope.interventions.base import Intervention, Run
-from sinkscope.kv.loopserve import Progressive
+from sinkscope.kv.loopserve import LoopServe, Progressive
 from sinkscope.kv.session import Session
 from sinkscope.lines import Sparsity, select_lines, sparse_attention
-from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.choice import HeadLines, recovered
 from sinkscope.lines.sparse import Kernel
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
 from sinkscope.trace.attention import Attention
 
-SECTIONS = ("prefill", "selection", "decoding", "latency")
-DENSITIES = (0.02, 0.05, 0.1, 0.2, 0.5)
+SECTIONS = ("prefill", "selection", "prompt", "decoding", "latency")
+DENSITIES = (0, 0.02, 0.05, 0.1, 0.2, 0.5)
+LONE = 100  # lone offsets where the density is 0
+DECODED = 32768  # longest prompt behind which tokens are decoded, for batches of four
 Rows = Iterator[dict[str, Any]]
 
 
@@ -87,9 +94,12 @@ def faster(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scaling: float | None = None) -> Tensor:
     grouped = query.shape[0] != key.shape[0]
-    return scaled_dot_product_attention(
-        query[None], key[None], value[None], is_causal=True, enable_gqa=grouped, scale=scaling
-    )[0]
+    flash = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    only: AbstractContextManager[Any] = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext()
+    with only:
+        return scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, enable_gqa=grouped, scale=scaling
+        )[0]
 
 
 def said(work: Sparsity) -> dict[str, Any]:
@@ -98,24 +108,25 @@ def said(work: Sparsity) -> dict[str, Any]:
 
 
 def scattered(heads: int, n: int, density: float, device: torch.device) -> HeadLines:
-    """Lines of about this share of the cells, others in every head."""
+    """Lines of about this share of the cells, others in every head; with a density of 0, lone offsets alone."""
     generator = torch.Generator().manual_seed(0)
     vertical = torch.rand(heads, n, generator=generator) < density * 0.7
     slash = torch.zeros(heads, n, dtype=torch.bool)
     slash[:, : max(1, int(n * density * 0.1))] = True
-    slash[:, torch.randint(0, n, (2,), generator=generator)] = True
+    lone = min(LONE, n // 80) if not density else 2
+    slash[:, torch.randint(0, n, (lone,), generator=generator)] = True
     vertical[:, 0] = True
     return HeadLines(vertical.to(device), slash.to(device), n)
 
 
-def same(heads: int, width: int, args: argparse.Namespace) -> float:
+def same(heads: int, width: int, kernel: Kernel, args: argparse.Namespace) -> float:
     """Largest difference from PyTorch's attention under the same mask, over the largest output."""
     n, device, dtype = min(512, min(args.lengths)), torch.device(args.device), getattr(torch, args.dtype)
     query, key, value = (torch.randn(heads, n, width, device=device, dtype=dtype) for _ in range(3))
     lines = scattered(heads, n, 0.1, device)
     mask = lines.rows(torch.arange(n, device=device))
     wanted = scaled_dot_product_attention(query[None].float(), key[None].float(), value[None].float(), mask[None])[0]
-    found, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf, kernel=args.kernel)
+    found, _ = sparse_attention(query, key, value, lines, dense_above=torch.inf, kernel=kernel)
     return float((found.float() - wanted).abs().max() / wanted.abs().max())
 
 
@@ -126,16 +137,18 @@ def prefill(target: Target, args: argparse.Namespace) -> Rows:
     heads, kv = config.num_attention_heads, target.n_kv_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     torch.manual_seed(0)
-    yield {"same": same(heads, width, args)}
+    off = {kernel: same(heads, width, kernel, args) for kernel in args.kernels}
+    yield {"same": max(off.values()), "by_kernel": off}
     for n in args.lengths:
         query = torch.randn(heads, n, width, device=device, dtype=dtype)
         key, value = (torch.randn(kv, n, width, device=device, dtype=dtype) for _ in range(2))
         for density in DENSITIES:
             lines = scattered(heads, n, density, device)
-            along = partial(sparse_attention, query, key, value, lines, kernel=args.kernel)
-            work = along()[1]
-            pairs = pairs_of(partial(dense, query, key, value), along, args.rounds)
-            yield {"n": n, "density": density, **said(work), **faster(pairs)}
+            for kernel in args.kernels:
+                along = partial(sparse_attention, query, key, value, lines, kernel=kernel)
+                work = along()[1]
+                pairs = pairs_of(partial(dense, query, key, value), along, args.rounds)
+                yield {"n": n, "density": density, "asked": kernel, **said(work), **faster(pairs)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,18 +180,51 @@ def selection(target: Target, args: argparse.Namespace) -> Rows:
 
         attend = partial(dense, query, key, value, scaling)
         choose = partial(select_lines, query, key, 0.955, scaling=scaling)
-        along = partial(sparse_attention, query, key, value, scaling=scaling, kernel=args.kernel)
-        work = along(choose())[1]
-        choice = pairs_of(attend, choose, args.rounds)
-        both = pairs_of(attend, lambda along=along, choose=choose: along(choose()), args.rounds)
-        yield {
-            "n": n,
-            "layer": seen.layer,
-            **said(work),
-            "selection_over_dense": statistics.median(b / a for a, b in choice),
-            "selection_ms": 1e3 * statistics.median(b for _, b in choice),
-            "with_selection": faster(both),
-        }
+        lines, choice = choose(), pairs_of(attend, choose, args.rounds)
+        rows = torch.randperm(n, generator=torch.Generator().manual_seed(0))[:64]
+        held = recovered(query, key, lines, scaling, rows)
+        for kernel in args.kernels:
+            along = partial(sparse_attention, query, key, value, scaling=scaling, kernel=kernel)
+            work, alone = along(lines)[1], pairs_of(attend, partial(along, lines), args.rounds)
+            both = pairs_of(attend, lambda along=along, choose=choose: along(choose()), args.rounds)
+            yield {
+                "n": n,
+                "layer": seen.layer,
+                "asked": kernel,
+                **said(work),
+                "mass": {"mean": float(held.mean()), "least": float(held.min())},
+                "selection_over_dense": statistics.median(b / a for a, b in choice),
+                "selection_ms": 1e3 * statistics.median(b for _, b in choice),
+                "attention": faster(alone),
+                "with_selection": faster(both),
+            }
+
+
+@torch.no_grad()
+def prompt(target: Target, args: argparse.Namespace) -> Rows:
+    """Whole prompts, with `LoopServe()` and with the model's own attention."""
+    for n in args.lengths:
+        ids = args.ids[:, :n]
+        own = partial(target.base, input_ids=ids, use_cache=False)
+        for kernel in args.kernels:
+            edit, events = LoopServe(decode=False, shortest=0, kernel=kernel), list[dict[str, Any]]()
+
+            def sparse(ids: Tensor = ids, edit: LoopServe = edit, events: list[dict[str, Any]] = events) -> None:
+                with edit.on(target) as run:
+                    target.base(input_ids=ids, use_cache=False)
+                events[:] = [dict(event.data) for event in run.events if event.kind == "prefill"]
+
+            pairs = pairs_of(own, sparse, args.rounds)
+            held = [share for data in events for share in data.get("recovered", ())]
+            yield {
+                "n": n,
+                "asked": kernel,
+                "kernel": sorted({data["kernel"] for data in events if "kernel" in data}),
+                "model_s_own": sorted({data["dense"] for data in events if "dense" in data}),
+                "attended": statistics.fmean(data.get("attended", 1.0) for data in events),
+                "mass": {"mean": statistics.fmean(held), "least": min(held)} if held else None,
+                **faster(pairs),
+            }
 
 
 def steps(found: dict[str, Any], interval: int | None) -> dict[str, float]:
@@ -198,7 +244,7 @@ def steps(found: dict[str, Any], interval: int | None) -> dict[str, float]:
 def decoding(target: Target, args: argparse.Namespace) -> Rows:
     """The whole cache against chosen tokens, by context and rows of the batch."""
     for rows in args.rows:
-        for context in args.lengths:
+        for context in (n for n in args.lengths if n <= DECODED):
             ids = args.ids[:, : context + args.steps].expand(rows, -1)
             part = Progressive(budget=args.budget, after=0)
             turn(target, part, ids[:, : context + 2], context, clock)  # kernels, and room for the cache
@@ -250,7 +296,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--minutes", type=float, default=9, help="of a section")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="of latency")
     parser.add_argument("--outputs", type=int, nargs="+", default=list(OUTPUTS))
     parser.add_argument(
@@ -260,7 +306,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4], help="of the batch, decoding")
     parser.add_argument("--steps", type=int, default=64, help="decoding")
-    parser.add_argument("--kernel", choices=get_args(Kernel), default="auto", help="of sparse prompts, in two sections")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=get_args(Kernel), help="of sparse prompts; default: triton flex, on a CPU auto"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--shortest", type=int, default=2048)
@@ -270,6 +318,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.lengths, args.contexts, args.outputs, args.rows, args.steps = [128, 256], [128, 192], [4, 8], [1, 2], 20
         args.budget, args.shortest, args.rounds = 80, 0, 1
     args.outputs = sorted(set(args.outputs))
+    args.kernels = args.kernels or (["triton", "flex"] if args.device.startswith("cuda") else ["auto"])
     return args
 
 
@@ -315,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         text = record("gpu-loopserve", result, settings, started=started, device=device, dtype=args.dtype)
         write_atomic(args.out, text)
 
-    work = {"prefill": prefill, "selection": selection, "decoding": decoding, "latency": latency}
+    work = {"prefill": prefill, "selection": selection, "prompt": prompt, "decoding": decoding, "latency": latency}
     for section in args.sections:
         began, rows = time.perf_counter(), list[dict[str, Any]]()
         result[section] = {"rows": rows, "complete": False}

@@ -1,6 +1,7 @@
-"""The lines of all heads in one call of FlexAttention, compiled: what `sparse_attention` does on a GPU.
+"""The lines of all heads in one call of FlexAttention, compiled: what a GPU does where Triton's kernel fails.
 
-The columns of each head's vertical lines are gathered in front of its keys, and one softmax runs over both. Only blocks
+The columns of each head's vertical lines are gathered in front of the keys, and one softmax runs over both. Query heads
+that share keys have their columns one behind the other, so keys and values are not copied for each of them. Only blocks
 that a line touches are computed; in them the mask lets each cell through once: at the gathered column if it is on a
 vertical line, else at its own place. FlexAttention that is not compiled builds the whole matrix, so it is never called
 that way.
@@ -49,22 +50,36 @@ class Blocks:
     some: Bool[Tensor, "head query_block key_block"]
     full: Bool[Tensor, "head query_block key_block"]
 
-    def of(self, heads: Int[Tensor, " some"]) -> Blocks:
-        """Those of some heads."""
-        return Blocks(self.columns[heads], self.some[heads], self.full[heads])
+    def only(self, heads: Int[Tensor, " some"]) -> Blocks:
+        """No blocks in other heads than these."""
+        there = torch.zeros(len(self.columns), 1, 1, dtype=torch.bool, device=heads.device).index_fill_(0, heads, True)
+        return Blocks(self.columns, self.some & there, self.full & there)
+
+    def placed(self, blocks: Bool[Tensor, "head query_block key_block"], group: int) -> Tensor:
+        """The same where `group` heads have their columns one behind the other in front of the keys they share."""
+        own, rest = blocks.split([self.columns.shape[1] // BLOCK, blocks.shape[2] - self.columns.shape[1] // BLOCK], 2)
+        turn = torch.eye(group, dtype=torch.bool, device=blocks.device).repeat(len(blocks) // group, 1)
+        return torch.cat([(own[:, :, None] & turn[:, None, :, None]).flatten(2), rest], 2)
 
     def cells(self) -> Int[Tensor, " head"]:
         """Cells in these blocks."""
         return self.some.sum((1, 2)) * BLOCK**2
 
 
+def numbers_of(chosen: Bool[Tensor, "head number"], multiple: int = 1) -> Int[Tensor, "head some"]:
+    """Which are chosen, rising, at least one and a multiple of so many, and the number of all as padding."""
+    size = -(-max(1, int(chosen.sum(1).max())) // multiple) * multiple
+    head, number = chosen.nonzero(as_tuple=True)
+    numbers = torch.full((len(chosen), size), chosen.shape[1], device=chosen.device)
+    numbers[head, chosen.cumsum(1)[head, number] - 1] = number
+    return numbers
+
+
 def blocks_of(lines: HeadLines) -> Blocks:
     """Blocks that have to be computed."""
     vertical, past = lines.vertical, lines.past
     keys, device = vertical.shape[1], vertical.device
-    size = -(-max(1, int(vertical.sum(1).max())) // BLOCK) * BLOCK
-    numbers = torch.where(vertical, torch.arange(keys, device=device), keys)
-    columns = pad(numbers.sort(1).values[:, :size], (0, max(0, size - keys)), value=keys)
+    columns = numbers_of(vertical, BLOCK)
     first = torch.arange(past, keys, BLOCK, device=device)  # query of each block
     last = (first + BLOCK - 1).clamp(max=keys - 1)
     some = columns[:, None, ::BLOCK] <= last[:, None]
@@ -87,37 +102,40 @@ def flex_heads(
     value: Float[Tensor, "kv_head key d_value"],
     lines: HeadLines,
     blocks: Blocks,
-    of_head: Int[Tensor, " head"],
     scaling: float,
 ) -> Float[Tensor, "head query d_value"] | None:
-    """Attention on the lines; `of_head`: kv head of each. None: it could not be compiled, which is said once."""
+    """Attention on the lines, zeros in heads without blocks. None: it could not be compiled, which is said once."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    keys, columns, device = key.shape[1], blocks.columns, key.device
+    keys, columns, device, group = key.shape[1], blocks.columns, key.device, len(query) // len(key)
     every = torch.arange(keys, device=device).expand(len(columns), -1)
-    slots = torch.cat([columns.clamp(max=keys - 1), every], 1)
-    some_keys, some_values = (tensor[of_head[:, None], slots][None] for tensor in (key, value))
+    # Each kv head has the columns of all its query heads in front of its keys.
+    gather = columns.clamp(max=keys - 1).unflatten(0, (-1, group)).flatten(1)
+    kv = torch.arange(len(key), device=device)[:, None]
+    some_keys, some_values = (torch.cat([tensor[kv, gather], tensor], 1)[None] for tensor in (key, value))
     # Position among the queries. Padding, and keys that are gathered, are in the future of all at their own place.
     at = torch.where(lines.vertical, lines.queries, every - lines.past)
-    at = torch.cat([torch.where(columns == keys, lines.queries, columns - lines.past), at], 1).int()
-    gathered = torch.arange(slots.shape[1], device=device) < columns.shape[1]
+    own = torch.where(columns == keys, lines.queries, columns - lines.past)
+    at = torch.cat([own.repeat(1, group), at], 1).int()  # blocks hide what is another head's
+    gathered = torch.arange(at.shape[1], device=device) < gather.shape[1]
     on_slash = pad(lines.slash, (lines.queries, 0))  # offsets below 0 are the future
     index = at - lines.queries
     mask = BlockMask.from_kv_blocks(
-        *_ordered(blocks.some & ~blocks.full),
-        *_ordered(blocks.full),
+        *_ordered(blocks.placed(blocks.some & ~blocks.full, group)),
+        *_ordered(blocks.placed(blocks.full, group)),
         BLOCK_SIZE=BLOCK,
         # A lambda, which is traced as it stands: nothing checks its types.
         mask_mod=lambda _, head, number, slot: (
             (gathered[slot] & (at[head, slot] <= number)) | on_slash[head, number - index[head, slot]]
         ),
-        seq_lengths=(lines.queries, slots.shape[1]),
+        seq_lengths=(lines.queries, at.shape[1]),
     )
     why = ""
     for dynamic in (True, False):
         try:
             flex = _compiled(dynamic)
-            return flex(query[None], some_keys, some_values, block_mask=mask, scale=scaling)[0]
+            made = flex(query[None], some_keys, some_values, block_mask=mask, scale=scaling, enable_gqa=group > 1)
+            return made[0]
         except torch.OutOfMemoryError:  # which may not be so for the next prompt
             raise
         except Exception as error:  # compilers fail in many ways

@@ -1,20 +1,23 @@
 """Attention that computes chosen lines only (after MInference, Jiang et al. 2024).
 
-On a GPU, FlexAttention computes all heads in one call (`flex.py`). Elsewhere each head is computed by itself, block by
-block of queries. A block of queries needs three kinds of keys: the columns of the vertical lines, gathered once per
-head; for every group of neighbouring offsets a band, which for these queries is a range of keys; and for each lone
-offset one key per row. Columns inside a band's range are computed with the band and left out of the gathered ones, so
-no cell is counted twice; one softmax runs over all parts.
+On a GPU, one kernel in Triton computes all heads (`triton.py`), or FlexAttention where that fails (`flex.py`).
+Elsewhere each head is computed by itself, block by block of queries. A block of queries needs three kinds of keys: the
+columns of the vertical lines, gathered once per head; for every group of neighbouring offsets a band, which for these
+queries is a range of keys; and for each lone offset one key per row. Columns inside a band's range are computed with
+the band and left out of the gathered ones, so no cell is counted twice; one softmax runs over all parts.
 
 The cost of all this is known beforehand. A head for which it exceeds `dense_above` of dense attention is dense.
 """
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -27,8 +30,8 @@ from sinkscope.lines import flex
 from sinkscope.lines.choice import HeadLines
 from sinkscope.lines.lone import Lone, lone
 
-Kernel = Literal["auto", "blocks", "flex"]
-_BLOCKS_LIMIT, _FLEX_LIMIT, _NARROW = 0.65, 0.5, 48
+Kernel = Literal["auto", "blocks", "flex", "triton"]
+_BLOCKS_LIMIT, _GPU_LIMIT, _NARROW = 0.65, 0.5, 48
 BLOCKS = (64, 128, 256)
 """Queries at a time; for each head the cheapest is taken."""
 PART = 2000  # cells whose product takes as long as the overhead of one more matrix product
@@ -40,13 +43,47 @@ def dense_limit(width: int, kernel: Kernel, device: torch.device) -> float:
     """Share of computed cells above which plain attention is about as fast, measured on a CPU in float32.
 
     The limit is lower for heads narrower than 48, whose dense attention is cheaper, and for FlexAttention, whose masks
-    cost time in every block.
+    cost time in every block. The same is taken for Triton, for which it was not measured.
     """
-    return _FLEX_LIMIT if _flex_wanted(kernel, device) else _BLOCKS_LIMIT * min(1.0, width / _NARROW)
+    return _GPU_LIMIT if _fast(kernel, device) else _BLOCKS_LIMIT * min(1.0, width / _NARROW)
 
 
-def _flex_wanted(kernel: Kernel, device: torch.device) -> bool:
-    return kernel == "flex" or (kernel == "auto" and device.type == "cuda")
+def _fast(kernel: Kernel, device: torch.device) -> tuple[Kernel, ...]:
+    """What computes lines rather than the loop over blocks, in this order: the one place that decides it."""
+    if kernel in ("blocks", "flex"):
+        return ("flex",) if kernel == "flex" else ()
+    if device.type == "cuda":
+        return "triton", "flex"
+    return ("triton",) if kernel == "triton" else ()
+
+
+def missing(
+    kernel: Kernel, query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]
+) -> str | None:
+    """Why nothing but the loop over blocks can compute lines of these; None: something can."""
+    why: str | None = "not asked for"
+    for name in _fast(kernel, query.device) or (("flex",) if kernel == "auto" else ()):
+        why = _why_not(name, query, value)
+        if why is None:
+            return None
+    return why
+
+
+def _why_not(name: Kernel, query: Tensor, value: Tensor) -> str | None:
+    if name == "triton":
+        made = _triton()
+        return "triton is not installed" if made is None else made.why_not(query, value)
+    return flex.why_not(query, value) if name == "flex" else None
+
+
+@cache
+def _triton() -> Any:
+    """The module with the kernel; None, which is said once: it cannot be imported."""
+    try:
+        return importlib.import_module("sinkscope.lines.triton")
+    except ImportError as error:
+        warnings.warn(f"lines are not computed by Triton: {error}", stacklevel=2)
+    return None
 
 
 @dataclass(frozen=True)
@@ -57,7 +94,7 @@ class Sparsity:
         cells: share of the causal cells that lie on the lines.
         computed: share of the causal cells that was computed, or takes as long; 1.0 where attention was dense.
         dense: whether the head was computed by plain attention, because that is faster.
-        kernel: what computed the others: "blocks", "blocks, lone lines not compiled" or "flex".
+        kernel: what computed the others: "blocks", "blocks, lone lines not compiled", "flex" or "triton".
     """
 
     cells: tuple[float, ...]
@@ -73,7 +110,7 @@ def check_kernel(kernel: str) -> None:
         SinkscopeError: it is none of `Kernel`.
     """
     if kernel not in get_args(Kernel):
-        raise SinkscopeError(f'kernel={kernel!r}: expected "auto", "blocks" or "flex"')
+        raise SinkscopeError(f'kernel={kernel!r}: expected "auto", "blocks", "flex" or "triton"')
 
 
 def sparse_attention(
@@ -95,14 +132,15 @@ def sparse_attention(
         lines: chosen lines of every query head. The main diagonal must be among them.
         scaling: factor on the scores; None: one over the root of `d_head`.
         dense_above: share of computed cells above which a head is computed densely, with all its cells. None:
-            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with FlexAttention.
-        kernel: "blocks": a loop over blocks of queries; "flex": FlexAttention in blocks of 128 by 128, compiled in the
-            first call (10 to 20 s); "auto": "flex" on CUDA, else "blocks". Where FlexAttention is not available, a
-            warning says so once and "blocks" is used.
+            `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton and FlexAttention.
+        kernel: "blocks": a loop over blocks of queries; "triton": a kernel for CUDA that computes columns, blocks and
+            single offsets; "flex": FlexAttention in blocks of 128 by 128, compiled in the first call (10 to 20 s);
+            "auto": on CUDA "triton", else "blocks". Where Triton is not available, "flex" is used on CUDA, and where
+            that is not available "blocks"; a warning says so once.
 
     Returns:
-        The output, in the type of `value`, computed in float32 (by FlexAttention: in the type of the inputs, added up
-        in float32); and what was computed.
+        The output, in the type of `value`, computed in float32 (by Triton and FlexAttention: in the type of the inputs,
+        added up in float32); and what was computed.
 
     Raises:
         SinkscopeError: lines of another shape, a head without the main diagonal, an unknown kernel.
@@ -112,13 +150,11 @@ def sparse_attention(
     _check(tensors, lines)
     check_kernel(kernel)
     scaling = float(query.shape[-1] ** -0.5) if scaling is None else scaling
-    planners = [_blocks_planner]
-    if _flex_wanted(kernel, query.device) and flex.why_not(query, value) is None:
-        planners.insert(0, _flex_planner)
-    for planner in planners:
-        name: Kernel = "flex" if planner is _flex_planner else "blocks"
+    for name in (*_fast(kernel, query.device), "blocks"):
+        if _why_not(name, query, value) is not None:
+            continue
         limit = dense_limit(query.shape[-1], name, query.device) if dense_above is None else dense_above
-        said, costs, compute = planner(tensors, lines, scaling, limit)
+        said, costs, compute = _PLANNERS[name](tensors, lines, scaling, limit)
         dense = tuple(cost is None or cost > limit for cost in costs)
         computed = tuple(1.0 if full or cost is None else cost for full, cost in zip(dense, costs, strict=True))
         out = torch.empty(*query.shape[:2], value.shape[-1], device=query.device, dtype=value.dtype)
@@ -151,19 +187,27 @@ _Planned = tuple[str, list[float | None], Callable[[list[int], Tensor], bool]]
 """Kernel in words, cost of each head as a share of all cells (None: not planned), and what computes some heads."""
 
 
+def _triton_planner(tensors: _Three, lines: HeadLines, scaling: float, dense_above: float) -> _Planned:
+    query, kernel = tensors[0], _triton()
+    index = kernel.index_of(lines, kernel.queries_at_once(tensors[2].dtype))
+
+    def compute(heads: list[int], out: Tensor) -> bool:
+        some = torch.tensor(heads, dtype=torch.long, device=query.device)
+        return not heads or kernel.triton_heads(*tensors, lines, index, some, scaling, out)
+
+    return "triton", (index.cells() / int(lines.lengths().sum())).tolist(), compute
+
+
 def _flex_planner(tensors: _Three, lines: HeadLines, scaling: float, dense_above: float) -> _Planned:
-    query, key, value = tensors
     blocks = flex.blocks_of(lines)
 
     def compute(heads: list[int], out: Tensor) -> bool:
         if not heads:
             return True
-        some = torch.tensor(heads, device=query.device)
-        its = HeadLines(lines.vertical[some], lines.slash[some], lines.queries)
-        of_head = some // (len(query) // len(key))
-        made = flex.flex_heads(query[some], key, value, its, blocks.of(some), of_head, scaling)
+        some = torch.tensor(heads, device=out.device)
+        made = flex.flex_heads(*tensors, lines, blocks.only(some), scaling)
         if made is not None:
-            out[some] = made.to(out.dtype)
+            out[some] = made[some].to(out.dtype)
         return made is not None
 
     return "flex", (blocks.cells() / int(lines.lengths().sum())).tolist(), compute
@@ -191,6 +235,9 @@ def _blocks_planner(tensors: _Three, lines: HeadLines, scaling: float, dense_abo
 
     said = "blocks" if by.compiled else "blocks, lone lines not compiled"
     return said, [None if plan is None else plan.cost / every for plan in plans], compute
+
+
+_PLANNERS = {"triton": _triton_planner, "flex": _flex_planner, "blocks": _blocks_planner}
 
 
 def _side_by_side(compute: Callable[[int], None], heads: list[int], device: torch.device) -> None:

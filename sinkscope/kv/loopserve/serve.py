@@ -18,7 +18,6 @@ from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.kv.cache import CacheLayer, Rotary
 from sinkscope.kv.policy import At, Policy, register_policy
 from sinkscope.kv.session import Moment, Session
-from sinkscope.lines import flex
 from sinkscope.lines.choice import (
     HeadLines,
     Variant,
@@ -29,7 +28,7 @@ from sinkscope.lines.choice import (
     recovered,
     select_lines,
 )
-from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, sparse_attention
+from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, missing, sparse_attention
 from sinkscope.records import Natural, Whole, check_fields
 from sinkscope.trace.attention import Attention, View
 
@@ -54,7 +53,7 @@ class SparsePrompts:
         dense_rows: number of queries at the end that attend to everything.
         kernel: as for `sparse_attention`.
         in_blocks: whether other devices than a CPU use the loop over blocks. If not, prompts on devices without
-            FlexAttention are read by the model's own attention.
+            Triton and FlexAttention are read by the model's own attention.
         held_out: numbers of the queries on which to look what the lines hold, for numbers of queries and keys and a
             layer; None: nobody looks.
     """
@@ -156,13 +155,13 @@ class SparsePrompts:
     def _why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention has to be used, or is better; None: lines are used."""
         keys, settings, device = prompt.key.shape[2], prompt.settings, prompt.query.device.type
-        missing = None
+        why = None
         if device != "cpu" and not self.in_blocks:
-            missing = flex.why_not(prompt.query[0], prompt.value[0]) if self.kernel != "blocks" else "not asked for"
+            why = missing(self.kernel, prompt.query[0], prompt.value[0])
         short = bool(((view.pos[:, 0] >= 0).sum(-1) < self.shortest).all())
         reasons = (
             (short, f"fewer than {self.shortest} keys"),
-            (missing is not None, f"on {device} without FlexAttention: {missing}"),
+            (why is not None, f"on {device} without FlexAttention: {why}"),
             (view.window is not None and keys > view.window, "sliding window"),
             (settings.get("softcap") is not None, "soft cap"),
             (settings.get("s_aux") is not None, "learned sinks"),
@@ -413,7 +412,7 @@ class LoopServe(Intervention):
         shortest: prompts that attend to fewer keys are read by the model's own attention, which is faster there.
         dense_above: share of computed cells above which a head is computed densely. None: 0.65, less for heads
             narrower than 48, 0.5 on CUDA, and everything on other devices, where a loop over blocks does not pay.
-        kernel: what computes the lines, "blocks", "flex" or "auto" (`sparse_attention`).
+        kernel: what computes the lines, "blocks", "flex", "triton" or "auto" (`sparse_attention`).
         seed: seed of the drawn queries. Draws also differ by layer and by the lengths of prompt and context, so every
             turn of a conversation has its own.
         begin: number of first tokens that all queries see. 1 in the paper.

@@ -1,0 +1,307 @@
+"""The lines of all heads in one Triton kernel, for CUDA; what is computed is exactly the cells on the lines.
+
+The index has the format of MInference's packaged kernel (Jiang et al. 2024): for every head and block of queries,
+`block_count` and `block_offset` name blocks of consecutive keys, and `column_count` and `column_index` single keys. Two
+things are added, because that kernel computes whole blocks wherever a slash line passes, and here no other cell may be
+seen and none twice. Slash lines that have few neighbours are lone: `lone_count` and `lone_offset` name them, and the
+kernel multiplies each query by its one key. In blocks a mask lets through the offsets that are not lone. Columns are
+always gathered, so blocks and lone lines leave out their keys. One softmax runs over the three parts.
+
+This module needs triton, so it is imported when it is used. `TRITON_INTERPRET=1`, set before, runs it on a CPU.
+"""
+
+# pyright: reportMissingImports=false, reportUntypedFunctionDecorator=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, cast, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.flex import numbers_of
+
+KEYS = 64
+"""Keys at a time."""
+LONE = 64
+"""Columns that take as long as one lone line: an estimate from memory traffic, not measured on a GPU."""
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+_failed: dict[tuple[object, ...], str] = {}
+
+
+def why_not(query: Float[Tensor, "head query d_head"], value: Float[Tensor, "kv_head key d_value"]) -> str | None:
+    """Why the kernel cannot be used for these; None: it can, as far as is known before it is compiled."""
+    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
+        return f"it is not used on {query.device.type}"
+    if value.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"it does not compute in {value.dtype}"
+    return _failed.get(_kind(query, value))
+
+
+def _kind(query: Tensor, value: Tensor) -> tuple[object, ...]:
+    return value.dtype, query.shape[-1], value.shape[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Index:
+    """What each block of queries computes; lists are padded behind their counts.
+
+    Attributes:
+        size: queries of a block.
+        starts: position of the first query of each block.
+        blocks: blocks of keys, from the nearest on: number of keys from the first of a block to the first query.
+        whole: whether all offsets in such a block are chosen, so that it needs no mask but for columns.
+        block_count: how many of `blocks` a block of queries meets.
+        column_index: keys of vertical lines, rising.
+        column_count: how many of these are not in the future of the whole block.
+        lone_offset: lone offsets, rising.
+        lone_count: how many of these reach a key.
+        banded: offsets that blocks compute.
+    """
+
+    size: int
+    starts: Int[Tensor, " row"]
+    blocks: Int[Tensor, "head block"]
+    whole: Bool[Tensor, "head block"]
+    block_count: Int[Tensor, "head row"]
+    column_index: Int[Tensor, "head column"]
+    column_count: Int[Tensor, "head row"]
+    lone_offset: Int[Tensor, "head lone"]
+    lone_count: Int[Tensor, "head row"]
+    banded: Bool[Tensor, "head key"]
+
+    def cells(self) -> Int[Tensor, " head"]:
+        """Cells that are computed, or take as long."""
+        columns = self.block_count * KEYS + self.column_count + self.lone_count * LONE
+        return columns.sum(1) * self.size
+
+
+def index_of(lines: HeadLines, size: int) -> Index:
+    """The index of these lines, for blocks of `size` queries, a multiple of `KEYS`."""
+    vertical, keys, device = lines.vertical, lines.vertical.shape[1], lines.vertical.device
+    banded = _banded(lines.slash, size)
+    alone = lines.slash & ~banded
+    starts = torch.arange(lines.past, keys, size, device=device)
+    ends = (starts + size).clamp(max=keys)
+    # Block i begins i * KEYS keys before the last that fits before the end; these are its least and largest offset.
+    every = torch.arange((keys + size - 2) // KEYS + 1, device=device) * KEYS
+    before = _before(banded)
+    there = before[:, (every + KEYS).clamp(max=keys)] - before[:, (every - size + 1).clamp(0, keys)]
+    touched = there > 0
+    numbers = numbers_of(touched)
+    return Index(
+        size,
+        starts,
+        numbers * KEYS - size + KEYS,
+        (there == size + KEYS - 1).gather(1, numbers.clamp(max=len(every) - 1)),
+        _before(touched)[:, (-(-(starts + size) // KEYS)).clamp(max=len(every))],
+        numbers_of(vertical),
+        _before(vertical)[:, ends],
+        numbers_of(alone),
+        _before(alone)[:, ends],
+        banded,
+    )
+
+
+def _banded(slash: Bool[Tensor, "head key"], size: int) -> Bool[Tensor, "head key"]:
+    """Offsets that are cheaper in blocks than alone: decided for every run of neighbouring `KEYS` offsets."""
+    held = pad(slash, (0, -slash.shape[1] % KEYS)).unflatten(1, (-1, KEYS)).sum(2)
+    used = held > 0
+    run = (used & ~pad(used, (1, 0))[:, :-1]).cumsum(1) * used  # from 1; 0: none
+    sums = held.new_zeros(len(held), held.shape[1] + 1)
+    width, count = sums.scatter_add(1, run, used.long()), sums.scatter_add(1, run, held)
+    better = LONE * count > KEYS * width + size
+    return slash & better.gather(1, run).repeat_interleave(KEYS, 1)[:, : slash.shape[1]]
+
+
+def _before(some: Tensor) -> Tensor:
+    return pad(some.cumsum(1, dtype=torch.int32), (1, 0))
+
+
+def queries_at_once(dtype: torch.dtype) -> int:
+    """Queries of a block, a multiple of `KEYS`."""
+    return 2 * KEYS if dtype.itemsize == 2 else KEYS
+
+
+def triton_heads(
+    query: Float[Tensor, "head query d_head"],
+    key: Float[Tensor, "kv_head key d_head"],
+    value: Float[Tensor, "kv_head key d_value"],
+    lines: HeadLines,
+    index: Index,
+    heads: Int[Tensor, " some"],
+    scaling: float,
+    out: Float[Tensor, "head query d_value"],
+) -> bool:
+    """Write the attention of some heads into `out`; False: it could not be compiled, which is said once."""
+    query, key, value = (
+        tensor.to(value.dtype) if tensor.stride(-1) == 1 else tensor.to(value.dtype).contiguous()
+        for tensor in (query, key, value)
+    )
+    # The table of the packaged format, for these heads alone; columns are the same for all blocks of queries.
+    block_offset = (index.starts[:, None] - index.blocks[heads][:, None]).int()
+    column_index = index.column_index[heads].int()[:, None].expand(-1, len(index.starts), -1)
+    whole, banded, vertical = (tensor[heads].byte() for tensor in (index.whole, index.banded, lines.vertical))
+    counts = (tensor[heads].int() for tensor in (index.block_count, index.column_count, index.lone_count))
+    block_count, column_count, lone_count = counts
+    lone_offset, wide = index.lone_offset[heads].int(), value.shape[-1] > 64
+    why, launch = "", cast(Any, _attend)
+    for stages in (3, 2, 1):  # fewer where shared memory does not hold so many
+        try:
+            launch[(len(index.starts), len(heads))](
+                *(query, key, value, out, heads.int(), banded, vertical),
+                *(block_count, block_offset, whole, column_count, column_index, lone_count, lone_offset),
+                *(scaling * 1.4426950408889634, query.shape[1], key.shape[1], len(query) // len(key)),
+                *(block_offset.shape[2], column_index.stride(0), column_index.stride(1), lone_offset.shape[1]),
+                *(step for tensor in (query, key, value, out) for step in tensor.stride()[:2]),
+                *(query.shape[2], value.shape[2], _power(query.shape[2]), _power(value.shape[2]), index.size, KEYS),
+                num_warps=8 if wide and index.size > KEYS else 4,
+                num_stages=stages,
+            )
+            return True
+        except torch.OutOfMemoryError:  # which may not be so for the next prompt
+            raise
+        except Exception as error:  # compilers fail in many ways
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    _failed[_kind(query, value)] = f"it could not be compiled: {why}"
+    warnings.warn(f"lines are not computed by Triton: it could not be compiled: {why}", stacklevel=2)
+    return False
+
+
+def _power(width: int) -> int:
+    """Matrix products take widths that are powers of two, from 16 on."""
+    return max(16, triton.next_power_of_2(width))
+
+
+_WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bits of bfloat16, and cuts off instead of rounding
+
+
+@triton.jit
+@no_type_check
+def _product(left: Any, right: Any, so_far: Any):
+    if _WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, so_far, input_precision="ieee")
+
+
+@triton.jit
+@no_type_check
+def _narrow(number: Any, kind: tl.constexpr):
+    if _WIDEN and kind == tl.bfloat16:
+        bits = number.to(tl.int32, bitcast=True)
+        number = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return number.to(kind)
+
+
+@triton.jit
+@no_type_check
+def _add(scores: Any, seen: Any, value: Any, top: Any, total: Any, sums: Any):
+    """Add keys to the softmax so far: largest score, sum of weights, and weighted values of every query."""
+    scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    weights, fade = _narrow(tl.exp2(scores - new[:, None]), value.dtype), tl.exp2(top - new)
+    sums = _product(weights, value, sums * fade[:, None])
+    return new, total * fade + tl.sum(weights.to(tl.float32), 1), sums  # the same weights above and below
+
+
+@triton.jit
+@no_type_check
+def _attend(
+    query,
+    key,
+    value,
+    out,
+    heads,
+    banded,
+    vertical,
+    block_count,
+    block_offset,
+    whole,
+    column_count,
+    column_index,
+    lone_count,
+    lone_offset,
+    scaling,
+    queries,
+    keys,
+    group,
+    blocks,
+    column_head,
+    column_row,
+    lones,
+    query_head,
+    query_step,
+    key_head,
+    key_step,
+    value_head,
+    value_step,
+    out_head,
+    out_step,
+    width: tl.constexpr,
+    values: tl.constexpr,
+    WIDTH: tl.constexpr,  # noqa: N803
+    VALUES: tl.constexpr,  # noqa: N803
+    SIZE: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+):
+    row, some = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1).to(tl.int64)  # the longest rows first
+    head, at_row = tl.load(heads + some).to(tl.int64), some * tl.num_programs(0) + row
+    query, out = query + head * query_head, out + head * out_head
+    key, value = key + head // group * key_head, value + head // group * value_head
+    banded, vertical = banded + some * keys, vertical + some * keys
+    numbers = row * SIZE + tl.arange(0, SIZE)
+    at = numbers + keys - queries
+    wide, tall, few = tl.arange(0, WIDTH), tl.arange(0, VALUES), tl.arange(0, KEYS)
+    real = numbers < queries
+    there = real[:, None] & (wide < width)[None, :]
+    q = tl.load(query + numbers.to(tl.int64)[:, None] * query_step + wide[None, :], mask=there, other=0.0)
+    top = tl.full([SIZE], -1e30, tl.float32)  # finite, so that what is not seen weighs exp(-inf) and not nan
+    total = tl.zeros([SIZE], tl.float32)
+    sums = tl.zeros([SIZE, VALUES], tl.float32)
+
+    full = q.to(tl.float32)
+    for i in range(tl.load(lone_count + at_row)):
+        own = at - tl.load(lone_offset + some * lones + i)
+        seen = real & (own >= 0)
+        seen = seen & (tl.load(vertical + own, mask=seen, other=1) == 0)
+        places = own.to(tl.int64)[:, None]
+        k = tl.load(key + places * key_step + wide[None, :], mask=seen[:, None] & (wide < width)[None, :], other=0.0)
+        v = tl.load(value + places * value_step + tall[None, :], mask=seen[:, None] & (tall < values), other=0.0)
+        score = tl.where(seen, tl.sum(full * k.to(tl.float32), 1) * scaling, float("-inf"))
+        new = tl.maximum(top, score)
+        weight, fade = tl.exp2(score - new), tl.exp2(top - new)
+        sums = sums * fade[:, None] + weight[:, None] * v.to(tl.float32)
+        total, top = total * fade + weight, new
+
+    for i in range(tl.load(block_count + at_row)):
+        own = tl.load(block_offset + at_row * blocks + i) + few
+        inside = (own >= 0) & (own < keys)
+        places = own.to(tl.int64)
+        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & (wide < width)[:, None], other=0.0)
+        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & (tall < values), other=0.0)
+        offset, all_seen = at[:, None] - own[None, :], tl.load(whole + some * blocks + i)
+        looked_up = (offset >= 0) & (offset < tl.where(all_seen == 0, keys, 0))
+        seen = (tl.load(banded + offset, mask=looked_up, other=0) | all_seen) != 0
+        seen = seen & (inside & (tl.load(vertical + own, mask=inside, other=1) == 0))[None, :]
+        scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
+        top, total, sums = _add(scores, seen, v, top, total, sums)
+
+    columns = tl.load(column_count + at_row)
+    for i in range(0, columns, KEYS):
+        inside = i + few < columns
+        own = tl.load(column_index + some * column_head + row * column_row + i + few, mask=inside, other=keys)
+        places = own.to(tl.int64)
+        k = tl.load(key + places[None, :] * key_step + wide[:, None], mask=inside & (wide < width)[:, None], other=0.0)
+        v = tl.load(value + places[:, None] * value_step + tall, mask=inside[:, None] & (tall < values), other=0.0)
+        scores = _product(q, k, tl.zeros([SIZE, KEYS], tl.float32)) * scaling
+        top, total, sums = _add(scores, own[None, :] <= at[:, None], v, top, total, sums)
+
+    places = out + numbers.to(tl.int64)[:, None] * out_step + tall[None, :]
+    made = sums / tl.where(real, total, 1.0)[:, None]
+    tl.store(places, _narrow(made, out.dtype.element_ty), mask=real[:, None] & (tall < values)[None, :])

@@ -1,0 +1,97 @@
+"""Triton's kernel interpreted on a CPU, in a process of its own, because triton reads the variable when it is imported.
+
+Prints one JSON object: for every case what `sparse_attention` said, and its differences from the same by a mask.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from test_loopserve_sparse import drawn, masked
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sinkscope.lines import triton as kernel
+from sinkscope.lines.choice import HeadLines
+from sinkscope.lines.sparse import sparse_attention
+
+
+def lines_of(keys: int, queries: int, kind: str) -> HeadLines:
+    """Lines of four heads."""
+    lines = drawn(4, keys, queries, 0.0, 0.0)
+    generator = torch.Generator().manual_seed(7)
+    lone = torch.randperm(keys - 1, generator=generator)[:5] + 1
+    few = torch.rand(keys, generator=generator) < 0.1
+    match kind:
+        case "mixed":  # columns and lone lines; a band with a hole and lone lines beside it; columns; both kinds dense
+            lines.vertical[0] = few
+            lines.slash[0, lone] = True
+            lines.slash[1, 70:150] = True
+            lines.slash[1, 100] = False
+            lines.slash[1, [40, 220]] = True
+            lines.vertical[1] = few.flip(0)
+            lines.vertical[2] = few
+            lines.slash[3], lines.vertical[3] = True, few
+        case "lone":
+            lines.slash[:, lone] = True
+        case "band":
+            for head in range(4):
+                lines.slash[head, : 50 * head + 1] = True
+            lines.slash[:, -1] = True
+        case "columns":
+            lines.vertical[:] = few
+            lines.vertical[1] = True
+    return lines
+
+
+def case(kind: str, queries: int, past: int, width: int, kv: int, dtype: torch.dtype, limit: float) -> dict[str, Any]:
+    """One case; the values have two thirds of the width, so that both are padded."""
+    keys, generator = queries + past, torch.Generator().manual_seed(0)
+
+    def normal(heads: int, rows: int, wide: int) -> Tensor:
+        return torch.randn(heads, rows, wide, generator=generator).to(dtype)
+
+    query, key = normal(4, queries, width), normal(kv, keys, width)
+    value = normal(keys, kv, 2 * width // 3).transpose(0, 1)  # as a model gives them: not contiguous
+    lines = lines_of(keys, queries, kind)
+    found, what = sparse_attention(query, key, value, lines, scaling=0.25, dense_above=limit, kernel="triton")
+    wanted = masked(query, key, value, lines)
+    if any(what.dense):
+        lines.slash[torch.tensor(what.dense)] = True  # all cells
+        wanted = masked(query, key, value, lines)
+    # The same before the result is rounded, which in bfloat16 alone is 1.5e-3.
+    plain = HeadLines(lines.vertical, lines_of(keys, queries, kind).slash, queries)
+    whole = torch.empty(found.shape)
+    index = kernel.index_of(plain, kernel.queries_at_once(dtype))
+    some = torch.tensor([head for head, full in enumerate(what.dense) if not full], dtype=torch.long)
+    done = kernel.triton_heads(query, key, value, plain, index, some, 0.25, whole)
+    its = wanted[some]
+    at = torch.arange(past, keys)
+    mask = lines.rows(at)
+    same = (tensor.repeat_interleave(4 // len(tensor), 0) for tensor in (key, value))
+    theirs = scaled_dot_product_attention(query, *same, attn_mask=mask, scale=0.25)
+    return {
+        "kernel": what.kernel,
+        "done": done,
+        "dense": list(what.dense),
+        "type": str(found.dtype),
+        "off": float((found - wanted).norm()),
+        "pytorch_off": float((theirs - wanted).norm()),
+        "relative": float((whole[some] - its).norm() / its.norm()),
+        "root_mean_square": float((whole[some] - its).square().mean().sqrt()),
+        "computed": list(what.computed),
+        "cells": list(what.cells),
+    }
+
+
+if __name__ == "__main__":
+    wanted = json.loads(sys.argv[1])
+    json.dump(
+        {name: case(*words[:5], getattr(torch, words[5]), words[6]) for name, words in wanted.items()}, sys.stdout
+    )
