@@ -49,7 +49,7 @@ def check_outputs(outputs: Mapping[str, str | None], values: Mapping[Parameter, 
         if one.option.writes:
             places[one.option.metavar in ("DIR", "FOLDER")][one.flag] = value
         else:
-            name = str(one.option.metavar) if one.option.argument else one.flag
+            name = "this command" if one.option.argument else one.flag
             inputs[name] = value if one.many and value else [value]
     files, folders = ({f: p for f, p in some.items() if p is not None and str(p) != "-"} for some in places.values())
     check_losses(files, inputs, folders)

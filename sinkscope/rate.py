@@ -28,7 +28,7 @@ def wilson(successes: int | float, trials: int, z: float = 1.959964) -> Rate:
     return Rate(share, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def mean_known(values: Iterable[float | None]) -> float | None:
+def mean_known(values: Iterable[float | int | None]) -> float | None:
     """Mean of those that are numbers: neither None nor NaN; None: there are none."""
     known = [value for value in values if value is not None and value == value]
     return fmean(known) if known else None

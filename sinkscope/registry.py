@@ -164,7 +164,7 @@ class Parameter:
             if not fits:
                 raise SinkscopeError(f"{self.flag} {one!r}: expected {self._wanted(low, high)}")
 
-    def _wanted(self, low: float | None, high: float | None) -> str:
+    def _wanted(self, low: int | float | None, high: int | float | None) -> str:
         """What `check` expects, in words."""
         bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
         wanted = " and ".join(bound for bound in bounds if bound)

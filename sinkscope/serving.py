@@ -10,6 +10,7 @@ All of them share `LoopRow`: the monitor of one request, and what is being done 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -88,14 +89,17 @@ class ServingSettings:
 
 def _fields(given: Any, name: str) -> dict[str, Any] | Literal[False] | None:
     """Settings as a mapping; False and None as they are."""
+    why = ""
     try:
         value = parse_json(given) if isinstance(given, str) else given
-    except ValueError:
+    except json.JSONDecodeError:
         value = given
+    except ValueError as error:  # JSON that is refused all the same
+        value, why = given, f"{error}; "
     if value is None or value is False:
         return value
     if not isinstance(value, Mapping):
-        raise SinkscopeError(f'{name} is {given!r}: expected JSON such as {{"actions": ["stop"]}}, or false')
+        raise SinkscopeError(f'{name} is {given!r}: {why}expected JSON such as {{"actions": ["stop"]}}, or false')
     return {str(key): item for key, item in value.items()}
 
 

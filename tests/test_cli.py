@@ -123,7 +123,7 @@ def test_files_are_written_beside_the_table(calls: list[Any], capsys: pytest.Cap
     assert main(["find-sinks", "--json", "a/x.json", "--html", "x.html"]) == 0
     assert Result.load("a/x.json") == sample_find_sinks()
     assert 'class="plot"' in Path("x.html").read_text(encoding="utf-8")
-    assert "Sink layer 2" in capsys.readouterr().out
+    assert "sink layer is layer 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_full_disk_after_the_work(
     monkeypatch.setattr(os, "fsync", full)
     assert main(["find-sinks", "--json", "x.json"]) == 2
     out, err = capsys.readouterr()
-    assert "Sink layer 2" in out  # what was found is seen all the same
+    assert "sink layer is layer 2" in out  # what was found is seen all the same
     assert err == "error: cannot write x.json: the disk is full; make room or choose another place\n"
     assert (os.listdir(), Path("x.json").read_text()) == (["x.json"], old)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kv_kit import model_of
 
-from sinkscope.errors import SinkscopeError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning
 from sinkscope.interventions.base import Intervention
 from sinkscope.kv.loopserve import LoopServe
 from sinkscope.kv.loopserve.conversation import Conversation
@@ -41,17 +41,17 @@ def test_what_the_model_says_of_caches_changes_nothing(name: str, value: Any, ed
 
 
 @pytest.mark.parametrize("name", ["prompt_lookup_num_tokens", "num_beams"])
-def test_drafts_and_beams_are_refused_wherever_they_are_set(name: str) -> None:
+def test_drafts_and_beams_are_refused_where_asked_for_and_set_aside_where_a_checkpoint_has_them(name: str) -> None:
     model = model_of("llama")
-    with pytest.raises(SinkscopeError, match=f"^{name}.*give {name}="):
-        Conversation(model).ask(PROMPTS[0], **{name: 3})
-    setattr(model.generation_config, name, 3)
     for chat in (Conversation(model), Conversation(model, SMALL)):
-        with pytest.raises(SinkscopeError, match=f"^{name}"):
-            chat.ask(PROMPTS[0])
-        with pytest.raises(SinkscopeError, match=f"^{name}"):
-            chat.say(PROMPTS[0], [5])
+        with pytest.raises(SinkscopeError, match=f"^{name}.*give {name}="):
+            chat.ask(PROMPTS[0], **{name: 3})
         assert not chat.turns
+    setattr(model.generation_config, name, 3)
+    for edit in (None, SMALL):
+        with pytest.warns(SinkscopeWarning, match=f"this is not used: .*{name} 3"):
+            chat = held_so(edit, "keep", model)
+        assert chat.ids == held_so(edit, "keep").ids
     one: Any = {name: None if name.startswith("prompt") else 1}
     assert held_so(None, "keep", model, **one).ids == held_so(None, "keep").ids
 

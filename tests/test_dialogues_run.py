@@ -120,7 +120,7 @@ def test_cells_are_those_of_the_shape(tmp_path: Path) -> None:
         "a-shape:first=3:local=9",
         "tri-shape:first=3:local=9:dense_rows=7",
         "minference:budget=0.3",
-        "loopserve-p:alpha=0.5:shortest=0:dense_above=inf",
+        "loopserve-p:paper:alpha=0.5:dense_above=inf:variant=exact",
         "loopserve:alpha=0.9",
     ]
     hf, tokenizer = tiny_model("llama", num_hidden_layers=2)
@@ -420,7 +420,7 @@ def test_chat_template_wraps_the_history(tmp_path: Path, monkeypatch: pytest.Mon
     for chat in (True, False):
         with pytest.raises(_EnoughError):
             run_dialogues(hf, [Dialogue("x", "recall", turns)], ["full"], chat=chat, **given)
-        (tmp_path / "r/settings.json").unlink()
+        assert not (tmp_path / "r/settings.json").exists()  # nothing was finished, so other settings may follow
     assert seen == [
         tokenizer("user is it assistant", add_special_tokens=False)["input_ids"],
         tokenizer("user is it assistant a user b assistant", add_special_tokens=False)["input_ids"],

@@ -16,6 +16,7 @@ import torch
 
 import sinkscope
 from sinkscope.cli import main
+from sinkscope.kv import policy
 from sinkscope.models import adapters
 from sinkscope.registry import entries
 from sinkscope.results import Result
@@ -36,6 +37,7 @@ def blocks(page: str) -> list[str]:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run the Python of a page as one module; its names come back."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(policy, "_REGISTERED", dict(policy._REGISTERED))  # pages register policies of their own
 
     def running(page: str, **given: Any) -> dict[str, Any]:
         module = ModuleType("page")  # dataclasses look their module up
@@ -106,7 +108,7 @@ def test_serve_page(run: Any) -> None:
 
 def test_front_page(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("docs/index.md")
-    assert f"Sink layer {names['found'].sink_layer}" in capsys.readouterr().out
+    assert f"sink layer is layer {names['found'].sink_layer}" in capsys.readouterr().out
     assert {event.kind for event in names["run"].events} <= {"patched", "fallback", "sink-like"}
     assert names["run"].events
 

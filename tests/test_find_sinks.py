@@ -237,8 +237,7 @@ def test_result_survives_a_file_and_says_what_it_found(tmp_path: Any) -> None:
     assert Result.load(tmp_path / "r.json") == result
     text = str(result)
     layer, expert, neuron = o.truth.neurons[0]
-    assert f"Sink layer {layer}" in text and f"of expert {expert} of layer {layer} make" in text
-    assert str(neuron) in text.split(" of expert")[0]
+    assert f"sink layer is layer {layer}" in text and f"L{layer}.E{expert}.N{neuron} makes" in text
     none = _found(organism("llama", 0, kind="none"))
     assert none.sink_layer is None and "No attention sink" in str(none) and none.neurons == ()
     assert none.repeats.tokens == () and none.set_drop is None

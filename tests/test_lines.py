@@ -214,7 +214,7 @@ def test_a_file_of_prompts_and_the_command(tmp_path: Path, capsys: pytest.Captur
         (["--eta", "1.5"], "--eta 1.5: expected a share"),
         (["--length", "8"], "--length 8: expected 16 to"),
         (["--length", "100000"], "--length 100000: expected 16 to"),
-        (["--head", "x"], "--head 'x': expected layer and head"),
+        (["--head", "x"], "--head 'x': expected a head such as L5.H3"),
         (["--head", "1.99"], "head 1.99 is not measured"),
         (["--layer", "77"], "layer 77 was given"),
         (["--data", "nowhere.jsonl"], "'nowhere.jsonl': no such file"),

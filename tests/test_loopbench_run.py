@@ -233,7 +233,7 @@ def test_progress_counts_new_tokens_to_the_end(tmp_path: Path) -> None:
         ({"batch_size": 0}, "batch_size=0: expected a whole number from 1"),
         ({"seed": -1}, "seed=-1"),
         ({"seeds": 0}, "seeds=0: expected a whole number from 1"),
-        ({"temperatures": (0.0, -0.5)}, "temperature -0.5: expected numbers from 0"),
+        ({"temperatures": (0.0, -0.5)}, "temperature -0.5: expected 0 (greedy) or numbers from 0.001 on"),
         ({"temperatures": (float("nan"),)}, "temperature nan"),
         ({"max_new_tokens": 1020}, "but the context of"),
         ({"tokenizer": None}, "carries no tokenizer"),

@@ -173,9 +173,9 @@ def test_what_the_sample_misses_the_prompt_loses() -> None:
     wanted = turn.answers[0].split()[0]
     draws = [sample_queries(501, 48, draw_of(1, layer, 501, 501)) for layer in range(model.config.num_hidden_layers)]
     assert not any(500 in draw for draw in draws), "this prompt's last query is in a sample"
-    drawn = "alpha=0.995:shortest=0:dense_rows=0:seed=1"
+    drawn = "paper:variant=exact:alpha=0.995:seed=1"
     assert first(f"loopserve-p:{drawn}") != wanted != first("loopserve-p:paper:seed=1")
-    assert first(f"loopserve-p:recent=16:{drawn}") == wanted
+    assert first(f"loopserve-p:{drawn}:recent=16") == wanted
     assert first("loopserve-p:shortest=0") == wanted
     assert first("loopserve-p:alpha=1.0:shortest=0") == wanted
 

@@ -252,4 +252,4 @@ def test_wheel_and_sdist_hold_what_runs_elsewhere(tmp_path: Path, monkeypatch: p
     subprocess.run([python, "-c", code], check=True, cwd=here)
     done = subprocess.run([tmp_path / "venv/bin/sinkscope", "find-sinks"], cwd=here, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Sink layer" in done.stdout
+    assert "sink layer is layer" in done.stdout

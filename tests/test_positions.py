@@ -150,9 +150,7 @@ def test_the_chat_template_and_its_tokens(tmp_path: Path) -> None:
     assert _found(o, tmp_path, said, chat=True, bos=False).tokens[0].kind == "template"
     assert "Tokens of the chat template (2)" in found.text()  # the last token receives nothing
     o.tokenizer.chat_template = "{{ raise_exception('Only\n tools, please') }}"
-    with pytest.raises(
-        SinkscopeError, match=r"--chat: the chat template of this model failed \(.*\); leave --chat out"
-    ):
+    with pytest.raises(SinkscopeError, match=r"^the chat template of .+ failed \(Only\): leave out chat$"):
         _found(o, tmp_path, said, chat=True)
     o.tokenizer.chat_template = None
     with pytest.raises(SinkscopeError, match="has no chat template"):

@@ -356,14 +356,14 @@ def test_commands_give_what_the_functions_give_also_streamed(two: Organism, tmp_
         (["--ablate"], lambda **k: repeat_norms(ablate=True, **k), RepeatNorms),
         (["--attention"], repeat_attention, RepeatAttention),
     ):
-        out = tmp_path / "out.json"
+        out, html = tmp_path / f"{kind.kind}.json", tmp_path / f"{kind.kind}.html"
         arguments = ["repeat", *options, "--model", str(folder), "--token", word, "--max-repeats", "90"]
-        assert main([*arguments, "--json", str(out), "--html", str(tmp_path / "out.html")]) == 0
+        assert main([*arguments, "--json", str(out), "--html", str(html)]) == 0
         got = Result.load(out)
         assert isinstance(got, kind) and type(got).from_dict(got.to_dict()) == got
         live: Any = measure(model=two.model, tokenizer=two.tokenizer, tokens=[word], max_repeats=90)
         assert _close(json.loads(out.read_text())["result"], live.to_dict()["result"])
-        page = (tmp_path / "out.html").read_text()
+        page = html.read_text()
         assert 'class="plot"' in page and word in page
 
 

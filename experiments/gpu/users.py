@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder, truth = planted(args.shape, args.folder / f"{args.shape}-{args.dtype}", args.dtype)
     steps.do("find-sinks, streamed", lambda: sinks(find_sinks(folder, device=device, dtype=args.dtype), truth))
     target = loaded(folder, device, args.dtype)
+    hidden(target, ids_of(target, 1, 4), 3, None)  # transformers leaves hooks of its own with the first hidden states
     before, attention = hooks(target.hf), str(target.config._attn_implementation)
     edits: dict[str, Any] = {"loopguard": LoopGuard(args.budget), "loopserve": LoopServe(args.budget, shortest=0)}
     makers: dict[str, Any] = {name: policy for name, policy in policies().items() if name != "full"}

@@ -164,6 +164,7 @@ class Session:
         self._watches: list[Watch] = []
         self._before: list[Callable[[Moment], None]] = []
         self._after: list[Callable[[Moment], None]] = []
+        self._followers: list[Callable[[Call, list[Any]], None]] = []
         self._prompts: list[Callable[[Moment], None]] = []
         self._prefill: Callable[[Attention, CacheLayer | None], Tensor | None] | None = None
         self._states: WeakKeyDictionary[Any, State] = WeakKeyDictionary()
@@ -248,8 +249,12 @@ class Session:
         self._own()
         self._prefill = fn
 
+    def follow(self, fn: Callable[[Call, list[Any]], None]) -> None:
+        """Call `fn` with the layers of the cache, of whatever kind, after every call that has one."""
+        self._followers.append(fn)
+
     def after_call(self, fn: Callable[[Moment], None]) -> None:
-        """Call `fn` after every call that has a cache."""
+        """Call `fn` after every call that has a cache, if the cache is ours."""
         self._after.append(fn)
 
     def window_rows(self, moment: Moment, layer: int, last: int) -> Float[Tensor, "batch head query slot"]:
@@ -498,7 +503,11 @@ class Session:
     def _end(self, _module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> None:
         call, cache = self.now.call, self.now.cache
         try:
-            if call is not None and output is not None and cache is not None and self.owns_cache:
+            if call is None or output is None or cache is None:
+                return
+            for fn in self._followers:
+                fn(call, cache.layers)
+            if self.owns_cache:
                 state = self._state()
                 for fn in self._after:
                     fn(Moment(cache.layers, call, state, False))

@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 _SAMPLE = 1 << 20  # bytes of weights that a fingerprint reads, as far as every tensor gives some
+_LIVE = 1 << 24  # bytes of a live model, whose weights are in memory: a small one is read whole
 _PLACES = 256  # places of a file without a list of tensors that are read for it
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in order of preference; of each, shards before a single file
 
@@ -500,7 +501,7 @@ class SafetensorsSource:
 
     Raises:
         SinkscopeError: the folder is not a whole checkpoint, or the repo cannot be downloaded.
-        UnsupportedError: the weights are not stored as safetensors.
+        UnsupportedError: the weights are not stored as safetensors, or the repo has another kind of model.
     """
 
     def __init__(self, where: str | Path, *, revision: str | None = None) -> None:
@@ -516,6 +517,7 @@ class SafetensorsSource:
             return
         self._repo = self.name = where
         self.folder = _hub_folder(where, revision)
+        check_kind(where, read_json(self.folder / "config.json"))  # before its weights are downloaded
         self.commit = self.folder.name  # the cache names a snapshot after its commit
 
     def _not_safetensors(self) -> UnsupportedError:
@@ -565,8 +567,8 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
 
     The fingerprint is the hub's commit, if there is one. Otherwise it is a hash of the configuration, of the names,
     dtypes and shapes of the tensors, and of a few bytes from the middle of each tensor (of files that are no
-    safetensors: from places all over the file). About a megabyte is read of a model of any size. The parameters of a
-    live model are sampled in the same way, so its fingerprint changes with its weights; it is not that of its files.
+    safetensors: from places all over the file). About a megabyte is read of a model of any size. Of a live model 16
+    megabytes are read in the same way, so its fingerprint changes with its weights; it is not that of its files.
     """
     if isinstance(source, SafetensorsSource):
         if source.commit:
@@ -575,7 +577,7 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
     if isinstance(source, nn.Module):
         config = source.config.to_dict()  # type: ignore[union-attr, operator]
         live = dict(source.named_parameters())
-        share = _share(len(live))
+        share = _share(len(live), _LIVE)
         parts: Any = {name: (str(p.dtype), list(p.shape), _sampled(p, share)) for name, p in live.items()}
     else:
         config = {} if source.is_file() else read_json(source / "config.json")
@@ -589,9 +591,9 @@ def fingerprint(source: SafetensorsSource | Path | nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _share(places: int) -> int:
-    """Bytes that each of so many places gives to a fingerprint."""
-    return max(64, _SAMPLE // max(1, places))
+def _share(places: int, whole: int = _SAMPLE) -> int:
+    """Bytes that each of so many places gives to a fingerprint that reads `whole` of them."""
+    return max(64, whole // max(1, places))
 
 
 @torch.no_grad()

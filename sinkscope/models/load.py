@@ -115,7 +115,8 @@ def load(
             from sinkscope.models.two_hops import plant_two_hops
 
             plant_two_hops(hf, Path(source.where))
-            hf.config.circuit = source.name  # so that its fingerprint is not that of the model it was made from
+            hf.config.circuit = source.name
+            files_are = fingerprint(hf)  # not that of the model it was made from
         hf.sinkscope_name = source.name
         hf.tokenizer = tok
         check_vocabulary(tok, hf)

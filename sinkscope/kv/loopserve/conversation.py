@@ -7,26 +7,29 @@ them there.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import positions
 from sinkscope.interventions.base import Intervention, Run
 from sinkscope.interventions.decode import Told, decoding
 from sinkscope.kv.cache import CacheLayer
+from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
-from sinkscope.kv.loopserve import saved
-from sinkscope.kv.loopserve.saved import Answers, Held, Turn, check_ids
-from sinkscope.kv.loopserve.serve import follow_lines
-from sinkscope.kv.session import Moment, Session
+from sinkscope.kv.loopserve import rows, saved
+from sinkscope.kv.loopserve.saved import Answers, Held, Stock, Turn, check_ids
+from sinkscope.kv.loopserve.serve import LoopServe, follow_lines
+from sinkscope.kv.policy import Policy
+from sinkscope.kv.session import Session, layer_window
 from sinkscope.lines.choice import HeadLines
 from sinkscope.models.target import Target
 from sinkscope.text.chat import chat_text
@@ -45,6 +48,7 @@ _OURS = (
 )
 _SINGLE = ("num_beams", "num_return_sequences")
 _DRAFTING = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+_ONE_ROW = ("stopping_criteria", "stop_strings", "streamer")
 _MARK = "ANSWER-0f3b71"
 
 
@@ -55,59 +59,93 @@ class Noting(Intervention):
     Attributes:
         before: the cache before the turn.
         cache: the cache on which the turn runs.
-        lines: chosen lines by layer.
-        reads: tokens that each decoding step attended to.
+        gaps: close the gaps of padding before the new tokens, because a policy looks at neighbouring slots.
+        lines: chosen lines by layer and row.
+        reads: tokens that each decoding step attended to, row by row.
+        steps: number of the latest forward call.
+        read: layers of a cache of transformers when the prompt had been read.
         prompted: what edits knew when the prompt had been read.
         answered: what they knew at the end of the turn.
+        over: rows of a batch whose answers have ended: their cache, what edits knew of them, and the latest call.
     """
 
     before: Held
     cache: Any
-    lines: dict[int, HeadLines] = field(default_factory=dict)
-    reads: list[float] = field(default_factory=list)
+    gaps: bool = False
+    lines: dict[tuple[int, int], HeadLines] = field(default_factory=dict)
+    reads: list[list[float]] = field(default_factory=list)
+    steps: int = 0
+    read: tuple[Any, ...] = ()
     prompted: positions.Sequence | None = None
     answered: positions.Sequence | None = None
+    over: dict[int, tuple[list[rows.State], Held, int]] = field(default_factory=dict)
 
     def enter(self, run: Run, key: int) -> None:
         """Follow the calls."""
         session = Session.of(run)
-        session.own_cache()
-        if self.before.sequence is not None:
-            columns = torch.zeros(1, self.before.seen, dtype=torch.int64)
-            call = positions.Call(
-                0, self.before.seen, columns[:, :0], columns, columns.sum(1), self.before.sequence.copy()
-            )
+        if self.before.kind is None:
+            session.own_cache()
+        if (known := self.before.sequence) is not None:
+            call = positions.Call(0, self.before.seen, known.columns[:, :0], known.columns, known.length, known.copy())
             run.tracker.bind(call, self.cache)
         follow_lines(run, self._follow)
-        session.after_call(self._note)
+        session.follow(self._note)
 
     def _follow(self, layer: int, row: int, lines: HeadLines) -> None:
         # Kept for every turn, and only looked at.
-        self.lines[layer] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
+        self.lines[layer, row] = HeadLines(lines.vertical.cpu(), lines.slash.cpu(), lines.queries)
 
-    def _note(self, moment: Moment) -> None:
-        if moment.layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
+    def _note(self, call: positions.Call, layers: list[Any]) -> None:
+        if layers is not self.cache.layers:  # a logits processor runs the model on a cache of its own
             return
-        self.answered = moment.call.sequence
+        self.answered, self.steps = call.sequence, call.step
         if self.prompted is None:  # the first call reads the prompt
-            self.prompted = moment.call.sequence.copy()
+            self.prompted = call.sequence.copy()
+            for layer in layers if self.gaps else ():
+                layer.evict(layer.pos >= 0)
+            self.read = tuple(copy(layer) for layer in layers) if self.before.kind else ()
         else:
-            self.reads.append(sum(map(_shown, moment.layers)) / len(moment.layers))
+            shown = zip(*map(_shown, layers), strict=True)
+            self.reads.append([sum(each) / len(each) for each in shown])
+
+    def take(self, row: int) -> None:
+        """Keep a row of a batch as it is now; it goes on as padding."""
+        assert self.answered is not None
+        self.over[row] = (*rows.row_of(self.cache.layers, self.answered, row), self.steps)
 
     def held(self, prompt: int, keep: bool) -> Held:
         """The cache after the turn: with the answer's keys and values, or cut back to `prompt` tokens."""
+        if kind := self.before.kind:
+            if not keep:  # not every cache of transformers can be cut back
+                return Held(self.read, self.prompted, kind)
+            return Held(tuple(copy(layer) for layer in self.cache.layers), self.answered, kind)
         layers: list[CacheLayer] = self.cache.layers
         for layer in layers:
             layer.crop(0 if keep else prompt - layer.seen)  # also puts everything back that was aside
         # The cache may be in what `generate` returns, for others to go on with.
         return Held(tuple(layer.copy() for layer in layers), self.answered if keep else self.prompted)
 
+    def held_by(self, row: int, prompt: int, keep: bool) -> Held:
+        """The same for a row of a batch."""
+        assert self.prompted is not None
+        if row not in self.over:
+            self.take(row)
+        states, known, _ = self.over[row]
+        # What a decoding step left aside is readable in the next turn; that of the whole run says so.
+        layers = rows.alone(states, any(layer.hidden is not None for layer in self.cache.layers))
+        for layer in layers:
+            layer.crop(0 if keep else prompt - layer.seen)
+        known = known if keep else rows.row_of((), self.prompted, row)[1]
+        return replace(known, layers=layers)
 
-def _shown(kv: CacheLayer) -> float:
-    """Tokens that a single row attends to, mean over kv heads."""
-    if kv.hidden is None and not kv.ragged:
-        return float(kv.slots)
-    return float(kv.readable.sum(-1).float().mean())
+
+def _shown(kv: Any) -> list[float]:
+    """Tokens to which the last query of each row attends, mean over kv heads."""
+    if not isinstance(kv, CacheLayer):
+        return [float(kv.get_seq_length())]
+    if kv.hidden is None and not kv.ragged and len(kv.keys) == 1:
+        return [float(kv.slots)]
+    return kv.readable.sum(-1).float().mean(1).tolist()
 
 
 class Conversation:
@@ -131,12 +169,16 @@ class Conversation:
         tokenizer: for models that carry none; it is only needed for texts.
         chat: put texts into the tokenizer's chat template, turn by turn. Earlier turns stay as the model read them,
             even if the template would now write them differently.
+        cache: one of transformers' own caches, for contexts whose keys and values do not fit: "offloaded" keeps them in
+            the memory of the CPU, "quantized" in 4 bits (optimum-quanto or hqq), "fp8" in 8 bits. None of them can hide
+            or evict tokens.
 
     Attributes:
         turns: so far.
 
     Raises:
-        SinkscopeError: no such `answers`, an edit that is none, or no chat template.
+        SinkscopeError: no such `answers` or `cache`, an edit that is none, no chat template, or a policy or guard
+            together with `cache`.
 
     Example:
         >>> import sinkscope as ss
@@ -153,6 +195,7 @@ class Conversation:
         answers: Answers | str = "recompute",
         tokenizer: Any = None,
         chat: bool = False,
+        cache: Stock | str | None = None,
     ) -> None:
         if answers not in get_args(Answers):
             raise SinkscopeError(f'answers={answers!r}: expected "recompute" or "keep"')
@@ -164,7 +207,7 @@ class Conversation:
         if chat and not getattr(self.tokenizer, "chat_template", None):
             raise SinkscopeError(f"the tokenizer of {self.target.name} has no chat template: leave out chat")
         self.turns: list[Turn] = []
-        self._held = Held()
+        self._held = Held(kind=_kind(cache, edit))
 
     @property
     def ids(self) -> list[int]:
@@ -184,9 +227,39 @@ class Conversation:
             SinkscopeError: an empty prompt, no tokenizer, invalid token ids, a turn that exceeds the context, settings
                 of generation that the conversation sets itself or that need several rows; and whatever the edit raises.
         """
+        return self.ask_all([self], [prompt], max_new_tokens=max_new_tokens, **generation)[0]
+
+    @staticmethod
+    def ask_all(
+        chats: Sequence[Conversation],
+        prompts: Sequence[str | Sequence[int]],
+        *,
+        max_new_tokens: int = 64,
+        **generation: Any,
+    ) -> list[Turn]:
+        """One turn of each of several conversations, at once, as the rows of one batch.
+
+        Every conversation is then as if it had been asked alone, up to rounding; drawn tokens (`do_sample=True`) are
+        others. They stay conversations of their own: each can branch, be saved, and go on in another batch or alone.
+
+        Args:
+            chats: conversations with one model and equal edits, of any lengths.
+            prompts: one for each, as for `ask`.
+            max_new_tokens: every answer stops there at the latest.
+            generation: as for `ask`.
+
+        Returns:
+            A turn of each. `output` is that of the batch, whose prompts are padded on the left.
+
+        Raises:
+            SinkscopeError: as for `ask`; conversations that differ in more than their turns, one that is given twice,
+                caches of transformers, or settings that need one row. No conversation has changed then.
+        """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise SinkscopeError(f"max_new_tokens={max_new_tokens!r}: expected a whole number from 1")
-        return self._turn(self._prompt(prompt), max_new_tokens, generation)
+        Conversation._check_batch(chats, prompts)
+        new = [chat._prompt(prompt) for chat, prompt in zip(chats, prompts, strict=True)]
+        return Conversation._turns(chats, new, max_new_tokens, generation)
 
     def say(self, prompt: str | Sequence[int], answer: str | Sequence[int]) -> Turn:
         """A turn with a given answer, so that histories are the same for every model and edit.
@@ -198,7 +271,7 @@ class Conversation:
         """
         new, gold = self._prompt(prompt), self._encode(answer, "answer", special=False)
         force = LogitsProcessorList([Told([gold], len(self.ids) + len(new))])
-        return self._turn(new, len(gold), {"logits_processor": force}, gold)
+        return Conversation._turns([self], [new], len(gold), {"logits_processor": force}, gold)[0]
 
     def branch(self) -> Conversation:
         """Another conversation that goes on from here, such as one more question about a document that was read once.
@@ -221,7 +294,13 @@ class Conversation:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: object, edit: Intervention | None = None, *, tokenizer: Any = None
+        cls,
+        path: str | os.PathLike[str],
+        model: object,
+        edit: Intervention | None = None,
+        *,
+        tokenizer: Any = None,
+        cache: Stock | str | None = None,
     ) -> Conversation:
         """Continue what `save` wrote, as if it had never been interrupted.
 
@@ -231,58 +310,21 @@ class Conversation:
             edit: the edit that acts from now on. The file holds no code, so the edit it was saved with has to be given
                 again. Another one works as well (`Full()` for none); it knows nothing of earlier tokens.
             tokenizer: as for a new conversation.
+            cache: as for a new conversation.
 
         Raises:
             SinkscopeError: the model is another one, the conversation was held under an edit and none is given, or the
                 files are damaged, foreign, or of another version.
         """
         answers, in_template, turns, held = saved.read(path, Target.of(model, tokenizer), edit)
-        chat = cls(model, edit, answers=answers, tokenizer=tokenizer, chat=in_template)
-        chat.turns, chat._held = turns, held
+        chat = cls(model, edit, answers=answers, tokenizer=tokenizer, chat=in_template, cache=cache)
+        chat.turns, chat._held = turns, held.to(chat._held.kind, chat.target)
         return chat
 
-    def _turn(
-        self, new: list[int], max_new_tokens: int, generation: dict[str, Any], gold: list[int] | None = None
-    ) -> Turn:
-        target, whole, before = self.target, [*self.ids, *new], self._held
-        self._check_length(len(new), max_new_tokens)
-        self._check_generation(generation)
-        cache = before.cache()
-        noting = Noting(before, cache)
-        ids = torch.tensor([whole], device=target.device)
-        # The prompt is read in one pass, on this cache.
-        ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
-        settings = decoding(target, **{"do_sample": False, "pad_token_id": self._pad(), **generation, **ours})
-        with (noting if self._edit is None else noting | self._edit).on(target) as run, torch.no_grad():
-            output = generate_in_pieces(
-                run,
-                target.hf,
-                ids,
-                attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
-                max_new_tokens=max_new_tokens,
-                fixed=gold is not None,
-                **settings,
-            )
-        sequences: Tensor = getattr(output, "sequences", output)
-        answer = sequences[0, len(whole) :].tolist() if gold is None else gold
-        turn = Turn(
-            prompt=tuple(new),
-            ids=tuple(answer),
-            text=None if self.tokenizer is None else str(self.tokenizer.decode(answer, skip_special_tokens=True)),
-            prompt_tokens=len(whole),
-            queries=len(whole) - before.seen,
-            events=tuple(run.events),
-            read=sum(noting.reads) / len(noting.reads) if noting.reads else None,
-            lines=tuple(noting.lines.get(layer) for layer in range(target.n_layers)),
-            output=output,
-        )
-        held = noting.held(len(whole), self.answers == "keep")
-        self.turns, self._held = [*self.turns, turn], held
-        return turn
-
-    def _check_generation(self, given: dict[str, Any]) -> None:
+    def _check_generation(self, given: dict[str, Any], rows: int) -> None:
         for name in given:
+            if name in _ONE_ROW and rows > 1:
+                raise SinkscopeError(f"{name} is for one row of text, and here are {rows}: ask them one by one")
             if name in _OURS:
                 raise SinkscopeError(f"{name} is made by the conversation: leave it out, give other settings by name")
         for name in (*_SINGLE, *_DRAFTING):
@@ -353,3 +395,123 @@ class Conversation:
         """A padding token; nothing is padded, but `generate` warns if it has to choose one itself."""
         known = [getattr(self.tokenizer, "pad_token_id", None), *self.target.end_ids]
         return next((int(token) for token in known if token is not None), 0)
+
+    @staticmethod
+    def _check_batch(chats: Sequence[Conversation], prompts: Sequence[Any]) -> None:
+        """Refuse conversations that cannot be rows of one batch.
+
+        Raises:
+            SinkscopeError: they cannot; the message says why.
+        """
+        if not chats or isinstance(prompts, str) or len(chats) != len(prompts):
+            raise SinkscopeError(f"{len(chats)} conversations and {len(prompts)} prompts: give one prompt for each")
+        if len(chats) == 1:
+            return
+        if len({id(chat) for chat in chats}) < len(chats):
+            raise SinkscopeError("a conversation is given twice: ask its branch() for the second prompt")
+        first = chats[0]
+        for i, chat in enumerate(chats):
+            for name, same in (
+                ("model", chat.target.hf is first.target.hf),
+                ("edit", chat._edit == first._edit),
+                ("answers", chat.answers == first.answers),
+            ):
+                if not same:
+                    raise SinkscopeError(f"conversation {i + 1} has another {name} than the first: ask them one by one")
+            if (kind := chat._held.kind) is not None:
+                raise SinkscopeError(
+                    f"conversation {i + 1} has cache={kind!r}, which takes no other rows: ask it alone"
+                )
+
+    @staticmethod
+    def _turns(
+        chats: Sequence[Conversation],
+        new: list[list[int]],
+        max_new_tokens: int,
+        generation: dict[str, Any],
+        gold: list[int] | None = None,
+    ) -> list[Turn]:
+        """A turn of each conversation, in one batch."""
+        first, count = chats[0], len(chats)
+        target, edit, keep = first.target, first._edit, first.answers == "keep"
+        for chat, prompt in zip(chats, new, strict=True):
+            chat._check_length(len(prompt), max_new_tokens)
+        first._check_generation(generation, count)
+        whole = [[*chat.ids, *prompt] for chat, prompt in zip(chats, new, strict=True)]
+        seen = [chat._held.seen for chat in chats]
+        asked = [len(row) - at for row, at in zip(whole, seen, strict=True)]
+        gaps = any(seen) and (len(set(seen)) > 1 or len(set(asked)) > 1)
+        # One more, so that there is a gap in every row, and all are closed.
+        close = gaps and edit is not None and any(isinstance(part, Policy) for part in edit.parts)
+        past, queries = max(seen) + close, max(asked)
+        padding = first._pad()
+        ids = torch.full((count, past + queries), padding)
+        mask = torch.zeros_like(ids)
+        for i, (row, at) in enumerate(zip(whole, seen, strict=True)):
+            for part, end in ((row[:at], past), (row[at:], past + queries)):
+                ids[i, end - len(part) : end], mask[i, end - len(part) : end] = torch.tensor(part, dtype=torch.int64), 1
+        windowed = any(layer_window(target, i) is not None for i in range(target.n_layers))
+        before = rows.joined([chat._held for chat in chats], gaps and windowed, int(close))
+        cache = before.cache(target)
+        noting = Noting(before, cache, close)
+        # The prompt is read in one pass, on this cache.
+        ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
+        settings = decoding(target, **{"do_sample": False, "pad_token_id": padding, **generation, **ours})
+        ends = settings.get("eos_token_id", target.hf.generation_config.eos_token_id)
+        ends = list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [int(ends)]
+        if count > 1:
+            settings["stopping_criteria"] = StoppingCriteriaList([rows.Ends(ends, noting.take)])
+        with (noting if edit is None else noting | edit).on(target) as run, torch.no_grad():
+            output = generate_in_pieces(
+                run,
+                target.hf,
+                ids.to(target.device),
+                attention_mask=mask.to(target.device),
+                past_key_values=cache,
+                max_new_tokens=max_new_tokens,
+                fixed=gold is not None,
+                **settings,
+            )
+        sequences: Tensor = getattr(output, "sequences", output)
+        made: list[tuple[Turn, Held]] = []
+        for i, answer in enumerate(sequences[:, ids.shape[1] :].tolist() if gold is None else [gold]):
+            if count > 1:
+                answer = answer[: next((n + 1 for n, token in enumerate(answer) if token in ends), len(answer))]
+                held = noting.held_by(i, len(whole[i]), keep)
+                last = noting.over[i][2]
+            else:
+                held, last = noting.held(len(whole[i]), keep), math.inf
+            reads = [each[i] for each in noting.reads[: len(answer) - 1 if count > 1 else None]]
+            tokenizer = chats[i].tokenizer
+            turn = Turn(
+                prompt=tuple(new[i]),
+                ids=tuple(answer),
+                text=None if tokenizer is None else str(tokenizer.decode(answer, skip_special_tokens=True)),
+                prompt_tokens=len(whole[i]),
+                queries=len(whole[i]) - seen[i],
+                events=tuple(replace(event, row=0) for event in run.events if event.row == i and event.step <= last),
+                read=sum(reads) / len(reads) if reads else None,
+                lines=tuple(noting.lines.get((layer, i)) for layer in range(target.n_layers)),
+                output=output,
+            )
+            made.append((turn, held))
+        for chat, (turn, held) in zip(chats, made, strict=True):
+            chat.turns, chat._held = [*chat.turns, turn], held
+        return [turn for turn, _ in made]
+
+
+def _kind(cache: Stock | str | None, edit: Intervention | None) -> Any:
+    """The kind of cache, checked.
+
+    Raises:
+        SinkscopeError: there is no such cache, or the edit has a cache of its own.
+    """
+    if cache is not None and cache not in get_args(Stock):
+        raise SinkscopeError(f'cache={cache!r}: expected "offloaded", "quantized", "fp8", or None')
+    for part in () if cache is None or edit is None else edit.parts:
+        if isinstance(part, Policy | LoopServe | LoopGuard):
+            raise SinkscopeError(
+                f"{type(part).__name__} chooses from a cache of its own, and cache={cache!r} is transformers': "
+                "give one of them"
+            )
+    return cache

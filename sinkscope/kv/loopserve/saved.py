@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from copy import copy as duplicate
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +32,7 @@ from sinkscope.output import check_writable, write_atomic
 from sinkscope.results import versions
 
 Answers = Literal["recompute", "keep"]
+Stock = Literal["offloaded", "quantized", "fp8"]
 SCHEMA, KIND, NAME = 1, "conversation", "conversation.json"
 _PAGE = "saved-conversation"
 
@@ -78,27 +81,90 @@ class Held:
     """The cache after a turn, and what edits know of its tokens. It never changes, so a turn can be abandoned.
 
     Attributes:
-        layers: layers of the cache; none before the first turn.
+        layers: layers of the cache, `CacheLayer` or those of transformers; none before the first turn.
         sequence: its tokens.
+        kind: of transformers' own caches; None: `CacheLayer`, in which tokens can be hidden and evicted.
     """
 
-    layers: tuple[CacheLayer, ...] = ()
+    layers: tuple[Any, ...] = ()
     sequence: Sequence | None = None
+    kind: Stock | None = None
 
     @property
     def seen(self) -> int:
         """Tokens that went through the model, evicted or not."""
-        return self.layers[0].seen if self.layers else 0
+        return int(self.layers[0].get_seq_length()) if self.layers else 0
 
-    def cache(self) -> Any:
+    def cache(self, target: Target) -> Any:
         """A cache to continue with. Tensors are shared: whatever happens to a layer, new ones take their place."""
         from transformers import DynamicCache
 
-        cache: Any = DynamicCache()
+        cache: Any = DynamicCache() if self.kind is None else stock_cache(self.kind, target)
         if self.layers:
-            cache.layers = [layer.copy() for layer in self.layers]
+            cache.layers = [duplicate(layer) for layer in self.layers]
             cache.layer_class_to_replicate = None
         return cache
+
+    def to(self, kind: Stock | None, target: Target) -> Held:
+        """The same keys and values in another kind of cache; only whole layers that are not quantised can be moved."""
+        if kind == self.kind or self.sequence is None:
+            return replace(self, kind=kind)
+        cache: Any = Held(kind=kind).cache(target)
+        if kind is not None:
+            if any(layer.edited for layer in self.layers):
+                raise SinkscopeError(
+                    f"cache={kind!r}: tokens were evicted or hidden, which transformers' caches do not know: leave "
+                    "it out"
+                )
+            for i, layer in enumerate(self.layers):
+                cache.update(layer.keys, layer.values, i)
+            return Held(tuple(cache.layers), self.sequence, kind)
+        if self.kind != "offloaded":
+            raise SinkscopeError(
+                f"cache={self.kind!r} is not saved, because its keys and values are not exact: keep `chat.ids`, "
+                "and read them as the first prompt of a new conversation"
+            )
+        layers = tuple(CacheLayer() for _ in self.layers)
+        for new, old in zip(layers, self.layers, strict=True):
+            new.fill(old.keys.to("cpu"), old.values.to("cpu"), self.sequence.columns.to("cpu"))
+        return Held(layers, self.sequence)
+
+
+def offloads(target: Target) -> bool:
+    """Whether anything has to be moved; beside a model on the CPU the cache lies there already."""
+    return target.device.type != "cpu"
+
+
+def stock_cache(kind: Stock, target: Target) -> Any:
+    """An empty cache of transformers.
+
+    Raises:
+        SinkscopeError: no package that quantises is installed, or the model has layers that cannot be quantised.
+    """
+    from transformers import DynamicCache, QuantizedCache
+
+    if kind == "offloaded":
+        return DynamicCache(offloading=offloads(target))
+    if kind == "fp8":
+        backends, options = ("fp8",), {}
+    else:
+        # Groups have to divide a token's keys.
+        group = math.gcd(64, target.n_kv_heads * target.head_width)
+        backends, options = ("quanto", "hqq"), {"q_group_size": group}
+    why: Exception | None = None
+    for backend in backends:
+        try:
+            return QuantizedCache(backend, target.config, **options)
+        except (ImportError, ValueError) as error:
+            why = why if isinstance(why, ValueError) else error
+    if isinstance(why, ImportError):
+        raise SinkscopeError(
+            f"cache={kind!r} needs a package that quantises: pip install optimum-quanto (or hqq)"
+        ) from None
+    raise SinkscopeError(
+        f"cache={kind!r}: transformers does not quantise the cache of {target.name}: "
+        f'{" ".join(str(why).split())[:200]}; use cache="offloaded"'
+    ) from None
 
 
 @dataclass(frozen=True)
@@ -150,7 +216,7 @@ def write(
     """
     if (sequence := held.sequence) is None:
         raise SinkscopeError("nothing was said yet, so there is nothing to save: ask something first")
-    folder = Path(path)
+    held, folder = held.to(None, target), Path(path)
     check_writable(folder / NAME)
     folder.mkdir(parents=True, exist_ok=True)
     try:

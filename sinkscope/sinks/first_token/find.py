@@ -334,8 +334,8 @@ class FindSinks(Result):
             return lines
         if layer is not None and (norm := self.first_token_norm[layer]) and (typical := self.typical_norm[layer]):
             lines.append(
-                f"After the sink layer, {layer}, the first token's norm is {norm:.4g}, which is {norm / typical:.0f} "
-                f"times the typical one of {typical:.4g}."
+                f"The sink layer is layer {layer}: after it the first token's norm is {norm:.4g}, "
+                f"{norm / typical:.0f} times the typical one of {typical:.4g}."
             )
         if len(self.stages) > 1:
             added = and_([f"layer {s.layer} adds {s.share:.1%}" for s in self.stages])

@@ -320,7 +320,7 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
         given = str(tokenizer.decode(setup.ids[0, int(setup.bos is not None) :]))
     if not given.strip():
         raise SinkscopeError("the text is empty: give at least one word")
-    text, begin = (_template(tokenizer, given), None) if chat else (given, setup.bos)
+    text, begin = (_template(tokenizer, given, setup.target.name), None) if chat else (given, setup.bos)
     ids, ends = _tokenized(tokenizer, text)
     if ids and all(i == getattr(tokenizer, "unk_token_id", None) for i in ids):
         raise SinkscopeError("the tokenizer of this model knows nothing of the text: give another one")
@@ -343,13 +343,13 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
     return found
 
 
-def _template(tokenizer: Any, words: str) -> str:
+def _template(tokenizer: Any, words: str, name: str) -> str:
     """The user's words in the chat template.
 
     Raises:
         SinkscopeError: there is no template, or it fails.
     """
-    return chat_text(tokenizer, [{"role": "user", "content": words}])
+    return chat_text(tokenizer, [{"role": "user", "content": words}], name)
 
 
 def _place(text: str, words: str) -> tuple[int, int]:

@@ -151,8 +151,9 @@ class RepeatNorms(Result):
         if self.sink_layer is None:
             return []
         lines = [
-            f"After the sink layer, {self.sink_layer}, the first token's norm is {self.first_norm:.4g}, and that of "
-            f"typical text {self.typical_norm:.4g} (5-95 %: {self.typical_low:.4g} to {self.typical_high:.4g})."
+            f"The sink layer is layer {self.sink_layer}: after it the first token's norm is {self.first_norm:.4g}, "
+            f"and that of typical text {self.typical_norm:.4g} "
+            f"(5-95 %: {self.typical_low:.4g} to {self.typical_high:.4g})."
         ]
         single = [s for s in self.sequences if len(s.ids) == 1]
         if never := sum(s.repeats is None for s in single):
