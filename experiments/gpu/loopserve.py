@@ -6,9 +6,9 @@
 Without `--model` the model has the shape of a 7B one, random bfloat16 weights, and planted lines in every layer (half
 of the heads attend to one offset, half to marked tokens, a tenth of the text).
 
-- `prefill`: one layer, random lines (70 % of the cells vertical and scattered, one band at the diagonal, two lone
-  offsets; and at a density of 0, up to a hundred lone offsets alone) by density, length and kernel: times faster than
-  causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel and no other), everything counted that
+- `prefill`: one layer, random lines (70 % of the cells vertical and scattered, one band at the diagonal, two
+  lone offsets; at a density of 0, up to a hundred of these alone) by density, length and kernel: times faster than
+  causal `scaled_dot_product_attention` (on CUDA in half precision: its flash kernel), everything counted that
   depends on the lines; `kernel` says what computed them, `dense_heads` where plain attention was taken instead, since
   the lines fill too many blocks. `same` compares with PyTorch under the same mask, at a short length.
 - `selection`: queries and keys of the model's middle layer: the choice of lines (alpha 0.955) and attention along

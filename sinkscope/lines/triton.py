@@ -184,7 +184,7 @@ _WIDEN = tl.constexpr(INTERPRETED)  # the interpreter multiplies the bits of bfl
 
 @triton.jit
 @no_type_check
-def _product(left: Any, right: Any, so_far: Any):
+def _product(left, right, so_far):
     if _WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, so_far, input_precision="ieee")
@@ -192,7 +192,7 @@ def _product(left: Any, right: Any, so_far: Any):
 
 @triton.jit
 @no_type_check
-def _narrow(number: Any, kind: tl.constexpr):
+def _narrow(number, kind: tl.constexpr):
     if _WIDEN and kind == tl.bfloat16:
         bits = number.to(tl.int32, bitcast=True)
         number = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -201,7 +201,7 @@ def _narrow(number: Any, kind: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _add(scores: Any, seen: Any, value: Any, top: Any, total: Any, sums: Any):
+def _add(scores, seen, value, top, total, sums):
     """Add keys to the softmax so far: largest score, sum of weights, and weighted values of every query."""
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1))
