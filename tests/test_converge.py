@@ -268,8 +268,9 @@ def test_result_survives_a_file_and_is_drawn(tmp_path: Path) -> None:
     first, bound = result.figure().data[:2]
     assert list(first.x) == list(result.counts) and list(first.y) == list(_head(result, None).distance)
     assert list(bound.y) == list(_head(result, None).bound) and bound.line.dash == "dot"
-    assert first.name == "'cat'" and "no head of the first layer exceeds" in result.figure().layout.title.text.replace(
-        "<br>", " "
+    assert (
+        first.name == "'cat'"
+        and "every head stays within the bound of theorem 4.1" in result.figure().layout.title.text.replace("<br>", " ")
     )
 
 

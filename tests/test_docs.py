@@ -226,7 +226,9 @@ def test_the_repeated_token_page_says_what_its_figures_hold() -> None:
             assert f"{one['most']:.0%}".replace("%", " %") in row, one
     attention = Result.load(ROOT / "figures/repeat-attention.json").text()
     said = re.search(
-        r"(\d+\.\d)% / (\d+\.\d)% to all \d{2,} high-norm .*attention would give (\d+\.\d)% / (\d+\.\d)%", attention
+        r"all \d{2,} high-norm positions receive (\d+\.\d)% and (\d+\.\d)% "
+        r"\(uniform attention would give (\d+\.\d)% and (\d+\.\d)%\)",
+        attention,
     )
     assert said is not None and all(f"{number} %" in page for number in said.groups())
     leaks = Result.load(ROOT / "figures/divergence.json").text()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import emergence
+from experiments import drawn, emergence
 from experiments.emergence import entropy, is_trigger, main, sequences, train, transitions
 from sinkscope.errors import SinkscopeError
 from sinkscope.text import typical_text
@@ -69,10 +69,10 @@ def test_a_killed_run_goes_on_to_the_same_numbers(tmp_path: Path) -> None:
 def test_the_command_writes_data_and_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse() -> Any:
+    def refuse(*_: Any) -> Any:
         raise SinkscopeError("no browser")
 
-    monkeypatch.setattr(emergence, "check_png", refuse)
+    monkeypatch.setattr(drawn, "write_png", refuse)
     main(["--steps", "4", "--seeds", "2", "--out", str(tmp_path)])
     data = json.loads((tmp_path / "emergence.json").read_text())
     assert [(run["bos"], run["seed"], len(run["rows"])) for run in data["result"]["runs"]] == [
@@ -84,8 +84,7 @@ def test_the_command_writes_data_and_figure(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["emergence.html", "emergence.json"]
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 4 and "no PNG: no browser" in err
-    drawn = emergence.figure(data["result"]["runs"])
-    means = [t for t in drawn.data if t.name == "with BOS"]
+    means = [t for t in emergence.figure(data).data if t.name == "with BOS"]
     rows = [run["rows"][-1] for run in data["result"]["runs"] if run["bos"]]
     for mean, name in ((means[0], "idle_attention"), (means[1], "sink_rate"), (means[-1], "excess_loss")):
         assert mean.y[-1] == pytest.approx((rows[0][name] + rows[1][name]) / 2)

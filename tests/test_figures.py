@@ -35,7 +35,7 @@ def test_bars_are_per_neuron_with_the_set_last() -> None:
     data = json.loads(sample_find_sinks().figure().to_json())["data"]
     bars = {bar.get("name"): bar for bar in data if bar["type"] == "bar"}
     assert bars[None]["y"] == [905.0, 130.0, 4.0]
-    assert bars[None]["x"] == ["L2<br>412", "L2<br>77", "L2<br>3"]
+    assert bars[None]["x"] == ["L2<br>N412", "L2<br>N77", "L2<br>N3"]
     assert bars[None]["text"] == ["97%", "14%", "0%"]
     assert len(set(bars[None]["marker"]["color"][:2])) == 1  # the causal ones
     assert bars[None]["marker"]["color"][2] != bars[None]["marker"]["color"][0]
@@ -46,7 +46,7 @@ def test_bars_are_per_neuron_with_the_set_last() -> None:
 
 def test_experts_are_named() -> None:
     found = sample_find_sinks(neurons=(replace(NEURONS[0], expert=7),))
-    assert "L2<br>expert 7<br>412" in found.figure().to_json().replace("\\u003c", "<").replace("\\u003e", ">")
+    assert "L2<br>E7<br>N412" in found.figure().to_json().replace("\\u003c", "<").replace("\\u003e", ">")
 
 
 def test_lowest_bar_is_inside_the_axis() -> None:
@@ -104,7 +104,14 @@ def test_html_needs_nothing_else_and_holds_everything(tmp_path: Path) -> None:
     assert read.fetched == []
     assert 'class="plot"' in document and "Content-Security-Policy" in document
     assert 1_500_000 < len(document) < 5_000_000  # plotly.js itself
-    for expected in ("find-sinks: tiny", "412", "the sink layer, 2", "peak_memory_bytes", "1073741824", "top_k"):
+    for expected in (
+        "find-sinks: tiny",
+        "412",
+        "The sink layer is layer 2",
+        "peak_memory_bytes",
+        "1073741824",
+        "top_k",
+    ):
         assert expected in read.text
 
 

@@ -34,7 +34,9 @@ CHOICES = {  # one of a few words, or packed numbers
     "heads.whole.shares",
     "causal_sets.kind",
     "later_sinks.set.kind",
+    "marking.place",
     "picture.shares",
+    "shares.way",
     "outputs.ended",
     "verdict",
 }
@@ -76,6 +78,9 @@ def _results() -> dict[str, Result]:
         first, second = found[kind].groups  # type: ignore[attr-defined]
         groups = (replace(first, position="end"), replace(second, position="all"))
         found[kind] = replace(found[kind], groups=groups)  # type: ignore[call-arg]
+    training: Any = found["sinks-over-training"]
+    drawn = tuple(replace(one, failed=None) for one in training.checkpoints[:1])  # what failed is not drawn
+    found["sinks-over-training"] = replace(training, checkpoints=drawn + training.checkpoints[1:])
     for file in sorted(COMMITTED.glob("*.json")):
         kind = json.loads(file.read_text())["kind"]
         if kind in sorted(kinds()) and kind not in found:
@@ -104,7 +109,10 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(inside)
 
 
-@pytest.mark.parametrize("kind", sorted(kinds()))
+TABLES_ONLY = {"sink-card", "sink-cards"}  # they have no drawing
+
+
+@pytest.mark.parametrize("kind", sorted(set(kinds()) - TABLES_ONLY))
 def test_no_text_of_a_file_is_markup_in_a_drawing(kind: str) -> None:
     data = _results()[kind].to_dict()
     spoilt = _spoil({key: data[key] for key in ("model", "result")}, {f".result.{place}" for place in CHOICES})

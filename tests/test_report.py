@@ -92,7 +92,7 @@ def test_markup_from_files_is_text(whole: Report, tmp_path: Path) -> None:
 
 def test_tags_of_our_own_stay_in_figures(whole: Report) -> None:
     drawn = json.dumps([block for block in read_report(whole.path).data if isinstance(block, dict)])
-    assert "L2<br>412" in drawn and "<extra></extra>" in drawn
+    assert "L2<br>N412" in drawn and "<extra></extra>" in drawn
 
 
 def test_drawings_that_do_not_escape_are_made_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
@@ -131,7 +132,9 @@ def draw(result: CacheLoss) -> go.Figure:
     lines = {name: {o.budget: o.kl for o in result.losses if o.policy == name} for name in names}
     for i, (name, at) in enumerate([*lines.items(), ("random slots", budgets)]):
         colour = GREY if i == len(lines) else COLOURS[i % len(COLOURS)]
-        fig.add_scatter(x=list(at), y=list(at.values()), name=name, mode="lines+markers", line_color=colour)
+        fig.add_scatter(
+            x=list(at), y=list(at.values()), name=html.escape(name), mode="lines+markers", line_color=colour
+        )
     axes(fig, None, None, x=shares("share of the prompt in the cache"), y=powers("KL from full attention, nats"))
     return finished(fig, result, width=800, height=480)
 
