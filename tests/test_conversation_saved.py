@@ -162,7 +162,7 @@ def test_damaged_and_foreign_files_are_refused_in_one_line(
 
 
 def test_the_edit_has_to_be_given_again_and_may_be_another(talk: Path) -> None:
-    with pytest.raises(SinkscopeError, match=r"was held under LoopServe\(alpha=0.8, budget=12"):
+    with pytest.raises(SinkscopeError, match=r"was held under LoopServe\(budget=12, alpha=0.8"):
         Conversation.load(talk, model_of("llama"))
     chat = Conversation.load(talk, model_of("llama"), Full())
     turn = ask(chat, 1)
