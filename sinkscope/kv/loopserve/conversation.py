@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -423,6 +424,23 @@ class Conversation:
                     f"conversation {i + 1} has cache={kind!r}, which takes no other rows: ask it alone"
                 )
 
+    def _said(self, new: list[int], answer: list[int], seen: int, row: int | None, noting: Noting, run: Run) -> Turn:
+        """The turn of this conversation, from what was noted of a row; None: it was alone."""
+        i = row or 0
+        last = math.inf if row is None else noting.over[i][2]
+        reads = [each[i] for each in noting.reads[: None if row is None else len(answer) - 1]]
+        length = len(self.ids) + len(new)
+        return Turn(
+            prompt=tuple(new),
+            ids=tuple(answer),
+            text=None if self.tokenizer is None else str(self.tokenizer.decode(answer, skip_special_tokens=True)),
+            prompt_tokens=length,
+            queries=length - seen,
+            events=tuple(replace(event, row=0) for event in run.events if event.row == i and event.step <= last),
+            read=sum(reads) / len(reads) if reads else None,
+            lines=tuple(noting.lines.get((layer, i)) for layer in range(self.target.n_layers)),
+        )
+
     @staticmethod
     def _turns(
         chats: Sequence[Conversation],
@@ -440,16 +458,10 @@ class Conversation:
         whole = [[*chat.ids, *prompt] for chat, prompt in zip(chats, new, strict=True)]
         seen = [chat._held.seen for chat in chats]
         asked = [len(row) - at for row, at in zip(whole, seen, strict=True)]
-        gaps = any(seen) and (len(set(seen)) > 1 or len(set(asked)) > 1)
-        # One more, so that there is a gap in every row, and all are closed.
-        close = gaps and edit is not None and any(isinstance(part, Policy) for part in edit.parts)
+        gaps, close = _gaps(seen, asked, edit)
         past, queries = max(seen) + close, max(asked)
         padding = first._pad()
-        ids = torch.full((count, past + queries), padding)
-        mask = torch.zeros_like(ids)
-        for i, (row, at) in enumerate(zip(whole, seen, strict=True)):
-            for part, end in ((row[:at], past), (row[at:], past + queries)):
-                ids[i, end - len(part) : end], mask[i, end - len(part) : end] = torch.tensor(part, dtype=torch.int64), 1
+        ids, mask = _padded(whole, seen, past, past + queries, padding)
         windowed = any(layer_window(target, i) is not None for i in range(target.n_layers))
         before = rows.joined([chat._held for chat in chats], gaps and windowed, int(close))
         cache = before.cache(target)
@@ -457,8 +469,7 @@ class Conversation:
         # The prompt is read in one pass, on this cache.
         ours: dict[str, Any] = {"use_cache": True, "cache_implementation": None, "prefill_chunk_size": None}
         settings = decoding(target, **{"do_sample": False, "pad_token_id": padding, **generation, **ours})
-        ends = settings.get("eos_token_id", target.hf.generation_config.eos_token_id)
-        ends = list(ends) if isinstance(ends, list | tuple) else [] if ends is None else [int(ends)]
+        ends = _ends(settings.get("eos_token_id", target.hf.generation_config.eos_token_id))
         if count > 1:
             settings["stopping_criteria"] = StoppingCriteriaList([rows.Ends(ends, noting.take)])
         with (noting if edit is None else noting | edit).on(target) as run, torch.no_grad():
@@ -473,31 +484,48 @@ class Conversation:
                 **settings,
             )
         sequences: Tensor = getattr(output, "sequences", output)
+        answers = sequences[:, ids.shape[1] :].tolist() if gold is None else [gold]
+        if count > 1:
+            answers = [_until(answer, ends) for answer in answers]
         made: list[tuple[Turn, Held]] = []
-        for i, answer in enumerate(sequences[:, ids.shape[1] :].tolist() if gold is None else [gold]):
-            if count > 1:
-                answer = answer[: next((n + 1 for n, token in enumerate(answer) if token in ends), len(answer))]
-                held = noting.held_by(i, len(whole[i]), keep)
-                last = noting.over[i][2]
-            else:
-                held, last = noting.held(len(whole[i]), keep), math.inf
-            reads = [each[i] for each in noting.reads[: len(answer) - 1 if count > 1 else None]]
-            tokenizer = chats[i].tokenizer
-            turn = Turn(
-                prompt=tuple(new[i]),
-                ids=tuple(answer),
-                text=None if tokenizer is None else str(tokenizer.decode(answer, skip_special_tokens=True)),
-                prompt_tokens=len(whole[i]),
-                queries=len(whole[i]) - seen[i],
-                events=tuple(replace(event, row=0) for event in run.events if event.row == i and event.step <= last),
-                read=sum(reads) / len(reads) if reads else None,
-                lines=tuple(noting.lines.get((layer, i)) for layer in range(target.n_layers)),
-                output=output,
-            )
-            made.append((turn, held))
+        for i, answer in enumerate(answers):
+            held = noting.held_by(i, len(whole[i]), keep) if count > 1 else noting.held(len(whole[i]), keep)
+            turn = chats[i]._said(new[i], answer, seen[i], i if count > 1 else None, noting, run)
+            made.append((replace(turn, output=output), held))
         for chat, (turn, held) in zip(chats, made, strict=True):
             chat.turns, chat._held = [*chat.turns, turn], held
         return [turn for turn, _ in made]
+
+
+def _padded(
+    whole: list[list[int]], seen: list[int], past: int, width: int, padding: int
+) -> tuple[Int[Tensor, "row column"], Int[Tensor, "row column"]]:
+    """Ids and mask of rows whose cached tokens end at column `past` and whose new ones end at `width`."""
+    ids = torch.full((len(whole), width), padding)
+    mask = torch.zeros_like(ids)
+    for i, (row, at) in enumerate(zip(whole, seen, strict=True)):
+        for part, end in ((row[:at], past), (row[at:], width)):
+            ids[i, end - len(part) : end], mask[i, end - len(part) : end] = torch.tensor(part, dtype=torch.int64), 1
+    return ids, mask
+
+
+def _gaps(seen: list[int], asked: list[int], edit: Intervention | None) -> tuple[bool, bool]:
+    """Whether padding stands between past and new tokens of a row, and whether it has to be closed.
+
+    It is closed for a policy. There is then one more place of padding, so that every row has a gap, and all are closed.
+    """
+    gaps = any(seen) and (len(set(seen)) > 1 or len(set(asked)) > 1)
+    return gaps, gaps and edit is not None and any(isinstance(part, Policy) for part in edit.parts)
+
+
+def _ends(ids: Any) -> list[int]:
+    """Ids that end an answer, of the one, the several or None that a generation configuration has."""
+    return list(ids) if isinstance(ids, list | tuple) else [] if ids is None else [int(ids)]
+
+
+def _until(answer: list[int], ends: list[int]) -> list[int]:
+    """An answer up to the first id that ends it; what follows is padding."""
+    return answer[: next((n + 1 for n, token in enumerate(answer) if token in ends), len(answer))]
 
 
 def _kind(cache: Stock | str | None, edit: Intervention | None) -> Any:

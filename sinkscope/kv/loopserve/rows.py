@@ -38,9 +38,6 @@ def joined(held: Sequence[Held], windowed: bool, spare: int = 0) -> Held:
         layer.crop(-layer.seen)
     rows = [each.layers or blank for each in held]
     sequences = [each.sequence or _none(known[0].sequence) for each in held]
-    memory: dict[Any, Memory] = {}
-    for key in dict.fromkeys(key for each in sequences for key in each.memory):
-        memory[key] = Memory(_stacked([each.memory.get(key, {}) for each in sequences]))
     width = max(each.columns.shape[1] for each in sequences) + spare
     whole = positions.Sequence(
         columns=torch.cat([_left(each.columns, width, -1) for each in sequences]),
@@ -48,9 +45,15 @@ def joined(held: Sequence[Held], windowed: bool, spare: int = 0) -> Held:
         bos=torch.cat([each.bos for each in sequences]),
         partial=any(each.partial for each in sequences),
         settled=all(each.settled for each in sequences),
-        memory=memory,
+        memory=_memory(sequences),
     )
     return Held(tuple(_layer(layers, windowed, spare) for layers in zip(*rows, strict=True)), whole)
+
+
+def _memory(sequences: Sequence[positions.Sequence]) -> dict[Any, Memory]:
+    """What edits keep of each row, by the key of the edit."""
+    keys = dict.fromkeys(key for each in sequences for key in each.memory)
+    return {key: Memory(_stacked([each.memory.get(key, {}) for each in sequences])) for key in keys}
 
 
 def _none(like: positions.Sequence | None) -> positions.Sequence:
@@ -119,7 +122,8 @@ def alone(states: Sequence[State], hidden: bool) -> tuple[CacheLayer, ...]:
             del tensors["pos"]
         edited = not whole or "hidden" in tensors
         layer = CacheLayer()
-        layer.load_state({**flags, "edited": edited, "ragged": bool((pos < 0).any())}, tensors)
+        own = {"edited": edited, "ragged": bool((pos < 0).any()), "rebased": flags["rebased"] and not whole}
+        layer.load_state({**flags, **own}, tensors)
         layers.append(layer)
     return tuple(layers)
 
