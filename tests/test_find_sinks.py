@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import tempfile
 from typing import Any
@@ -237,9 +238,10 @@ def test_result_survives_a_file_and_says_what_it_found(tmp_path: Any) -> None:
     assert Result.load(tmp_path / "r.json") == result
     text = str(result)
     layer, expert, neuron = o.truth.neurons[0]
-    assert f"sink layer is layer {layer}" in text and f"L{layer}.E{expert}.N{neuron} makes" in text
+    assert f"sink layer is layer {layer}" in text
+    assert re.search(rf"L{layer}\.E{expert}\.N{neuron}\b.* makes? the spike", text)
     none = _found(organism("llama", 0, kind="none"))
-    assert none.sink_layer is None and "No attention sink" in str(none) and none.neurons == ()
+    assert none.sink_layer is None and "Neither a norm spike nor an attention sink" in str(none) and none.neurons == ()
     assert none.repeats.tokens == () and none.set_drop is None
 
 
