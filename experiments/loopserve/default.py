@@ -49,7 +49,7 @@ SIZES = {THIRD: (6, 3, 600), SINGLE: (8, 1, 900), LONGER: (2, 1, 3600)}
 LENGTHS, TEXTS, ANSWER = (512, 1536), 3, 64
 HALF: dict[str, Any] = {"decode": False, "shortest": 0}
 HOPS, FACTS = "two hops, 1,200 tokens", "facts in text, 1,024 tokens"
-NEEDLES = {HOPS: ("recall-2hop", "variable-tracking", 1200, 3), FACTS: (None, "needle", 1024, 4)}
+NEEDLES = {HOPS: ("recall-2hop", "tracking", 1200, 3), FACTS: (None, "needle", 1024, 4)}
 """Model, task, tokens, and prompts at each depth."""
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WITHOUT: dict[str, dict[str, Any]] = {
@@ -113,13 +113,13 @@ def needles(where: str) -> tuple[Target, list[tuple[str, str]]]:
 
 
 def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """How many answers begin with the string that was asked for, on how many of the cells."""
+    """How many answers hold the string that was asked for, on how many of the cells."""
     right, data = 0, list[Any]()
     for prompt, answer in questions:
         ids = target.tokenizer(prompt, return_tensors="pt").input_ids
         with nullcontext() if serve is None else serve.on(target) as run:
-            said = greedy(target, ids, len(target.tokenizer(f" {answer}", add_special_tokens=False).input_ids))[0]
-        right += target.tokenizer.decode(said).strip().startswith(answer)
+            said = greedy(target, ids, len(target.tokenizer(f" was in the {answer}", add_special_tokens=False).input_ids))[0]
+        right += answer in target.tokenizer.decode(said)
         data += [] if run is None else [event.data for event in run.events]
     counted = {"right": right, "questions": len(questions), "score": right / len(questions)}
     return counted | (costs(data) if data else {"cells": 1.0, "held": 1.0})
