@@ -118,7 +118,9 @@ def sought(target: Target, serve: LoopServe | None, questions: Sequence[tuple[st
     for prompt, answer in questions:
         ids = target.tokenizer(prompt, return_tensors="pt").input_ids
         with nullcontext() if serve is None else serve.on(target) as run:
-            said = greedy(target, ids, len(target.tokenizer(f" was in the {answer}", add_special_tokens=False).input_ids))[0]
+            said = greedy(
+                target, ids, len(target.tokenizer(f" was in the {answer}", add_special_tokens=False).input_ids)
+            )[0]
         right += answer in target.tokenizer.decode(said)
         data += [] if run is None else [event.data for event in run.events]
     counted = {"right": right, "questions": len(questions), "score": right / len(questions)}
