@@ -3,9 +3,9 @@
     python -m experiments.loopserve.ablation [--work runs] [--out figures]
 
 -P is the sparse prompt alone, -D the progressive decoding alone, at an eighth of the context; the decoding half is the
-paper's (interval 16, first 16 steps that read everything). Prompts are read as by default (alpha 0.75, the last 16 rows
-dense), as printed (alpha 0.955, rows drawn, one overlap for all lines), and with exact weights on the printed sample.
-Controls: the whole cache; a random part of it. What the halves cost is measured by `experiments.loopserve.latency`.
+paper's (interval 16, first 16 steps that read everything). Prompts are read as by default, as printed (alpha 0.955,
+rows drawn, one overlap for all lines), and with exact weights on the printed sample. Controls: the whole cache; a
+random part of it. What the halves cost is measured by `experiments.loopserve.latency`.
 """
 
 from __future__ import annotations

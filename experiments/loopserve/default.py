@@ -67,6 +67,7 @@ CHOICES: dict[str, tuple[LoopServe, ...]] = {
     "exact weights, rows drawn": tuple(LoopServe.paper(**HALF, variant="exact", seed=seed) for seed in SEEDS[:2]),
     ALL: (LoopServe.paper(**HALF, variant="exact", sample=1 << 20),),
 }
+OWN = LoopServe()
 COLOURS = dict(zip(ROWS, (RED, BLUE, GREEN), strict=True))
 
 
@@ -192,6 +193,26 @@ def measured() -> dict[str, list[dict[str, Any]]]:
     return {"grid": points, "choices": choices, "parts": parts, "text": text}
 
 
+def concluded(found: dict[str, Any]) -> str:
+    """What the numbers say of the default, of the default without its dense rows, and of the printed choice."""
+    third = {point["choice"]: point for point in found["choices"] if point["where"] == THIRD}
+    grid = {(p["where"], p["alpha"], p["dense_rows"]): p for p in found["grid"] + found["text"]}
+    said = {name: f"{fewest(point)} of {point['draws'][0]['questions']}" for name, point in third.items()}
+    own, none = third["default"], grid[THIRD, OWN.alpha, 0]
+    most = max(p["kl"] for (_, *at), p in grid.items() if at == [OWN.alpha, OWN.dense_rows] and "kl" in p)
+    return (
+        f"{THIRD.capitalize()}: the default (alpha {OWN.alpha}, last {OWN.dense_rows} rows dense) answers "
+        f"{said['default']} on {own['cells']:.0%} of the cells, without dense rows {none['right']} of "
+        f"{none['questions']}; the printed choice answers {said['as printed']} on {third['as printed']['cells']:.0%}. "
+        f"On text the default's KL is at most {most:.1g} nats (numbers in the panels: alpha)"
+    )
+
+
+def fewest(point: dict[str, Any]) -> int:
+    """Right answers of the worst draw."""
+    return min(draw["right"] for draw in point["draws"])
+
+
 def figure(data: dict[str, Any]) -> Any:
     """Right answers, and the divergence on text, over the cells: a curve per number of dense rows."""
     found = data["result"]
@@ -208,8 +229,8 @@ def figure(data: dict[str, Any]) -> Any:
                 x=[point["cells"] for point in mine],
                 y=[point[key] for point in mine],
                 text=[f"{point['alpha']}" for point in mine],
-                mode="lines+markers+text" if rows == 16 else "lines+markers",
-                textposition="bottom center",
+                mode="lines+markers+text" if rows == OWN.dense_rows else "lines+markers",
+                textposition=["bottom center", "top center", "bottom center"],
                 name=f"last {rows} row{'s' * (rows > 1)} dense" if rows else "no row dense",
                 legendgroup=str(rows),
                 showlegend=not number,
@@ -229,7 +250,7 @@ def figure(data: dict[str, Any]) -> Any:
                 marker={"symbol": symbol, "size": 12, "color": "#000000"},
                 name=f"{name}; bar: draws",
                 legendgroup=name,
-                showlegend=not number,
+                showlegend=title == next(point["where"] for point in found["choices"] if point["choice"] == name),
                 **at,
             )
     fig.update_xaxes(tickformat=".0%", range=[0, 1.03], title="cells")
@@ -237,12 +258,11 @@ def figure(data: dict[str, Any]) -> Any:
     fig.update_yaxes(type="log", exponentformat="power", dtick=1, row=2)
     fig.update_yaxes(title="right answers", row=1, col=1)
     fig.update_yaxes(title="KL to full attention, nats", row=2, col=1)
-    found = "Recall and text model by alpha (numbers at the blue points) and dense rows"
     legend = {"orientation": "v", "x": 0.72, "y": 0.36, "xanchor": "left"}
     return finished(
         fig,
         None,
-        found,
+        concluded(found),
         width=1500,
         height=900,
         legend=legend,

@@ -22,7 +22,7 @@ import torch
 from experiments.drawn import save
 from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
-from experiments.loopserve.sweeps import ALPHAS, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
+from experiments.loopserve.sweeps import ALPHAS, DEFAULT, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
 from experiments.record import record
 from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.tables import FIDELITY, Near
@@ -41,7 +41,7 @@ CURVES: tuple[tuple[str, str, str, tuple[float, ...]], ...] = (
     ("alpha", DENSE, "loopserve-p:alpha={}", ALPHAS),
     ("sample", f"{PRINTED}, 0.955", "loopserve-p:paper:sample={}", SAMPLES),
     ("sample", f"{DRAWN}, 0.955", "loopserve-p:paper:variant=exact:sample={}", SAMPLES),
-    ("sample", f"{DENSE}, 0.80", "loopserve-p:sample={}", SAMPLES),
+    ("sample", f"{DENSE}, {DEFAULT.alpha}", "loopserve-p:sample={}", SAMPLES),
     ("budget", "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
     ("budget", "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
     ("budget", "random part, anew", "random-progressive:budget={}", BUDGETS),

@@ -32,11 +32,14 @@ from experiments.loopserve.runs import (
 )
 from experiments.record import record
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, finished
+from sinkscope.kv.loopserve import LoopServe
 
-PRINTED, DRAWN, DENSE = "as printed", "exact weights, rows drawn", "default: last 16 rows dense"
+DEFAULT = LoopServe()
+PRINTED, DRAWN = "as printed", "exact weights, rows drawn"
+DENSE = f"default: last {DEFAULT.dense_rows} rows dense"
 """Curves of the prompt's half: algorithm 5 with its one overlap, the same with exact weights, and ours."""
 
-ALPHAS = (0.8, 0.9, 0.955, *paper.ALPHAS)
+ALPHAS = (DEFAULT.alpha, 0.9, 0.955, *paper.ALPHAS)
 BUDGETS = (32, 64, 128, *paper.BUDGETS)
 SAMPLES, INTERVALS, FIXED = (12, 24, 48, 96), (8, 16, 32, 64), 128
 
@@ -47,7 +50,7 @@ CURVES: tuple[tuple[str, Suite, str, str, tuple[float, ...]], ...] = (
     ("alpha", SWEPT_KEPT, DENSE, "loopserve-p:alpha={}", ALPHAS),
     ("sample", SWEPT_KEPT, f"{PRINTED}, 0.995", "loopserve-p:paper:alpha=0.995:sample={}", SAMPLES),
     ("sample", SWEPT_KEPT, f"{DRAWN}, 0.995", "loopserve-p:paper:variant=exact:alpha=0.995:sample={}", SAMPLES),
-    ("sample", SWEPT_KEPT, f"{DENSE}, 0.80", "loopserve-p:alpha=0.8:sample={}", SAMPLES),
+    ("sample", SWEPT_KEPT, f"{DENSE}, {DEFAULT.alpha}", "loopserve-p:sample={}", SAMPLES),
     ("budget, one fact", SWEPT_KEPT, "LoopServe-D, first=0", "loopserve-d:first=0:budget={}", BUDGETS),
     ("budget, one fact", SWEPT_KEPT, "SnapKV", f"snapkv:{LONGBENCH}:budget={{}}", BUDGETS),
     ("budget, one fact", SWEPT_KEPT, "SnapKV, window 16, not pooled", "snapkv:window=16:kernel=1:budget={}", BUDGETS),
@@ -133,8 +136,13 @@ def figure(data: dict[str, Any]) -> Any:
     fig.update_yaxes(range=[-0.03, 1.06], tickformat=".0%")
     every = [p for p in points if p["position"] == ALL]
     spread = {n: [p["prefix" if "chain" in n else "score"] for p in every if p["figure"] == n] for n in TITLES}
-    told = (f"{name} {min(values):.0%} to {max(values):.0%}" for name, values in spread.items())
-    found = "Right answers (of chains, what comes before the first mistake) by setting: " + "; ".join(told)
+    told = "; ".join(
+        f"{name} {min(values):.0%} to {max(values):.0%}" for name, values in spread.items() if name != "alpha"
+    )
+    curves = dict.fromkeys(p["curve"] for p in every if p["figure"] == "alpha")
+    by = {curve: [p["score"] for p in every if (p["figure"], p["curve"]) == ("alpha", curve)] for curve in curves}
+    alphas = ", ".join(f"{min(scores):.0%} to {max(scores):.0%} {curve}" for curve, scores in by.items())
+    found = f"Right answers by alpha: {alphas}. By other settings, over all curves (of chains, what comes before the first mistake): {told}"
     return finished(fig, None, found, width=1700, height=950, font={"size": 12}, **legends(fig, len(TITLES)))
 
 
