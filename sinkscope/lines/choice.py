@@ -88,6 +88,14 @@ class HeadLines:
 
     def rows(self, at: Int[Tensor, " row"]) -> Bool[Tensor, "*choice head row key"]:
         """Which keys the queries at positions `at` see."""
+        if at.device.type == "cpu" and len(at) <= _ROWS:
+            keys, falling = self.vertical.shape[-1], self.slash.flip(-1)
+            seen = self.vertical.new_zeros(*self.vertical.shape[:-1], len(at), keys)
+            for number, row in enumerate(at.tolist()):
+                torch.logical_or(
+                    self.vertical[..., : row + 1], falling[..., keys - 1 - row :], out=seen[..., number, : row + 1]
+                )
+            return seen
         offset = at[:, None] - torch.arange(self.vertical.shape[-1], device=at.device)
         return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
 
@@ -181,6 +189,14 @@ def slash_lines(
     return total, largest
 
 
+def slash_sums(probs: Float[Tensor, "head row key"], at: Int[Tensor, " row"]) -> Float[Tensor, "head key"]:
+    """Sum of every slash line, by offset, in the rows at positions `at`."""
+    falling = torch.zeros_like(probs[:, 0])  # from the largest offset to 0, so that no row has to be turned round
+    for number, row in enumerate(at.tolist()):
+        falling[:, probs.shape[2] - 1 - row :] += probs[:, number, : row + 1]
+    return falling.flip(1)
+
+
 def last_votes(
     query: Float[Tensor, "head query d_head"],
     key: Float[Tensor, "kv_head key d_head"],
@@ -192,7 +208,7 @@ def last_votes(
     rows = torch.arange(max(0, queries - last), queries, device=query.device)
     at = rows + (keys - queries)
     probs = attention_of(query[:, rows], key, at, scaling)
-    return probs.sum(1), slash_lines(probs, at)[0]
+    return probs.sum(1), slash_sums(probs, at)
 
 
 @torch.no_grad()
@@ -327,49 +343,65 @@ def select_lines(
     if variant == "faithful":
         return _faithful(probs, at, alpha, start)
     flat = _SCATTERED * _least_share(probs, at, alpha) > (dense_above if dense_above < 1 else math.inf)
-    if checked and not bool(flat.all()):
-        start.vertical.logical_or_(_sought(query, key, begin, checked, scaling))
-    return _exact(probs, at, alpha, start, flat, dense_above, math.inf if sharp is None else sharp)
+    # Nothing is chosen in flat heads: they get all lines.
+    start.vertical[flat] = start.slash[flat] = True
+    some = (~flat).nonzero().flatten()
+    if not len(some):
+        return start
+    if checked:
+        start.vertical[some] |= _sought(query, key, some, begin, checked, scaling)
+    sharp = math.inf if sharp is None else sharp
+    if len(some) == heads:
+        return _exact(probs, at, alpha, start, dense_above, sharp)
+    own = HeadLines(start.vertical[some], start.slash[some], queries)
+    own = _exact(probs[some], at, alpha, own, dense_above, sharp)
+    start.vertical[some], start.slash[some] = own.vertical, own.slash
+    return start
 
 
-def _sought(query: Tensor, key: Tensor, begin: int, checked: int, scaling: float | None) -> Tensor:
-    """Keys `[head key]` that single queries search for, one each.
+def _sought(
+    query: Tensor, key: Tensor, some: Tensor, begin: int, checked: int, scaling: float | None
+) -> Bool[Tensor, "some key"]:
+    """Keys that single queries of some heads search for, one each.
 
     Queries that seek nothing attend to the first tokens (attention sinks), so those are checked that score them lowest.
     """
     heads, queries, width = query.shape
     groups, factor = heads // len(key), width**-0.5 if scaling is None else scaling
-    found = torch.zeros(heads, key.shape[1], dtype=torch.bool, device=query.device)
-    for of in range(len(key)):
-        q, k = query[of * groups : (of + 1) * groups].float() * factor, key[of].float()
-        rest = (q @ k[:begin].T).logsumexp(2)
+    found = torch.zeros(len(some), key.shape[1], dtype=torch.bool, device=query.device)
+    of_head, numbers = (some // groups).tolist(), some.tolist()
+    for of in sorted(set(of_head)):
+        mine, k = [i for i, own in enumerate(of_head) if own == of], key[of].float()
+        first = k[:begin] * factor
+        rest = torch.stack([(first @ query[numbers[i]].float().T).logsumexp(0) for i in mine])
         rows = rest.topk(min(checked, queries), dim=1, largest=False).indices
-        at = rows + (len(k) - queries)
-        scores = q.gather(1, rows[..., None].expand(-1, -1, width)) @ k.T
-        future = torch.arange(len(k), device=k.device) > at[..., None]
-        most, index = scores.masked_fill_(future, -torch.inf).softmax(2).max(2)
-        mine = found[of * groups : (of + 1) * groups]
-        mine.scatter_(1, index, mine.gather(1, index) | (most >= _SOUGHT))
+        taken = torch.stack([query[numbers[i], own] for i, own in zip(mine, rows, strict=True)]).float()
+        scores = (taken * factor) @ k.T
+        future = torch.arange(len(k), device=k.device) > (rows + (len(k) - queries))[..., None]
+        probs = scores.masked_fill_(future, -torch.inf).softmax(2)
+        most, index = probs.max(2)
+        found[mine] = found[mine].scatter_(1, index, most >= _SOUGHT)
     return found
 
 
-def _exact(
-    left: Tensor, at: Tensor, alpha: float, lines: HeadLines, flat: Tensor, dense_above: float, sharp: float
-) -> HeadLines:
+def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above: float, sharp: float) -> HeadLines:
     """Choose greedily by the weight that a line adds to the sample per cell that it adds to the matrix.
 
     `left` is the attention that lies on no chosen line yet.
     """
     heads, rows, keys = left.shape
     past, sharp = lines.past, sharp * rows / lines.queries  # weights are those of the sample, lengths of the matrix
-    # Of lines that are chosen already; further down the cells of line 0 stand in for missing ones.
-    left.masked_fill_(lines.rows(at), 0.0)
+    # Of lines that are chosen already. Those are few slash lines, the same in all heads, and line 0 of both kinds. Its
+    # cells stand in for missing ones here and further down.
+    left.masked_fill_(lines.vertical[:, None], 0.0)
+    near = (at[:, None] - lines.slash[0].nonzero().flatten()).clamp_(min=0)
+    left.scatter_(2, near.expand(heads, -1, -1), 0.0)
     lengths = lines.lengths().float()
-    weights = torch.stack([left.sum(1), slash_lines(left, at)[0]], 1)
+    weights = torch.stack([left.sum(1), slash_sums(left, at)], 1)
     chosen = torch.stack([lines.vertical, lines.slash], 1).float()  # [head kind line]; flattened: vertical ones first
     missing = weights[:, 0].sum(1, dtype=torch.float64) - (1 - alpha) * rows
     weights.masked_fill_(chosen.bool(), -torch.inf)
-    done = flat | missing.isnan()  # attention that is not a number: a dense head would hand it on
+    done = missing.isnan()  # attention that is not a number: a dense head would hand it on
     chosen[done] = 1.0
     result, which = chosen.clone(), torch.arange(heads, device=left.device)
     limit = dense_above * float(lengths.sum()) if dense_above < 1 else torch.inf

@@ -164,6 +164,28 @@ def sparse_attention(
     raise RuntimeError("the loop over blocks computes every head")
 
 
+def dense_in_all(query: Tensor, value: Tensor, lines: HeadLines, limit: float, kernel: Kernel) -> Sparsity | None:
+    """What `sparse_attention` says of these lines if they are all that there are, so that no head is sparse, else None.
+
+    Args:
+        query: as for `sparse_attention`.
+        value: as for `sparse_attention`.
+        lines: of every head.
+        limit: share of computed cells above which a head is dense.
+        kernel: as for `sparse_attention`.
+    """
+    if limit >= 1 or not bool(lines.vertical.all()):
+        return None
+    heads = len(query)
+    fast = next((name for name in _fast(kernel, query.device) if _why_not(name, query, value) is None), None)
+    said = fast or _said_of_blocks(lone(query.shape[-1], value.shape[-1], query.device))
+    return Sparsity((1.0,) * heads, (1.0,) * heads, (True,) * heads, said)
+
+
+def _said_of_blocks(by: Lone) -> str:
+    return "blocks" if by.compiled else "blocks, lone lines not compiled"
+
+
 def _check(tensors: _Three, lines: HeadLines) -> None:
     query, key, value = tensors
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -233,8 +255,7 @@ def _blocks_planner(tensors: _Three, lines: HeadLines, scaling: float, dense_abo
         _side_by_side(lambda head: one(head, out), heads, query.device)
         return True
 
-    said = "blocks" if by.compiled else "blocks, lone lines not compiled"
-    return said, [None if plan is None else plan.cost / every for plan in plans], compute
+    return _said_of_blocks(by), [None if plan is None else plan.cost / every for plan in plans], compute
 
 
 _PLANNERS = {"triton": _triton_planner, "flex": _flex_planner, "blocks": _blocks_planner}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -28,9 +28,9 @@ from sinkscope.lines.choice import (
     recovered,
     select_lines,
 )
-from sinkscope.lines.sparse import Kernel, Sparsity, dense_limit, missing, sparse_attention
+from sinkscope.lines.sparse import Kernel, Sparsity, dense_in_all, dense_limit, missing, sparse_attention
 from sinkscope.records import Natural, Whole, check_fields
-from sinkscope.trace.attention import Attention, View
+from sinkscope.trace.attention import Attention, View, stock_name
 
 _FOLLOWERS: WeakKeyDictionary[Run, Callable[[int, int, HeadLines], None]] = WeakKeyDictionary()
 
@@ -86,18 +86,14 @@ class SparsePrompts:
         call, rows, view = session.now.call, len(prompt.query), prompt.view
         assert call is not None and view is not None
         why = self._why_dense(prompt, view, kv)
-        out: Tensor | None = None
         found: list[_Read | None] = [None] * rows
-        if why is None:
-            out = prompt.query.new_zeros(*prompt.query.shape[:3], prompt.value.shape[-1]).transpose(1, 2).contiguous()
-            for row in range(rows):
-                real, held = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
-                if not bool(real.any()):
-                    continue
-                made, found[row], lines = self._row(prompt, row, real, held)
+        made: dict[int, tuple[_Row, list[Tensor]]] = {}
+        for row in range(rows) if why is None else ():
+            if (part := _Row.of(prompt, row)) is not None:
+                out, found[row], lines = self._row(part)
+                made[row] = part, out
                 if (follow := _FOLLOWERS.get(session.run)) is not None:
                     follow(prompt.layer, row, lines)
-                out[row, real] = made.transpose(0, 1).to(out.dtype)
         step, at, layer = call.step, view.query_pos, prompt.layer
         counts = torch.stack([at.amax(1), (view.pos[:, 0] >= 0).sum(-1), (at >= 0).sum(-1)], 1)
 
@@ -110,47 +106,65 @@ class SparsePrompts:
             ]
 
         session.run.log(events)
-        return out
+        if why is not None or (_plain(prompt, session) and not any(parts for _, parts in made.values())):
+            return None
+        heads, queries = prompt.query.shape[1:3]
+        whole = prompt.query.new_zeros(rows, queries, heads, prompt.value.shape[-1])
+        for row, (part, parts) in made.items():
+            out = [one.transpose(0, 1) for one in parts or [part.dense()]]
+            if part.real is None:
+                torch.cat(out, out=whole[row])
+            else:
+                whole[row, part.real] = torch.cat(out).to(whole.dtype)
+        return whole
 
-    def _row(self, prompt: Attention, row: int, real: Tensor, held: Tensor) -> tuple[Tensor, _Read, HeadLines]:
-        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
-        if not bool(real.all()):
-            query = query[:, real]
-        if not bool(held.all()):
-            key, value = key[:, held], value[:, held]
+    def _row(self, row: _Row) -> tuple[list[Tensor], _Read, HeadLines]:
+        """Attention of one row, in parts that follow each other, none if every head is dense; what was read; lines."""
+        query, key, value = row.query, row.key, row.value
         heads, queries, keys = query.shape[0], query.shape[1], key.shape[1]
         # A row is read as it would be alone, also if it shares a batch with longer prompts.
         whole = queries if keys < self.shortest else min(self.dense_rows, queries)
         if not whole:
-            out, read, lines = self._along(query, key, value, prompt)
-            if read.recovered is not None:
-                last = attention_of(query[:, -1:], key, torch.tensor([keys - 1], device=key.device), prompt.scaling)
+            out, read, lines = self._along(row)
+            if out is not None and read.recovered is not None:
+                last = attention_of(query[:, -1:], key, torch.tensor([keys - 1], device=key.device), row.scaling)
                 full = (last.unflatten(0, (len(value), -1))[:, :, 0] @ value.float()).flatten(0, 1)
                 error = torch.linalg.vector_norm(out[:, -1] - full) / torch.linalg.vector_norm(full)
                 read = replace(read, error=error)
-            return out, read, lines
+            return [] if out is None else [out], read, lines
         every = torch.ones(heads, keys, dtype=torch.bool, device=query.device)
         last = HeadLines(every, every, whole)
-        out, what = sparse_attention(query[:, -whole:], key, value, last, scaling=prompt.scaling, dense_above=0.0)
         if whole == queries:
-            return out, _Read(what, None if self.held_out is None else torch.ones(heads)), last
-        before, read, lines = self._along(query[:, :-whole], key[:, :-whole], value[:, :-whole], prompt)
+            what = dense_in_all(query, value, last, 0.0, "auto")
+            assert what is not None
+            return [], self._held(what, heads), last
+        before, read, lines = self._along(row.before(whole))
+        if before is None:
+            return [], read, lines
+        out, _ = sparse_attention(query[:, -whole:], key, value, last, scaling=row.scaling, dense_above=0.0)
         some, share = read.what, int(lines.lengths().sum())
         share = share / (share + int(last.lengths().sum()))
         cells, computed = (tuple(share * part + 1 - share for part in parts) for parts in (some.cells, some.computed))
         what = Sparsity(cells, computed, some.dense, some.kernel)
-        return torch.cat([before, out], 1), replace(read, what=what), lines
+        return [before, out], replace(read, what=what), lines
 
-    def _along(self, query: Tensor, key: Tensor, value: Tensor, prompt: Attention) -> tuple[Tensor, _Read, HeadLines]:
-        scaling, limit, kernel = prompt.scaling, self.dense_above, self.kernel
-        lines = self.choose(query, key, scaling, prompt.layer)
-        out, what = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=kernel)
+    def _along(self, row: _Row) -> tuple[Tensor | None, _Read, HeadLines]:
+        query, key, value, scaling, limit = row.query, row.key, row.value, row.scaling, self.dense_above
+        lines = self.choose(query, key, scaling, row.layer)
+        least = dense_limit(query.shape[-1], self.kernel, query.device) if limit is None else limit
+        if (what := dense_in_all(query, value, lines, least, self.kernel)) is not None:
+            return None, self._held(what, len(query)), lines
+        out, what = sparse_attention(query, key, value, lines, scaling=scaling, dense_above=limit, kernel=self.kernel)
         if self.held_out is None or all(what.dense):
-            return out, _Read(what, None if self.held_out is None else torch.ones(len(query))), lines
-        rows = self.held_out(query.shape[1], key.shape[1], prompt.layer)
+            return out, self._held(what, len(query)), lines
+        rows = self.held_out(query.shape[1], key.shape[1], row.layer)
         held = recovered(query, key, lines, scaling, rows)
         held[torch.tensor(what.dense, device=held.device)] = 1.0
         return out, _Read(what, held), lines
+
+    def _held(self, what: Sparsity, heads: int) -> _Read:
+        """Of dense heads, which lose nothing."""
+        return _Read(what, None if self.held_out is None else torch.ones(heads))
 
     def _why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention has to be used, or is better; None: lines are used."""
@@ -168,6 +182,56 @@ class SparsePrompts:
             (kv is not None and kv.edited, "tokens were evicted"),
         )
         return next((why for holds, why in reasons if holds), None)
+
+
+def _plain(prompt: Attention, session: Session) -> bool:
+    """Whether the model's own attention reads a prompt as fast as any: neither with a mask nor as a whole matrix."""
+    view = prompt.view
+    assert view is not None
+    same = prompt.query.shape[2] == prompt.key.shape[2] and bool((view.query_pos >= 0).all())
+    return same and not session.now.own_masks and stock_name(prompt.module.config) != "eager"
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """Queries, keys and values of one row of a prompt, without padding and holes.
+
+    Attributes:
+        real: which of the padded queries these are; None: all.
+    """
+
+    query: Float[Tensor, "head query d_head"]
+    key: Float[Tensor, "kv_head key d_head"]
+    value: Float[Tensor, "kv_head key d_value"]
+    scaling: float
+    layer: int
+    real: Bool[Tensor, " padded"] | None = None
+
+    @classmethod
+    def of(cls, prompt: Attention, row: int) -> _Row | None:
+        """A row of a prompt; None: it is padding alone."""
+        view = prompt.view
+        assert view is not None
+        real, held = view.query_pos[row] >= 0, view.pos[row, 0] >= 0
+        if not bool(real.any()):
+            return None
+        query, key, value = prompt.query[row], prompt.key[row], prompt.value[row]
+        which: Tensor | None = None
+        if not bool(real.all()):
+            query, which = query[:, real], real
+        if not bool(held.all()):
+            key, value = key[:, held], value[:, held]
+        return cls(query, key, value, prompt.scaling, prompt.layer, which)
+
+    def before(self, last: int) -> _Row:
+        """All but the last positions."""
+        return replace(self, query=self.query[:, :-last], key=self.key[:, :-last], value=self.value[:, :-last])
+
+    def dense(self) -> Float[Tensor, "head query d_value"]:
+        """Attention to everything."""
+        every = torch.ones(len(self.query), self.key.shape[1], dtype=torch.bool, device=self.key.device)
+        lines = HeadLines(every, every, self.query.shape[1])
+        return sparse_attention(self.query, self.key, self.value, lines, scaling=self.scaling, dense_above=0.0)[0]
 
 
 @dataclass(frozen=True, eq=False)
