@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from longbench_files import prose
 
+from experiments.loopserve import positions
+from experiments.loopserve.positions import PLACES, locate, main, question_positions
 from experiments.loopserve.questions import SHIPPED, accuracy, sample, shipped
-from sinkscope.bench.dialogues import positions
-from sinkscope.bench.dialogues.positions import PAPER, PLACES, Positions, locate, question_positions
-from sinkscope.cli import main
+from sinkscope.bench.dialogues.positions import PAPER, Positions
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
 
@@ -201,7 +201,7 @@ def test_which_conversations(tmp_path: Path) -> None:
 def test_examples_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = put(tmp_path / "a.jsonl", rows("conversation"))
     out, png = tmp_path / "o.json", tmp_path / "o.html"
-    words = ["dialogues", "positions", str(file), "--examples", "1", "--json", str(out), "--html", str(png)]
+    words = [str(file), "--examples", "1", "--json", str(out), "--html", str(png)]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "a.jsonl: 4 of 7 messages in 4 conversations with a question" in said and "54.8%" in said
@@ -241,7 +241,7 @@ def test_bad_input(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(["dialogues", "positions", str(tmp_path / name)]) == 2
+    assert main([str(tmp_path / name)]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
 
