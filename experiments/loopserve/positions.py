@@ -281,8 +281,15 @@ def question_positions(
     found = list(labelled(Path(file).expanduser()))
     if labels is not None:
         write_atomic(labels, lines(found))
-    numbers = {"min_turns": min_turns, "count": count, "examples": examples, "seed": seed}
-    return count_positions(found, Path(file).name, **numbers, accuracy=accuracy())
+    return count_positions(
+        found,
+        Path(file).name,
+        min_turns=min_turns,
+        count=count,
+        examples=examples,
+        seed=seed,
+        accuracy=accuracy(),
+    )
 
 
 def labelled(file: Path) -> Iterator[LabelledMessage]:

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.bench.dialogues.fidelity import answer_along
-from sinkscope.bench.dialogues.run import AskedTurn
+from sinkscope.bench.dialogues.run import AskedTurn, answer_along
 from sinkscope.bench.dialogues.tables import Near
 from sinkscope.bench.methods import Method, kind_of
 from sinkscope.bench.runner import Batch, ask, check_can

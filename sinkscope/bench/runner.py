@@ -45,6 +45,11 @@ class NamedModel:
         return load(self.name, **self.options)
 
 
+def named_model(model: Any, backend: str, **options: str | None) -> NamedModel:
+    """A model that each process opens for itself."""
+    return NamedModel(model, {"backend": backend, **{k: v for k, v in options.items() if v is not None}})
+
+
 @dataclass(frozen=True)
 class Asked:
     """The model that is asked, and how.

@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from sinkscope._plain import parse_json
 from sinkscope.bench.dialogues.form import POSITIONS, Position
 from sinkscope.bench.files import Contents, Finished, envelope, read_folder, written_by
 from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_spec
@@ -16,6 +18,7 @@ from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.published import set_of
 from sinkscope.rate import mean_known, wilson
+from sinkscope.registry import Option, command
 from sinkscope.results import Result
 
 COMMAND, FIDELITY = "dialogues", "dialogues fidelity"
@@ -312,6 +315,26 @@ def overall(groups: Sequence[Any]) -> list[Any]:
     """Of groups with the same head: each method over all positions or, where it has only one, at that."""
     several = {g.label for g in groups if g.position == ALL}
     return [g for g in groups if g.position == ALL or g.label not in several]
+
+
+@command(group="Dialogues", command="dialogues table")
+def dialogues_table(
+    folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
+) -> Dialogues | Fidelity:
+    """Show scores by method and position of the question, with intervals and tokens read; or fidelity.
+
+    Args:
+        folders: Folders of runs, or of fidelity.
+
+    Example:
+        sinkscope dialogues table runs --json table.json
+    """
+    try:
+        settings = parse_json((folders[0] / "settings.json").read_bytes())
+    except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
+        settings = None
+    fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
+    return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
 
 
 def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
