@@ -1,4 +1,4 @@
-"""The sink card of a model, and `scan`, which runs every measurement that joins it and writes the card; `demo` shows it.
+"""The sink card of a model, `scan`, which runs every measurement that joins it and writes the card, and `demo`.
 
 A card holds what every part of a scan concluded, its numbers with their controls, and what changed since another card.
 Which measurements take part, in which order and with which arguments, and which numbers and facts stand on a card, the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import shutil
 import sys
@@ -76,11 +77,15 @@ class Live:
         """The picture as it is now."""
         self._shown = time.perf_counter()
         if self.place == "terminal":
+            from rich.text import Text
+
             size = shutil.get_terminal_size()
-            self._screen.update(_text(self.picture(size.columns - 1, size.lines - 2)), refresh=True)
+            shown = Text("\n".join(self.picture(size.columns - 1, size.lines - 2)), no_wrap=True)
+            self._screen.update(shown, refresh=True)
         elif self.rows:
             body = "\n".join(self.picture(120, 40))
-            self._screen.update({"text/plain": body, "text/html": _cell(body)}, raw=True)
+            cell = f'<pre style="line-height:1; font-size:9px">{html.escape(body)}</pre>'
+            self._screen.update({"text/plain": body, "text/html": cell}, raw=True)
 
     def picture(self, width: int, height: int) -> list[str]:
         """Lines of at most `width` characters: a title, then the last steps, or groups of steps where they are many."""
@@ -100,18 +105,6 @@ class Live:
             self._screen.stop()
         elif self.place == "notebook" and self.rows:
             self.draw()
-
-
-def _text(lines: list[str]) -> Any:
-    from rich.text import Text
-
-    return Text("\n".join(lines), no_wrap=True)
-
-
-def _cell(body: str) -> str:
-    import html
-
-    return f'<pre style="line-height:1; font-size:9px">{html.escape(body)}</pre>'
 
 
 def _place() -> str | None:

@@ -6,11 +6,11 @@ how far they agree between inputs, between segments, and between positions of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,6 +25,7 @@ from sinkscope.measure import Count, Positive, Progress, Result, Setup, measurem
 from sinkscope.models.target import Target
 from sinkscope.registry import Hidden, Option
 
+T = TypeVar("T")
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 MOST = 0.9  # share of the attention that the paper says a tenth of the lines carries
 SHOWN = 8  # heaviest lines of a head that are kept
@@ -228,15 +229,7 @@ def line_weights(
         )
     rows = inputs(setup, texts, data, count, length)
     generator = torch.Generator().manual_seed(setup.seed)
-    found: dict[int, list[dict[str, Tensor]]] = {layer: [] for layer in wanted}
-
-    def weigh(layer: int, scores: Scores) -> None:
-        found[layer].append(weighed(scores, chosen, generator))
-        setup.progress("layers", sum(map(len, found.values())), len(wanted) * len(rows))
-
-    with setup.edited(), scores_of(target, weigh, wanted):
-        for _, ids in rows:
-            target.forward(ids[None])
+    found = _by_layer(setup, rows, wanted, lambda scores: weighed(scores, chosen, generator))
     heads = tuple(_head(layer, h, found[layer]) for layer in wanted for h in range(target.n_heads))
     mean: dict[str, Any] = {name: means([getattr(h, name) for h in heads]) for name in _NAMES}
     return LineWeights(
@@ -246,6 +239,22 @@ def line_weights(
         heads=heads,
         picture=_pictured(setup, rows[0][1], *(head or _both_kinds(heads))),
     )
+
+
+def _by_layer(
+    setup: Setup, rows: Sequence[tuple[Input, Tensor]], layers: list[int], measure: Callable[[Scores], T]
+) -> dict[int, list[T]]:
+    """What `measure` says of each layer, text by text."""
+    found: dict[int, list[T]] = {layer: [] for layer in layers}
+
+    def see(layer: int, scores: Scores) -> None:
+        found[layer].append(measure(scores))
+        setup.progress("layers", sum(map(len, found.values())), len(layers) * len(rows))
+
+    with setup.edited(), scores_of(setup.target, see, layers):
+        for _, ids in rows:
+            setup.target.forward(ids[None])
+    return found
 
 
 def weighed(
@@ -557,15 +566,7 @@ def line_overlap(
     if window > shortest:
         raise SinkscopeError(f"--window {window}: expected at most {shortest}, the tokens of the shortest prompt")
     generator = torch.Generator().manual_seed(setup.seed)
-    found: dict[int, list[_Chosen]] = {layer: [] for layer in wanted}
-
-    def choose(layer: int, scores: Scores) -> None:
-        found[layer].append(_chosen_in(scores, chosen, generator))
-        setup.progress("layers", sum(map(len, found.values())), len(wanted) * len(rows))
-
-    with scores_of(setup.target, choose, wanted):
-        for _, ids in rows:
-            setup.target.forward(ids[None])
+    found = _by_layer(setup, rows, wanted, lambda scores: _chosen_in(scores, chosen, generator))
     heads = tuple(head for layer in wanted for head in _overlaps(layer, found[layer]))
     tokens = token_overlap(setup.target, asked, wanted, max_new_tokens, parts, window, setup.progress)
     numbers = {name: torch.tensor([getattr(h, name) for h in heads]) for name in _SHARED}

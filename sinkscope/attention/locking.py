@@ -26,6 +26,7 @@ from sinkscope.interventions.decode import decode
 from sinkscope.kv.session import Observe, Rows
 from sinkscope.loops.signals import Novelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
+from sinkscope.tables import cell
 
 _QUERIES = 32  # rows that are turned into offsets at a time
 
@@ -216,8 +217,8 @@ class Locking(Result):
             lines.append(f"Locked heads and their scores: {shown}{', ...' if len(locked) > 8 else ''}.")
             collapsed = "has not collapsed" if self.collapse is None else f"collapses at {self.collapse}"
             lines.append(
-                f"They lock at position {_or_dash(self.locking_onset)}; the last new 4-gram ends at "
-                f"{_or_dash(self.last_new)}; the type-token ratio of the last {self.window} tokens {collapsed}."
+                f"They lock at position {cell(self.locking_onset)}; the last new 4-gram ends at "
+                f"{cell(self.last_new)}; the type-token ratio of the last {self.window} tokens {collapsed}."
             )
         return lines
 
@@ -414,7 +415,3 @@ def _at(curve: Tensor | None, positions: tuple[int, ...]) -> tuple[float, ...]:
 
 def _over(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)

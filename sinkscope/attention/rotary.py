@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -574,12 +575,9 @@ class RotaryInvariance(Result):
             for name in _SHOWN:
                 row[name] = _median([getattr(h, name) for h in own])
             row |= {"tightness": max(h.tightness for h in own), "error": max(h.error for h in own)}
-            row["contraction"] = _median([d.contraction for d in self._small(layer)])
+            row["contraction"] = _median([d.contraction for d in _of_size(self.decays) if d.layer == layer])
             out.append(row)
         return out
-
-    def _small(self, layer: int) -> list[Decay]:
-        return [d for d in self.decays if d.layer == layer and d.size == SMALL and not d.within]
 
     def conclusion(self) -> str:
         """Whether scores repeat with the loop, beside another shift and ordinary text."""
@@ -616,10 +614,7 @@ class RotaryInvariance(Result):
         ]
 
     def _contraction(self) -> list[str]:
-        def middle(decays: tuple[Decay, ...], within: bool, size: float = SMALL) -> list[Decay]:
-            return [d for d in decays if d.size == size and d.within == within]
-
-        own, inside, plain = middle(self.decays, False), middle(self.decays, True), middle(self.healthy_decays, False)
+        own, inside, plain = _of_size(self.decays), _of_size(self.decays, within=True), _of_size(self.healthy_decays)
         if not own:
             return ["The tail subspace leaves no orthogonal direction: contraction cannot be asked for."]
         found = [_median([d.contraction for d in part]) for part in (own, inside, plain)]
@@ -635,12 +630,12 @@ class RotaryInvariance(Result):
             lines.append("It grows: no contraction was found, against appendix A.3.")
         elif found[2] is not None and found[0] is not None and found[0] > 0.5 * found[2]:
             lines.append("Ordinary text forgets disturbances about as fast: the decay is not a mark of the loop.")
-        large, other = middle(self.decays, False, LARGE), middle(self.healthy_decays, False, LARGE)
+        large, other = _of_size(self.decays, LARGE), _of_size(self.healthy_decays, LARGE)
         if large and other:
             lines.append(
-                f"With one as large as the hidden state, {_share(_mean([d.kept for d in large]))} of the directions "
+                f"With one as large as the hidden state, {_share(fmean(d.kept for d in large))} of the directions "
                 f"leave all later choices of tokens as they were, in ordinary text "
-                f"{_share(_mean([d.kept for d in other]))}."
+                f"{_share(fmean(d.kept for d in other))}."
             )
         return lines
 
@@ -732,13 +727,13 @@ def _decays(setup: Setup, ids: torch.Tensor, layers: list[int], period: int, per
     return tuple(d for d in found if d is not None)
 
 
+def _of_size(decays: tuple[Decay, ...], size: float = SMALL, *, within: bool = False) -> list[Decay]:
+    return [d for d in decays if d.size == size and d.within == within]
+
+
 def _median(values: Sequence[float | None]) -> float | None:
     known = sorted(v for v in values if v is not None)
     return known[len(known) // 2] if known else None
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _of(heads: tuple[RotaryHead, ...], name: str) -> str:

@@ -411,7 +411,7 @@ def needle(
     if model is None or isinstance(model, str):
         model = named_model(model, backend, revision=revision, device=device, dtype=dtype)
     chosen = check_methods(at_settings(methods or METHODS, "equal", budget), ["cache"])
-    check_whole(samples=samples, batch_size=batch_size, **({} if max_new_tokens is None else {"new": max_new_tokens}))
+    check_whole(samples=samples, batch_size=batch_size, new=max_new_tokens)
     check_workers(workers, ray)
     to = ask(model, tokenizer, 1, budget)
     words = form or form_of(to.target.name)

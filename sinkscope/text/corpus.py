@@ -7,10 +7,12 @@ import os
 import sysconfig
 import zipfile
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,12 +84,10 @@ class CorpusIndex:
 
     def _at(self, text: bytes, least: int) -> tuple[int, int]:
         """How many bytes from the start of `text` occur in the corpus, and one such place."""
-        low, high, length, data = 0, len(self.order), 0, self._bytes
-        while low < high:  # find the first suffix not below the text; it or its neighbour shares the longest start
-            middle = (low + high) // 2
-            place = int(self.order[middle])
-            low, high = (middle + 1, high) if data[place : place + len(text)] < text else (low, middle)
-        found, where = 0, -1
+        data, found, where = self._bytes, 0, -1
+        # The first suffix that is not below the text, or its neighbour, shares the longest start.
+        order: Any = self.order
+        low = bisect_left(order, text, key=lambda place: data[int(place) : int(place) + len(text)])
         for i in (low - 1, low):
             if 0 <= i < len(self.order):
                 place = int(self.order[i])

@@ -38,6 +38,7 @@ from sinkscope.bench.files import (
     read_longbench,
     write_set,
 )
+from sinkscope.bench.methods import check_whole
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
@@ -87,9 +88,7 @@ def build_published(
         SinkscopeError: unknown task, nothing there, or a row of another form (which, and its line).
     """
     known, expected = set_of(task), published_file(task)
-    for name, value in (("turns", turns), ("count", count)):
-        if value is not None and value < 1:
-            raise SinkscopeError(f"{name}={value}: expected at least 1")
+    check_whole(turns=turns, count=count)
     name, digest, commit, rows = _published_rows(task, source, expected, revision)
     if count is not None and count > len(rows):
         raise SinkscopeError(f"count={count}: {name} has {len(rows)} rows: give fewer")

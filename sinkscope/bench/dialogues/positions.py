@@ -218,7 +218,7 @@ def count_positions(
         SinkscopeError: bad numbers, or there are fewer conversations.
     """
     started = time.perf_counter()
-    check_whole(min_turns=min_turns, **({} if count is None else {"count": count}))
+    check_whole(min_turns=min_turns, count=count)
     check_whole(0, examples=examples)
     every: dict[str, list[LabelledMessage]] = {}
     for message in messages:

@@ -247,7 +247,10 @@ class Comparison(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per group; a method without a budget has none."""
-        return [{"method": g.method, "budget": g.budget if g.sized else None, **_rest(g)} for g in self.groups]
+        return [
+            {"method": g.method, "budget": None, **vars(g), **({} if g.sized else {"budget": None})}
+            for g in self.groups
+        ]
 
     def parts(self) -> list[list[Any]]:
         """Groups that can be compared with each other."""
@@ -298,10 +301,6 @@ class Fidelity(Comparison):
     percent: ClassVar[tuple[str, ...]] = ("agree", "kept", "cells")
 
     groups: tuple[Kept, ...]
-
-
-def _rest(g: Compared) -> dict[str, Any]:
-    return {name: value for name, value in vars(g).items() if name not in ("method", "budget")}
 
 
 def written(method: str, usual: Budget) -> tuple[str, Budget]:

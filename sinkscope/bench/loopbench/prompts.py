@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
@@ -42,7 +42,6 @@ from sinkscope.records import read_records
 from sinkscope.registry import Hidden
 
 Bench = Literal["dc", "ri", "stories", "organism", "2wiki"]
-BENCHES: tuple[Bench, ...] = get_args(Bench)
 TITLES: dict[Bench, str] = {
     "dc": "LoopBench-DC",
     "ri": "LoopBench-RI",
