@@ -334,11 +334,6 @@ class Finished(Keyed):
     name: str
     seconds: float
 
-    @property
-    def key(self) -> str:
-        """Its name."""
-        return self.name
-
 
 class Clock:
     """The time that is left: what the unfinished parts are expected to take, at the pace of the finished ones.
@@ -390,11 +385,6 @@ class CardOf(Keyed):
     name: str
     card: dict[str, Any] | None = None
     failed: str | None = None
-
-    @property
-    def key(self) -> str:
-        """Its name."""
-        return self.name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -152,14 +152,11 @@ class Finished(Keyed):
         prompt: id of the prompt.
     """
 
+    identity: ClassVar[tuple[str, ...]] = ("model", "method", "prompt")
+
     model: str
     method: str
     prompt: str
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Model, method and prompt: a folder holds each once."""
-        return self.model, self.method, self.prompt
 
 
 R = TypeVar("R", bound=Finished)

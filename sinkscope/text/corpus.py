@@ -8,7 +8,6 @@ import sysconfig
 import zipfile
 import zlib
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import check_writable, write_atomic
 
@@ -28,8 +28,6 @@ _FIRST, _DEPTH = 8, 4096  # suffixes are sorted by their first 8 bytes, then 16,
 _OTHER = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
 )
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

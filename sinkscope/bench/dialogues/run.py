@@ -57,7 +57,7 @@ from sinkscope.interventions.decode import Told
 from sinkscope.kv import Full
 from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Conversation
-from sinkscope.kv.session import Moment, Rows, Session
+from sinkscope.kv.session import Rows, Session
 from sinkscope.parallel import Tally, check_workers
 from sinkscope.published import SETS, set_of
 from sinkscope.registry import Count, Hidden, Option, Positive, command
@@ -333,7 +333,7 @@ def answer_anew(to: Asked, batch: Batch) -> list[Said]:
                 tokens=tuple(tokens),
                 text=to.text(tokens),
                 ended="eos" if ended else "cap",
-                read=read_of(count.counts, i, len(tokens)),
+                read=read_of(count.found, i, len(tokens)),
                 cells=cells_of(events, i),
                 seconds=seconds,
             )
@@ -412,7 +412,9 @@ def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:
 
 def reads() -> PerCall:
     """Counts, after every call and per row, the tokens that it could attend to: mean over layers and kv heads."""
-    return PerCall(lambda layer: layer.readable.sum(-1).float().mean(1).cpu(), own=True)
+    return PerCall(
+        lambda layers: torch.stack([each.readable.sum(-1).float().mean(1).cpu() for each in layers]).mean(0), own=True
+    )
 
 
 def read_of(counts: Sequence[Tensor], row: int, tokens: int) -> float | None:
@@ -662,13 +664,11 @@ def run_fidelity(
         raise SinkscopeError(f"along={along!r}: expected one of {', '.join(get_args(Along))}")
     check_workers(workers, ray)
     to = ask(model, tokenizer, max_new_tokens, budget, chat)
-    rows: list[tuple[AskedTurn, list[int] | None]] = []
-    for place in places:
-        for each in dialogues:
-            right = [turn.answers[0] for turn in each.turns]
-            for number, answer in enumerate(right):
-                made = question(to, each, place, number, right[:number], chat)
-                rows.append((made, _gold(to, made, answer) if along == "gold" else None))
+    rows = [
+        (made, _gold(to, made, dialogue.turns[made.turn].answers[0]) if along == "gold" else None)
+        for place in places
+        for made, dialogue in _questions(to, dialogues, place, "gold", chat)
+    ]
     check_can(to, chosen, [len(each.ids) for each, _ in rows])
     settings = {"version": NEAR_VERSION, "command": FIDELITY, **to.settings(), "chat": chat, "along": along}
     tally = Tally("answers", len(rows) * len(chosen), progress)
@@ -706,11 +706,11 @@ def answer_along(to: Asked, batch: Batch) -> list[Near]:
     full = _Logits()
     made = _say(to, rows, answers, Full(), full)[0]
     told = [to.cut(row)[0] for row in made] if answers is None else answers
-    left: list[_Readable] = []
+    left: list[PerCall] = []
     found: list[tuple[Method, _Logits, PerCall, list[Event], float]] = []
     for method in batch.methods:
         started = time.perf_counter()
-        logits, count, readable = _Logits(full.values), reads(), _Readable()
+        logits, count, readable = _Logits(full.values), reads(), PerCall(_bits, own=True)
         events = _say(to, rows, told, method.make(to.budget) | count | readable, logits)[1]
         left.append(readable)
         found.append((method, logits, count, events, round(time.perf_counter() - started, 3)))
@@ -722,7 +722,7 @@ def answer_along(to: Asked, batch: Batch) -> list[Near]:
             kl=tuple(round(float(step[row]), 6) for step in logits.kl[: len(answer)]),
             agree=tuple(bool(step[row]) for step in logits.agree[: len(answer)]),
             kept=tuple(round(step[row], 6) for step in kept[: len(answer) - 1]),
-            read=read_of(count.counts, row, len(answer)),
+            read=read_of(count.found, row, len(answer)),
             cells=cells_of(events, row),
             seconds=seconds,
         )
@@ -766,25 +766,9 @@ def divergence(full: Float[Tensor, "batch vocab"], other: Float[Tensor, "batch v
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
-class _Readable(Intervention):
-    """Notes, after every decoding step, which true positions each kv head could read: `[layer][batch kv_head bit]`."""
-
-    def __init__(self) -> None:
-        self.steps: list[list[Any]] = []
-        self._prompt = True
-
-    def enter(self, run: Run, key: int) -> None:
-        """Look at the cache after every call but that of the prompt."""
-        session = Session.of(run)
-        session.own_cache()
-
-        def note(moment: Moment) -> None:
-            if self._prompt:
-                self._prompt = False
-                return
-            self.steps.append([np.packbits(_there(layer).cpu().numpy(), axis=-1) for layer in moment.layers])
-
-        session.after_call(note)
+def _bits(layers: Sequence[CacheLayer]) -> list[Any]:
+    """Which true positions each kv head could read, by layer: `[batch kv_head bit]`."""
+    return [np.packbits(_there(layer).cpu().numpy(), axis=-1) for layer in layers]
 
 
 def _there(layer: CacheLayer) -> Bool[Tensor, "batch _ pos"]:
@@ -798,7 +782,7 @@ def _there(layer: CacheLayer) -> Bool[Tensor, "batch _ pos"]:
 class _Weigh(Intervention):
     """Of what full attention pays in every decoding step, the share on positions that others left readable."""
 
-    def __init__(self, left: list[_Readable]) -> None:
+    def __init__(self, left: list[PerCall]) -> None:
         self._left = left
         self._sums: list[list[Tensor]] = [[] for _ in left]  # per step, over layers
         self._calls = self._layers = 0
@@ -820,13 +804,12 @@ class _Weigh(Intervention):
     def _add(self, rows: Rows) -> None:
         if not self._calls:  # the prompt
             return
-        step = self._calls - 1
         for left, sums in zip(self._left, self._sums, strict=True):
-            bits = torch.from_numpy(np.unpackbits(left.steps[step][rows.layer], axis=-1)).to(rows.pos.device)
+            bits = torch.from_numpy(np.unpackbits(left.found[self._calls][rows.layer], axis=-1)).to(rows.pos.device)
             paid = rows.probs[:, :, -1].double().unflatten(1, (bits.shape[1], -1))
             pos = rows.pos.repeat_interleave(bits.shape[1] // rows.pos.shape[1], 1)
             there = bits.gather(-1, pos.clamp(min=0)) > 0  # nothing is paid to padding
             share = (paid * there[:, :, None]).sum(-1) / paid.sum(-1)
-            if len(sums) == step:
+            if len(sums) < self._calls:
                 sums.append(torch.zeros(len(paid), dtype=torch.float64))
-            sums[step] += share.mean((1, 2)).cpu()
+            sums[-1] += share.mean((1, 2)).cpu()

@@ -34,7 +34,7 @@ from sinkscope.bench.files import (
     write_set,
 )
 from sinkscope.bench.methods import check_whole
-from sinkscope.console import note
+from sinkscope.console import Progress, note, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
@@ -259,8 +259,6 @@ REDUNDANCY = 0.5  # words repeated over words of the record, LoopBench-DC
 _READ = 20_000  # names for the seed history come from this many characters, about what remains after the cut
 _LEAST = 16  # tokens of the record that a prompt must have room for
 
-Progress = Callable[[str, int, int], None]
-
 
 @dataclass(frozen=True)
 class _Draft:
@@ -362,7 +360,7 @@ def build(
     if bench == "2wiki" and wanted > len(source.records):
         raise SinkscopeError(f"count={wanted}: {source.name} has {len(source.records)} questions, give at most as many")
     target = target_tokens if target_tokens is not None else PAPER_TOKENS.get(bench)
-    told = progress or (lambda stage, done, total: None)
+    told = progress or silent
 
     def length(text: str) -> int:
         return len(tokenizer(text, verbose=False)["input_ids"])

@@ -280,12 +280,12 @@ def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | 
         return [_read(to, each, ids, plan, batch.seed) for each, ids in batch.rows]
     started, rows = time.perf_counter(), [ids for _, ids in batch.rows]
     options, stopped = _options(to, batch, rows, plan.window)
-    held = PerCall(lambda layer: layer.slots - layer.holes(), own=False)
+    held = PerCall(lambda layers: torch.stack([each.slots - each.holes() for each in layers]).mean(0), own=False)
     edit = method.make(to.budget, plan.window) | held if _edited(method) else None
     top = _Top(lambda step: None if tell is None else tell(step * len(rows)))
     made, events = to.generate(rows, edit, top, **options)
     confidence = torch.stack(top.values, 1).tolist()
-    sizes = torch.stack(held.counts, 1).tolist() if held.counts else None
+    sizes = torch.stack(held.found, 1).tolist() if held.found else None
     seconds = round(time.perf_counter() - started, 3)
     records: list[Continued] = []
     for i, ((each, ids), row) in enumerate(zip(batch.rows, made, strict=True)):
