@@ -24,8 +24,8 @@ class Keyed:
     @property
     def key(self) -> Hashable:
         """What tells it from other records: the values of these fields, or the value of the only one."""
-        found: tuple[Hashable, ...] = tuple(getattr(self, name) for name in self.identity)
-        return found if len(found) > 1 else found[0]
+        found = tuple(getattr(self, name) for name in self.identity)
+        return found if len(self.identity) > 1 else found[0]
 
 
 R = TypeVar("R", bound=Keyed)

@@ -10,7 +10,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 from pydantic import Field
 
 from sinkscope._plain import parse_json, pathless
+from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import check_writable, write_atomic
 from sinkscope.records import check, json_line, refuse_twins
@@ -59,6 +60,16 @@ class BuiltSet(Generic[T]):
     def text(self) -> str:
         """A few lines for the reader."""
         return "\n".join(f"{name:<16} {value}" for name, value in self.rows)
+
+    def deliver(self, line: Callable[[T], str], out: str, *, force: bool) -> None:
+        """Write the set and its manifest, and say what it is; `line` makes a line of the file.
+
+        Raises:
+            SinkscopeError: as `write_set`.
+        """
+        written = write_set([line(one) for one in self.made], self.manifest, out, force=force)
+        print(self.text())
+        note("wrote " + " and ".join(path.name for path in written))
 
 
 def find_file(

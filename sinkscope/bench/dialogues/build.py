@@ -36,10 +36,8 @@ from sinkscope.bench.files import (
     check_out,
     find_file,
     read_longbench,
-    write_set,
 )
 from sinkscope.bench.methods import check_whole
-from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
@@ -288,9 +286,7 @@ def build_dialogues(
         else:
             records = read_longbench(task, source)
             built = build(task, records, form=form, turns=turns, count=count, seed=seed, tokenizer=counting)
-    written = write_set([dialogue_line(dialogue) for dialogue in built.made], built.manifest, out, force=force)
-    print(built.text())
-    note("wrote " + " and ".join(path.name for path in written))
+    built.deliver(dialogue_line, out, force=force)
 
 
 def _refuse_unused(task: str, *, sourced: bool, sized: bool, printed: bool) -> None:

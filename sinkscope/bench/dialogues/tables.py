@@ -35,12 +35,20 @@ class OfTurn(Finished):
         position: of the question in the turns' prompts.
         turn: 0-based.
         prompt_tokens: of the conversation up to the answer, BOS included.
+        read: cached tokens that a decoding step attends to, its own included, mean over the answer's tokens after the
+            first, layers and kv heads; None: the answer is one token, which the whole prompt gives.
+        cells: share of the prompt's causal cells that attention covers (of a turn's own queries where the cache
+            grows), mean over layers and heads; None: the method leaves prompts to the model.
+        seconds: wall clock of the batch it ran in.
     """
 
     dialogue: str
     position: Position
     turn: int
     prompt_tokens: int
+    read: float | None
+    cells: float | None
+    seconds: float
 
 
 R = TypeVar("R", bound=OfTurn)
@@ -55,19 +63,11 @@ class Said(OfTurn):
         tokens: ids of the answer, up to and with the end of sequence if it came.
         text: the same decoded.
         ended: by the end of sequence, or at the cap of new tokens.
-        read: cached tokens that a decoding step attends to, its own included, mean over the answer's tokens after the
-            first, layers and kv heads; None: the answer is one token, which the whole prompt gives.
-        cells: share of the prompt's causal cells that attention covers (of a turn's own queries where the cache
-            grows), mean over layers and heads; None: the method leaves prompts to the model.
-        seconds: wall clock of the batch it ran in.
     """
 
     tokens: tuple[int, ...]
     text: str
     ended: Literal["eos", "cap"]
-    read: float | None
-    cells: float | None
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,17 +170,11 @@ class Near(OfTurn):
         kl: per token of the answer, nats.
         agree: per token of the answer.
         kept: per token of the answer after the first: mean over layers and heads.
-        read: cached tokens that a decoding step attends to, mean; None: the answer is one token.
-        cells: share of the prompt's causal cells that attention covers; None: the method leaves prompts to the model.
-        seconds: wall clock of the batch it ran in.
     """
 
     kl: tuple[float, ...]
     agree: tuple[bool, ...]
     kept: tuple[float, ...]
-    read: float | None
-    cells: float | None
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)

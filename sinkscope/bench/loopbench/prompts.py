@@ -31,10 +31,9 @@ from sinkscope.bench.files import (
     check_out,
     read_longbench,
     wiki2_prompt,
-    write_set,
 )
 from sinkscope.bench.methods import check_whole
-from sinkscope.console import Progress, note, silent
+from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
@@ -322,9 +321,7 @@ def build_prompts(
         target_tokens=target_tokens,
         progress=progress,
     )
-    written = write_set([prompt.to_json() for prompt in built.made], built.manifest, out, force=force)
-    print(built.text())
-    note("wrote " + " and ".join(path.name for path in written))
+    built.deliver(BenchPrompt.to_json, out, force=force)
 
 
 def build(
