@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sinkscope.attention.texts import (
     Mark,
+    QueryHead,
     check_room,
     chosen_layers,
     healthy_ids,
@@ -241,12 +242,10 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class HeadBarcode:
+class HeadBarcode(QueryHead):
     """One head of the barcode.
 
     Attributes:
-        layer: its layer.
-        head: which query head.
         first: mean share of attention on the first position (where sinks are), over the last steps.
         near: on the last `NEAR` positions.
         overlap: share that two rows a period apart put on the same offsets of these; None without a loop.
@@ -257,8 +256,6 @@ class HeadBarcode:
         healthy_late: `late` of the control.
     """
 
-    layer: int
-    head: int
     first: float
     near: float
     overlap: float | None
@@ -315,7 +312,7 @@ class Barcode(Result):
         if self.period is None:
             near = max(self.heads, key=lambda h: h.near)
             return (
-                f"The {self.steps} generated tokens end in no loop; L{near.layer}.H{near.head} looks nearest, with "
+                f"The {self.steps} generated tokens end in no loop; {near} looks nearest, with "
                 f"{near.near:.0%} of its attention on the last {NEAR} positions."
             )
         found = max(self.heads, key=_gain)
@@ -325,7 +322,7 @@ class Barcode(Result):
         plain = found.healthy_overlap
         beside = "no control was run" if plain is None else f"in ordinary text {plain:.0%}"
         return (
-            f"{told}: L{found.layer}.H{found.head} repeats most, with {found.overlap:.0%} of its attention on the same "
+            f"{told}: {found} repeats most, with {found.overlap:.0%} of its attention on the same "
             f"offsets as one period before ({beside})."
         )
 

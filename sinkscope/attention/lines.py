@@ -21,9 +21,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
-from sinkscope.measure import Count, Positive, Progress, Result, Setup, measurement
+from sinkscope.measure import Count, Hidden, Option, Positive, Progress, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.registry import Hidden, Option
 
 T = TypeVar("T")
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)

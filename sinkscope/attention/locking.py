@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.attention.texts import (
     Mark,
+    QueryHead,
     check_room,
     checked_ids,
     chosen_layers,
@@ -97,12 +98,10 @@ POINTS = 512  # of a curve
 
 
 @dataclass(frozen=True)
-class LockingHead:
+class LockingHead(QueryHead):
     """One query head late in the loop, and at the same positions of ordinary text.
 
     Attributes:
-        layer: its layer.
-        head: which head.
         score: mass x stability: share of attention on the same offsets of the suffix as one period earlier.
         mass: share on the suffix.
         stability: score over mass.
@@ -114,8 +113,6 @@ class LockingHead:
         onset: position from which the score stays above half way; None if the gain is too small to say.
     """
 
-    layer: int
-    head: int
     score: float
     mass: float
     stability: float
@@ -213,7 +210,7 @@ class Locking(Result):
         else:
             lines = [f"The loop begins at position {self.loop_onset} of {self.tokens}."]
         if locked := [h for h in self.heads if h.locked]:
-            shown = ", ".join(f"L{h.layer}.H{h.head} ({h.score:.2f})" for h in locked[:8])
+            shown = ", ".join(f"{h} ({h.score:.2f})" for h in locked[:8])
             lines.append(f"Locked heads and their scores: {shown}{', ...' if len(locked) > 8 else ''}.")
             collapsed = "has not collapsed" if self.collapse is None else f"collapses at {self.collapse}"
             lines.append(

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from sinkscope.attention.texts import checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
+from sinkscope.attention.texts import QueryHead, checked_ids, chosen_layers, generated, healthy_ids, loop_of, prompt_ids
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor, on_input
@@ -279,12 +279,10 @@ def _together(sums: Tensor, shift: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RotaryHead:
+class RotaryHead(QueryHead):
     """One query head over the tail of a loop of period P. Queries, keys and scores are unscaled and before rotary.
 
     Attributes:
-        layer: its layer.
-        head: which head.
         query_norm: median length of its queries.
         key_norm: of its keys.
         delta_q: largest distance of two queries P apart (Eq. 14).
@@ -309,8 +307,6 @@ class RotaryHead:
         healthy_step_drift: in one step of ordinary text.
     """
 
-    layer: int
-    head: int
     query_norm: float
     key_norm: float
     delta_q: float

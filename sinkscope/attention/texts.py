@@ -31,6 +31,22 @@ Text = str | Sequence[int]
 
 
 @dataclass(frozen=True)
+class QueryHead:
+    """A query head.
+
+    Attributes:
+        layer: its layer.
+        head: which head.
+    """
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}.H{self.head}"
+
+
+@dataclass(frozen=True)
 class Mark:
     """Something that an intervention did.
 

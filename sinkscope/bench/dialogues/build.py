@@ -41,7 +41,7 @@ from sinkscope.bench.methods import check_whole
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
-from sinkscope.published import FORMS, Asked, Published, Record, read_published, set_of, spoken
+from sinkscope.published import FORMS, Asked, Record, read_published, set_of, spoken
 from sinkscope.records import refuse_twins
 
 
@@ -94,7 +94,10 @@ def build_published(
     groups: dict[str, list[str]] = {}
     for _, row in rows:
         groups.setdefault(row.group, []).extend(
-            a for each in row.asked if _by_function(known, each) for a in each.answers
+            answer
+            for each in row.asked
+            if known.measures.get(each.measure, known.metric) == "function"
+            for answer in each.answers
         )
     made = [
         Dialogue(
@@ -145,10 +148,6 @@ def _published_rows(
         file.commit,
         read_published(file.path, known.form, expected),
     )
-
-
-def _by_function(known: Published, asked: Asked) -> bool:
-    return known.measures.get(asked.measure, known.metric) == "function"
 
 
 def _turns(task: str, row: Record, where: str, expected: str) -> tuple[DialogueTurn, ...]:
@@ -229,7 +228,7 @@ SYSTEM = "Answer the question based on the given passages. Only give me the answ
 HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
 _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
-_TITLE_WORDS = 12
+_TITLE_WORDS = 12  # LongBench has no titles; the first words of a document serve as one
 
 
 @command(group="Dialogues", command="dialogues build")
@@ -417,7 +416,7 @@ def _summaries(
             if (when == turn if repaired else when <= turn)
         ]
         record = records[index]
-        asked = "Summarize: " + (record.question or _title(record.context))
+        asked = "Summarize: " + (record.question or " ".join(record.context.split()[:_TITLE_WORDS]))
         prompts = _variants(asked, "\n".join([*parts, records[irrelevant[turn]].context]))
         whole = assigned[turn][-1] <= turn or irrelevant[turn] == index
         depends = tuple(sorted({when for when in assigned[turn] if when <= turn}))
@@ -434,11 +433,6 @@ def _summaries(
 def fragments(document: str) -> list[str]:
     """The paragraphs of a document: its lines that are not empty."""
     return [line for line in document.split("\n") if line.strip()]
-
-
-def _title(document: str) -> str:
-    """LongBench has no titles; the first words of the document serve as one."""
-    return " ".join(document.split()[:_TITLE_WORDS])
 
 
 def _few_shot(

@@ -35,10 +35,9 @@ from sinkscope.bench.files import (
 from sinkscope.bench.methods import check_whole
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure import Count, Option, Positive, command
+from sinkscope.measure import Count, Hidden, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
 from sinkscope.records import read_records
-from sinkscope.registry import Hidden
 
 Bench = Literal["dc", "ri", "stories", "organism", "2wiki"]
 TITLES: dict[Bench, str] = {
