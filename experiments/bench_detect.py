@@ -34,13 +34,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from experiments.harmless import pieces
 from experiments.loopbench.make_honest import honest_texts
 from experiments.loopguard.sensitivity import SURE, encoders
 from experiments.record import record
 from sinkscope.loops import Monitor, MonitorSettings
 from sinkscope.output import write_atomic
-from sinkscope.text import typical_text
-from sinkscope.text.harmless import honest_repetition, source_code
+from sinkscope.text import source_code, typical_text
 
 PERIODS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 FORMS = ("exact", "near")
@@ -217,7 +217,10 @@ def honest(seed: str) -> dict[str, str]:
     return {
         **{text.id: text.prompt for text in honest_texts(seed)},
         **{f"code-{i}": code[start : start + 12_000] for i, start in enumerate(starts)},
-        **{f"mixed-{i}": honest_repetition(24, random.Random(f"{seed} {i}").randrange(1 << 30)) for i in range(7)},
+        **{
+            f"mixed-{i}": "\n\n".join(pieces(24, random.Random(f"{seed} {i}").randrange(1 << 30))) + "\n"
+            for i in range(7)
+        },
         **{
             f"{make.__name__.strip('_')}-{i}": make(random.Random(f"{seed} {make.__name__} {i}"))
             for make in makers

@@ -83,7 +83,7 @@ ONCE = {  # these measure no model, or the recall model of the package
     "dialogues-recall": "dialogues run --out recall --count 1 --settings equal --budget 0.25 --cache grow",
     "dialogues-recall-table": "dialogues table recall {json}",
     "dialogues-build-recall": "dialogues build --task recall --out recall.jsonl --count 3",
-    "dialogues-positions": "dialogues positions {inputs}/chat.jsonl --examples 2 {json}",
+    "dialogues-positions": "dialogues positions {inputs}/labels.jsonl --examples 2 {json}",
     "loops": "loops {inputs}/outputs.jsonl --max-new 300 {json}",
     "models": "models {json}",
 }
@@ -127,7 +127,7 @@ def make_models(out: Annotated[Path, typer.Option(help="A new folder.")]) -> Non
 
 
 def write_inputs(out: Path, name: str, texts: list[str], prompt: str) -> None:
-    """Write typical text, a prompt, and files as LongBench and chat logs have them, all made of `texts`."""
+    """Write typical text, a prompt, and files as LongBench and labelled messages have them, all made of `texts`."""
     from longbench_files import record, save
 
     folder = out / f"{name}-inputs"
@@ -140,8 +140,9 @@ def write_inputs(out: Path, name: str, texts: list[str], prompt: str) -> None:
         asked = [{"input": f"{beginnings[i]} ?", "answers": [beginnings[i + 1]]} for i in range(8)]
         save(folder / f"{task}.jsonl", [record(task, i, contexts[i], **asked[i]) for i in range(8)])
     said = ["How is that done?", *(f"{text} How is that done? {text}" for text in texts[:4])]
-    chat = [[{"role": "user", "content": one}, {"role": "assistant", "content": "Thus."}] for one in said]
-    save(folder / "chat.jsonl", [{"messages": turn * (1 + i)} for i, turn in enumerate(chat)])
+    places = [{"place": "middle" if i else "single", "asked": said[:1], "text": one} for i, one in enumerate(said)]
+    labels = [{"conversation": f"talk {i}", **each} for i, each in enumerate(places) for _ in range(1 + i)]
+    save(folder / "labels.jsonl", labels)
     save(folder / "outputs.jsonl", [{"text": texts[0]}, {"text": texts[1] + texts[2][:40] * 20}])
 
 

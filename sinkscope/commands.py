@@ -192,7 +192,7 @@ def calibrate_loops(
         sinkscope loops ordinary.txt --calibrate --json settings.json
     """
     from sinkscope.loops import MonitorSettings, calibrate
-    from sinkscope.loops.calibrate import read_outputs
+    from sinkscope.loops.follow import read_outputs
 
     encode = None
     if tokenizer is not None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from sinkscope._plain import build, parse_json, pathless, plain
 from sinkscope.errors import SinkscopeError
@@ -16,13 +15,17 @@ from sinkscope.output import write_atomic
 SETTINGS, RECORDS, LOCK = "settings.json", "runs.jsonl", "lock"
 
 
-class Keyed(ABC):
+class Keyed:
     """A dataclass that a folder holds once for each key; its fields are what JSON knows."""
 
+    identity: ClassVar[tuple[str, ...]] = ("name",)
+    """Fields that tell it from other records."""
+
     @property
-    @abstractmethod
     def key(self) -> Hashable:
-        """What tells it from other records."""
+        """What tells it from other records: the values of these fields, or the value of the only one."""
+        found = tuple(getattr(self, name) for name in self.identity)
+        return found if len(self.identity) > 1 else found[0]
 
 
 R = TypeVar("R", bound=Keyed)

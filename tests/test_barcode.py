@@ -17,9 +17,7 @@ from organisms import loop_organism, tiny_model
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention import live
-from sinkscope.attention.barcode import COLUMNS, NEAR, NEAR_STEPS, STEPS, Barcode, barcode
-from sinkscope.attention.live import Live
+from sinkscope.attention.barcode import COLUMNS, NEAR, NEAR_STEPS, STEPS, Barcode, Live, barcode
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import StreamingLLM
@@ -194,7 +192,7 @@ def test_live_is_silent_but_for_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
     barcode(model, PROMPT, live=True, **options)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(live, "_EVERY", 0.0)
+    monkeypatch.setattr("sinkscope.attention.barcode._EVERY", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     barcode(model, PROMPT, **options)
     assert capsys.readouterr() == ("", "")

@@ -12,9 +12,8 @@ import pytest
 from organisms import organism
 
 import sinkscope as ss
-from sinkscope.cards import run
-from sinkscope.cards.card import CardNumber, SinkCard, at_path, numbers_of, read_card
-from sinkscope.cards.run import Clock, scan, scanned
+from sinkscope import cards as run
+from sinkscope.cards import CardNumber, Clock, SinkCard, at_path, numbers_of, read_card, scan, scanned
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch

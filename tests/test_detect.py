@@ -15,6 +15,7 @@ from intervention_kit import bridge_of, count_hooks, logits, nnsight_of
 from organisms import Organism, organism
 from sklearn.metrics import roc_auc_score
 
+from experiments.harmless import SHIPPED, pieces
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkDetector
@@ -23,7 +24,8 @@ from sinkscope.results import Result
 from sinkscope.sinks.attack.detect import AttackDetection, DetectRow, area, cut_at, detect_attack, neuron_values, peak
 from sinkscope.sinks.attack.vocabulary import drawn_sequences
 from sinkscope.sinks.first_token.ablation import view_layer
-from sinkscope.text.harmless import honest_repetition, source_code
+from sinkscope.store import lines
+from sinkscope.text import honest_repetition, source_code
 from sinkscope.trace.run import trace
 
 
@@ -253,10 +255,12 @@ def test_bad_detectors(options: dict[str, Any], message: str) -> None:
 
 def test_harmless_text_is_what_it_says() -> None:
     assert "def " in source_code() and len(source_code()) > 100_000
+    assert SHIPPED.read_text() == lines(pieces()), "run python -m experiments.harmless"
+    assert honest_repetition() == "\n\n".join(pieces()) + "\n"
     text = honest_repetition(seed=1)
     assert text == honest_repetition(seed=1) != honest_repetition(seed=2)
-    lines = text.split("\n")
-    assert len(set(lines)) < 0.7 * len(lines) and len(text) > 30_000
+    rows = text.split("\n")
+    assert len(set(rows)) < 0.7 * len(rows) and len(text) > 30_000
 
 
 def test_the_command_and_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

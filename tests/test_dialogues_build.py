@@ -12,8 +12,7 @@ from longbench_files import Words, prose, record, save
 
 from sinkscope.bench.dialogues.build import PAPER_TURNS, TASKS, build, examples_of, split_at_middle
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues
-from sinkscope.bench.files import BuiltSet
-from sinkscope.bench.loopbench.longbench import read_longbench
+from sinkscope.bench.files import BuiltSet, read_longbench
 from sinkscope.bench.scorers import score
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError

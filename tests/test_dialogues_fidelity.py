@@ -14,9 +14,9 @@ import torch
 from organisms.tiny import tiny_model
 
 import sinkscope as ss
-from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, write_dialogues
 from sinkscope.bench.dialogues.recall import recall_dialogue
+from sinkscope.bench.dialogues.run import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.tables import Fidelity, Near, tabulate_fidelity
 from sinkscope.bench.files import open_folder, read_folder
 from sinkscope.cli import main

@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from longbench_files import prose
 
+from experiments.loopserve import positions
+from experiments.loopserve.positions import PLACES, locate, main, question_positions
 from experiments.loopserve.questions import SHIPPED, accuracy, sample, shipped
-from sinkscope.bench.dialogues import positions
-from sinkscope.bench.dialogues.positions import PAPER, PLACES, Positions, locate, question_positions
-from sinkscope.cli import main
+from sinkscope.bench.dialogues.positions import PAPER, Positions
+from sinkscope.cli import main as sinkscope
 from sinkscope.errors import SinkscopeError
 from sinkscope.results import Result
 
@@ -201,7 +202,7 @@ def test_which_conversations(tmp_path: Path) -> None:
 def test_examples_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = put(tmp_path / "a.jsonl", rows("conversation"))
     out, png = tmp_path / "o.json", tmp_path / "o.html"
-    words = ["dialogues", "positions", str(file), "--examples", "1", "--json", str(out), "--html", str(png)]
+    words = [str(file), "--examples", "1", "--json", str(out), "--html", str(png)]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "a.jsonl: 4 of 7 messages in 4 conversations with a question" in said and "54.8%" in said
@@ -215,6 +216,21 @@ def test_examples_and_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[
     drawn: Any = found.figure()
     bars, paper = drawn.data
     assert list(bars.y) == [0.25, 0.25, 0.5, 0.5] and paper.y[0] == pytest.approx(1562 / 6676)
+
+
+def test_the_labels_of_a_log_are_counted_like_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, labels, out = put(tmp_path / "a.jsonl", rows("conversation")), tmp_path / "labels.jsonl", tmp_path / "o.json"
+    log = question_positions(file, examples=1, min_turns=2, count=1, labels=labels)
+    options = ["--examples", "1", "--min-turns", "2", "--count", "1", "--json", str(out)]
+    assert sinkscope(["dialogues", "positions", str(labels), *options]) == 0
+    found = Result.load(out)
+    assert isinstance(found, Positions) and found.accuracy is None and log.accuracy is not None
+    assert (found.places, found.examples, counts(found)) == (log.places, log.examples, counts(log))
+    assert "rules" not in capsys.readouterr().out
+    for row, says in ({"place": "end"}, "no field 'conversation'"), ({"conversation": "a", "place": "top"}, "place is"):
+        assert sinkscope(["dialogues", "positions", str(put(labels, [row]))]) == 2
+        said = capsys.readouterr().err
+        assert says in said and "labelled messages" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -241,7 +257,7 @@ def test_bad_input(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert main(["dialogues", "positions", str(tmp_path / name)]) == 2
+    assert main([str(tmp_path / name)]) == 2
     said = capsys.readouterr().err
     assert says in said and said.count("\n") == 1
 

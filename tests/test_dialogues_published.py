@@ -13,8 +13,8 @@ from hub_server import hub
 from longbench_files import Words, record, save
 from test_prompts import ROWS as ROWS_OF
 
+from sinkscope.bench.dialogues.build import build_published
 from sinkscope.bench.dialogues.form import POSITIONS, read_dialogues
-from sinkscope.bench.dialogues.published import build_published
 from sinkscope.bench.scorers import METRICS, score
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError

@@ -17,8 +17,7 @@ from organisms.lines import line_organism
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention.lines import LineWeights, line_weights
-from sinkscope.attention.overlap import line_overlap
+from sinkscope.attention.lines import LineWeights, line_overlap, line_weights
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.kv import H2O

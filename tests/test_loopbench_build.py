@@ -14,11 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from longbench_files import PEOPLE, Words, prose, record, records, save
 
-from sinkscope.bench.files import BuiltSet, write_set
-from sinkscope.bench.loopbench import build as module
-from sinkscope.bench.loopbench.build import TASKS, build, dc_prompt, dirty, ri_prompt, seed_history
-from sinkscope.bench.loopbench.longbench import LongBenchSource, read_longbench
-from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.files import BuiltSet, LongBenchSource, read_longbench, write_set
+from sinkscope.bench.loopbench import prompts as module
+from sinkscope.bench.loopbench.prompts import TASKS, build, dc_prompt, dirty, load_prompts, ri_prompt, seed_history
 from sinkscope.errors import SinkscopeError
 
 LENGTHS = [40, 90, 150, 260, 400, 900]

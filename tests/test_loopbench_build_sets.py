@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from experiments.loopbench import make_honest
-from sinkscope.bench.files import write_set
-from sinkscope.bench.loopbench.build import build
-from sinkscope.bench.loopbench.longbench import HEAD, TAIL, read_longbench, wiki2_prompt
-from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, honest_texts, load_prompts
+from sinkscope.bench.files import HEAD, TAIL, read_longbench, wiki2_prompt, write_set
+from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, build, honest_texts, load_prompts
 from sinkscope.bench.scorers import best_f1, f1, normalise
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import open_tokenizer

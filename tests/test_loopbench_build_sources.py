@@ -15,9 +15,8 @@ import pytest
 from hub_server import hub
 from longbench_files import record, records, save
 
-from sinkscope.bench.loopbench.build import TASKS
-from sinkscope.bench.loopbench.longbench import read_longbench
-from sinkscope.bench.loopbench.prompts import load_prompts
+from sinkscope.bench.files import read_longbench
+from sinkscope.bench.loopbench.prompts import TASKS, load_prompts
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import open_tokenizer

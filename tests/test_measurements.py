@@ -23,7 +23,7 @@ from typer.main import get_command
 
 import sinkscope as ss
 from sinkscope import cli, results
-from sinkscope.cards.card import facts_of, numbers_of
+from sinkscope.cards import facts_of, numbers_of
 from sinkscope.errors import SinkscopeError, UnsupportedError
 from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Measurement

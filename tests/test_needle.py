@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import sinkscope as ss
-from sinkscope.bench.needle import run as runs
-from sinkscope.bench.needle.prompts import FORMS, TASKS, form_of, needle_prompt
-from sinkscope.bench.needle.run import Needle, run_needle
+from sinkscope.bench import needle as runs
+from sinkscope.bench.needle import FORMS, TASKS, Needle, form_of, needle, needle_prompt
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.open import fingerprint_of, open_target
@@ -151,12 +150,12 @@ def test_two_hops_is_another_model_than_recall(tmp_path: Path) -> None:
     assert ss.load("recall-2hop", backend="hf", layers=1, probe=False).config.num_hidden_layers == 1
 
 
-SMALL: dict[str, Any] = {"lengths": [560], "depths": [0.0, 1.0], "tasks": ["chain"], "share": 0.125}
+SMALL: dict[str, Any] = {"lengths": [560], "depths": [0.0, 1.0], "tasks": ["chain"], "budget": 0.125}
 
 
 @cache
 def small() -> Needle:
-    return run_needle(model(), methods=["full", "streaming", "tova", "a-shape"], **SMALL)
+    return needle(model(), methods=["full", "streaming", "tova", "a-shape"], **SMALL)
 
 
 def test_map_shows_what_methods_lose() -> None:
@@ -200,15 +199,15 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(runs, "answer_anew", until(2))
     with pytest.raises(KeyboardInterrupt):
-        run_needle(model(), methods=["full", "streaming"], out=tmp_path / "map", **SMALL)
+        needle(model(), methods=["full", "streaming"], out=tmp_path / "map", **SMALL)
     monkeypatch.setattr(runs, "answer_anew", until(99))
-    run_needle(model(), methods=["full", "streaming"], out=tmp_path / "map", **SMALL)
+    needle(model(), methods=["full", "streaming"], out=tmp_path / "map", **SMALL)
     assert len(asked) == len(set(asked)) == 4
-    found = run_needle(model(), methods=["tova", "a-shape"], out=tmp_path / "map", **SMALL)
+    found = needle(model(), methods=["tova", "a-shape"], out=tmp_path / "map", **SMALL)
     assert len(asked) == len(set(asked)) == 8
     assert (found.groups, found.cells) == (small().groups, small().cells)
     with pytest.raises(SinkscopeError, match="seed was 0, now 1"):
-        run_needle(model(), methods=["full"], out=tmp_path / "map", seed=1, **SMALL)
+        needle(model(), methods=["full"], out=tmp_path / "map", seed=1, **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,7 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_bad_input_is_refused(given: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = SMALL | {"methods": ["full"]} | given
     with pytest.raises(SinkscopeError, match=message):
-        run_needle(model(), **options)
+        needle(model(), **options)
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from organisms.lines import line_organism
 from test_lines import _chosen, _dense
 from torch import Tensor
 
-from sinkscope.attention.overlap import LineOverlap, covered, jaccard, line_overlap, token_overlap
+from sinkscope.attention.lines import LineOverlap, covered, jaccard, line_overlap, token_overlap
 from sinkscope.attention.texts import Question
 from sinkscope.cli import main
 from sinkscope.console import silent

@@ -15,8 +15,7 @@ from organisms import tiny_model
 from torch import Tensor
 
 import sinkscope as ss
-from sinkscope.attention.rotary import Disturbed, RotaryInvariance, rotary_invariance
-from sinkscope.attention.rotary_tails import Rotation, tails
+from sinkscope.attention.rotary import Disturbed, RotaryInvariance, Rotation, rotary_invariance, tails
 from sinkscope.attention.texts import loop_of
 from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError, UnsupportedError

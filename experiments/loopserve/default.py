@@ -31,10 +31,10 @@ import torch
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.bench.dialogues.fidelity import text_dialogues
 from sinkscope.bench.dialogues.form import POSITIONS
 from sinkscope.bench.dialogues.recall import recall_dialogue
-from sinkscope.bench.needle.prompts import form_of, needle_prompt
+from sinkscope.bench.dialogues.run import text_dialogues
+from sinkscope.bench.needle import form_of, needle_prompt
 from sinkscope.figures.style import BLUE, GREEN, RED, finished
 from sinkscope.interventions.decode import greedy
 from sinkscope.kv.loopserve import LoopServe

@@ -24,7 +24,7 @@ from experiments.loopserve import paper
 from experiments.loopserve.runs import LONGBENCH, options, seconds_of, specs
 from experiments.loopserve.sweeps import ALPHAS, DEFAULT, DENSE, DRAWN, FIXED, INTERVALS, PRINTED, SAMPLES, legends
 from experiments.record import record
-from sinkscope.bench.dialogues.fidelity import run_fidelity, text_dialogues
+from sinkscope.bench.dialogues.run import run_fidelity, text_dialogues
 from sinkscope.bench.dialogues.tables import FIDELITY, Near
 from sinkscope.bench.files import read_folder
 from sinkscope.console import ProgressBar

@@ -23,8 +23,7 @@ import torch
 
 from experiments.drawn import save
 from experiments.record import record
-from sinkscope.attention.lines import line_weights
-from sinkscope.attention.overlap import line_overlap
+from sinkscope.attention.lines import line_overlap, line_weights
 from sinkscope.figures.style import BLUE, GREEN, ORANGE, at_place, finished
 from sinkscope.models.load import load
 from sinkscope.published import read_prompts

@@ -1,4 +1,4 @@
-"""How often the rules of `sinkscope dialogues positions` are right on messages of real users.
+"""How often the rules of `experiments.loopserve.positions` are right on messages of real users.
 
     python -m experiments.loopserve.questions data/arena-hard-v0.1/question.jsonl [--out figures]
 
@@ -6,7 +6,8 @@ The file is Arena-Hard's (github.com/lmarena/arena-hard-auto; Li et al. 2024): 5
 wrote. Of those in ASCII with less than 900 characters and at least two ends of sentence or line, 60 were drawn,
 labelled by hand and used to better the rules (development), and then 60 others (held-out), labelled before the rules
 were run on them; the rules were not changed after. Labels lie beside this file, by the prompts' uid. A sample of our
-own writing, also beside this file, is measured too; what is found on its held-out part ships with the package.
+own writing, also beside this file, is measured too; what is found on its held-out part
+lies beside the rules.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from experiments.loopserve.positions import PLACES, locate
 from experiments.record import record
-from sinkscope.bench.dialogues import positions
-from sinkscope.bench.dialogues.positions import PLACES, Accuracy, locate
+from sinkscope.bench.dialogues.positions import Accuracy
 from sinkscope.console import note
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import write_atomic
@@ -32,7 +33,7 @@ from sinkscope.records import read_rows
 
 LABELS = Path(__file__).with_name("question_labels.jsonl")
 OWN = Path(__file__).with_name("questions.jsonl")
-SHIPPED = Path(positions.__file__).with_name("question_accuracy.json")
+SHIPPED = LABELS.with_name("question_accuracy.json")
 
 
 def sample(part: str) -> tuple[tuple[str, str], ...]:
@@ -51,7 +52,7 @@ def accuracy(part: str = "held-out") -> Accuracy:
 
 
 def shipped() -> str:
-    """What the package says of its rules."""
+    """What is said of the rules with every count."""
     return json.dumps(asdict(accuracy())) + "\n"
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import io
+import shutil
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -14,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.attention.live import Live
 from sinkscope.attention.texts import (
     Mark,
+    QueryHead,
     check_room,
     chosen_layers,
     healthy_ids,
@@ -29,6 +33,88 @@ from sinkscope.interventions.decode import decode, watched
 from sinkscope.kv.session import Observe, Rows
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
 from sinkscope.output import ARRAYS, write_output
+
+_SHADES = " ·░▒▓█"
+_EVERY = 0.1  # seconds between two pictures
+_FULL = 0.25  # share of attention that is the darkest shade
+
+
+class Live:
+    """Shows rows of attention as they come.
+
+    `with Live("title") as live: live(step, row)`; rows are `[column]` and sum to one. On a terminal the picture is on
+    standard error and gone at the end; in a notebook it stays in the cell.
+    """
+
+    def __init__(self, title: str, enabled: bool = True) -> None:
+        self.title = title
+        self.place = _place() if enabled else None
+        self.rows: list[Tensor] = []
+        self._shown = 0.0
+        self._screen: Any = None
+
+    def __enter__(self) -> Live:
+        if self.place == "terminal":
+            from rich.console import Console
+            from rich.live import Live as Screen
+
+            self._screen = Screen(console=Console(stderr=True), transient=True, auto_refresh=False)
+            self._screen.start()
+        elif self.place == "notebook":
+            from IPython.display import display
+
+            self._screen = display({"text/plain": self.title}, raw=True, display_id=True)
+        return self
+
+    def __call__(self, step: int, row: Tensor) -> None:
+        """One more row."""
+        if self.place is None:
+            return
+        self.rows.append(row)
+        if time.perf_counter() - self._shown >= _EVERY:
+            self.draw()
+
+    def draw(self) -> None:
+        """The picture as it is now."""
+        self._shown = time.perf_counter()
+        if self.place == "terminal":
+            from rich.text import Text
+
+            size = shutil.get_terminal_size()
+            shown = Text("\n".join(self.picture(size.columns - 1, size.lines - 2)), no_wrap=True)
+            self._screen.update(shown, refresh=True)
+        elif self.rows:
+            body = "\n".join(self.picture(120, 40))
+            cell = f'<pre style="line-height:1; font-size:9px">{html.escape(body)}</pre>'
+            self._screen.update({"text/plain": body, "text/html": cell}, raw=True)
+
+    def picture(self, width: int, height: int) -> list[str]:
+        """Lines of at most `width` characters: a title, then the last steps, or groups of steps where they are many."""
+        lines = max(1, height - 1)
+        rows = torch.stack(self.rows).float() if self.rows else torch.zeros(0, 1)
+        group = -(-len(rows) // lines) if len(rows) else 1
+        shown = [f"{self.title}: step {len(self.rows)}, position 0 to {rows.shape[1] - 1}, down: steps"[:width]]
+        for start in range(0, len(rows), group):
+            mean = rows[start : start + group].mean(0)
+            columns = torch.stack([part.sum() for part in mean.split(-(-len(mean) // width))])
+            shade = ((columns / _FULL).clamp(0, 1).sqrt() * (len(_SHADES) - 1)).round().long()
+            shown.append("".join(_SHADES[int(s)] for s in shade))
+        return shown
+
+    def __exit__(self, *_: object) -> None:
+        if self.place == "terminal":
+            self._screen.stop()
+        elif self.place == "notebook" and self.rows:
+            self.draw()
+
+
+def _place() -> str | None:
+    """Where a picture can be shown."""
+    shell = sys.modules.get("IPython")
+    if shell is not None and getattr(shell.get_ipython(), "kernel", None) is not None:
+        return "notebook"
+    return "terminal" if sys.stderr.isatty() else None
+
 
 Head = tuple[int, int]
 """(layer, query head)."""
@@ -156,12 +242,10 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class HeadBarcode:
+class HeadBarcode(QueryHead):
     """One head of the barcode.
 
     Attributes:
-        layer: its layer.
-        head: which query head.
         first: mean share of attention on the first position (where sinks are), over the last steps.
         near: on the last `NEAR` positions.
         overlap: share that two rows a period apart put on the same offsets of these; None without a loop.
@@ -172,8 +256,6 @@ class HeadBarcode:
         healthy_late: `late` of the control.
     """
 
-    layer: int
-    head: int
     first: float
     near: float
     overlap: float | None
@@ -230,7 +312,7 @@ class Barcode(Result):
         if self.period is None:
             near = max(self.heads, key=lambda h: h.near)
             return (
-                f"The {self.steps} generated tokens end in no loop; L{near.layer}.H{near.head} looks nearest, with "
+                f"The {self.steps} generated tokens end in no loop; {near} looks nearest, with "
                 f"{near.near:.0%} of its attention on the last {NEAR} positions."
             )
         found = max(self.heads, key=_gain)
@@ -240,7 +322,7 @@ class Barcode(Result):
         plain = found.healthy_overlap
         beside = "no control was run" if plain is None else f"in ordinary text {plain:.0%}"
         return (
-            f"{told}: L{found.layer}.H{found.head} repeats most, with {found.overlap:.0%} of its attention on the same "
+            f"{told}: {found} repeats most, with {found.overlap:.0%} of its attention on the same "
             f"offsets as one period before ({beside})."
         )
 

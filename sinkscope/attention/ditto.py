@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.attention.locking import locking
+from sinkscope.attention.texts import QueryHead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
@@ -56,27 +57,20 @@ class CopyCurve:
 
 
 @dataclass(frozen=True)
-class CopyHead:
+class CopyHead(QueryHead):
     """One query head.
 
     Attributes:
-        layer: its layer.
-        head: which.
         induction: mean attention in the second copy of random tokens to the token after the counterpart in the first.
         previous_token: mean attention to the position before.
         locking: gain in `sinkscope locking` on a repeated cycle; None where attention cannot be watched for it.
         ablated: whether it is one of the heads that were ablated together.
     """
 
-    layer: int
-    head: int
     induction: float
     previous_token: float
     locking: float | None
     ablated: bool
-
-    def __str__(self) -> str:
-        return f"L{self.layer}.H{self.head}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,23 +1,30 @@
-"""How few vertical and slash lines carry the attention (Li et al. 2025, LoopServe, section 3.1, observation 1)."""
+"""How few vertical and slash lines carry the attention, and how far important lines and tokens agree.
+
+These are the observations of LoopServe (Li et al. 2025), section 3: what the heaviest lines carry (observation 1), and
+how far they agree between inputs, between segments, and between positions of the question (observations 2 to 4).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.attention.texts import Input, chosen_layers, inputs, means, shares
+from sinkscope.attention.texts import Input, Question, chosen_layers, inputs, means, questions, shares
 from sinkscope.errors import SinkscopeError
+from sinkscope.interventions.decode import greedy
 from sinkscope.lines.choice import HeadLines, top_lines
 from sinkscope.lines.sums import Scores, crossings, line_sums, scores_of
-from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.registry import Hidden, Option
+from sinkscope.measure import Count, Hidden, Option, Positive, Progress, Result, Setup, measurement
+from sinkscope.models.target import Target
 
+T = TypeVar("T")
 ETAS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 MOST = 0.9  # share of the attention that the paper says a tenth of the lines carries
 SHOWN = 8  # heaviest lines of a head that are kept
@@ -221,15 +228,7 @@ def line_weights(
         )
     rows = inputs(setup, texts, data, count, length)
     generator = torch.Generator().manual_seed(setup.seed)
-    found: dict[int, list[dict[str, Tensor]]] = {layer: [] for layer in wanted}
-
-    def weigh(layer: int, scores: Scores) -> None:
-        found[layer].append(weighed(scores, chosen, generator))
-        setup.progress("layers", sum(map(len, found.values())), len(wanted) * len(rows))
-
-    with setup.edited(), scores_of(target, weigh, wanted):
-        for _, ids in rows:
-            target.forward(ids[None])
+    found = _by_layer(setup, rows, wanted, lambda scores: weighed(scores, chosen, generator))
     heads = tuple(_head(layer, h, found[layer]) for layer in wanted for h in range(target.n_heads))
     mean: dict[str, Any] = {name: means([getattr(h, name) for h in heads]) for name in _NAMES}
     return LineWeights(
@@ -239,6 +238,22 @@ def line_weights(
         heads=heads,
         picture=_pictured(setup, rows[0][1], *(head or _both_kinds(heads))),
     )
+
+
+def _by_layer(
+    setup: Setup, rows: Sequence[tuple[Input, Tensor]], layers: list[int], measure: Callable[[Scores], T]
+) -> dict[int, list[T]]:
+    """What `measure` says of each layer, text by text."""
+    found: dict[int, list[T]] = {layer: [] for layer in layers}
+
+    def see(layer: int, scores: Scores) -> None:
+        found[layer].append(measure(scores))
+        setup.progress("layers", sum(map(len, found.values())), len(layers) * len(rows))
+
+    with setup.edited(), scores_of(setup.target, see, layers):
+        for _, ids in rows:
+            setup.target.forward(ids[None])
+    return found
 
 
 def weighed(
@@ -303,3 +318,418 @@ def _pictured(setup: Setup, ids: Int[Tensor, " pos"], layer: int, head: int) -> 
     with setup.edited(), scores_of(setup.target, picture, [layer]):
         setup.target.forward(ids[None])
     return found[0]
+
+
+OVERLAP_ETAS = (0.1, 0.2, 0.3)
+LOW = 0.5  # the paper: "for most heads, the overlap remains below 0.5"
+BUDGETS = (0.05, 0.1, 0.15)
+POSITIONS = {"begin": "beginning", "middle": "middle", "end": "end"}
+BLOCKS = 8  # blocks of the prompt's end that are shown
+_SHARED = ("inputs", "inputs_paper", "inputs_random", "segments", "segments_relative", "segments_random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """How far the chosen lines agree, one number per eta.
+
+    Attributes:
+        inputs: lines chosen in both of two texts over lines chosen in either (observation 2); mean over pairs of
+            different texts.
+        inputs_paper: the same with each text paired with itself as well, as the paper averages.
+        inputs_random: `inputs` of random lines, as many of each kind.
+        segments: lines chosen in the first half of a text and in the second over those of the second (observation 3),
+            mean over texts; vertical lines are key positions of the text.
+        segments_relative: the same within each half: the second half's sums leave out keys of the first, and its
+            vertical lines are counted from its beginning.
+        segments_random: `segments` of random lines, as many of each kind.
+    """
+
+    inputs: tuple[float, ...]
+    inputs_paper: tuple[float, ...]
+    inputs_random: tuple[float, ...]
+    segments: tuple[float, ...]
+    segments_relative: tuple[float, ...]
+    segments_random: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOverlap(Overlap):
+    """One query head.
+
+    Attributes:
+        layer: its layer.
+        head: its number.
+    """
+
+    layer: int
+    head: int
+
+
+@dataclass(frozen=True)
+class PositionOverlap:
+    """Where the question stands, and the share of the answer's important tokens that the last window finds.
+
+    Attributes:
+        position: "begin", "middle" or "end".
+        overlap: one number per budget, mean over the prompts.
+    """
+
+    position: str
+    overlap: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BlockOverlap:
+    """A block of queries as selector, with the question at the end; means over the prompts that have the block.
+
+    Attributes:
+        block: -1 is the last of the prompt, 0 the first of the answer.
+        overlap: share of the whole answer's important tokens that it finds, per budget.
+        apart: the same without its own queries in the answer; None for an answer of one block.
+        prompts: number of prompts that have it.
+    """
+
+    block: int
+    overlap: tuple[float, ...]
+    apart: tuple[float, ...] | None
+    prompts: int
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Important tokens shared by two blocks of an answer, mean over all pairs at this distance.
+
+    Attributes:
+        blocks: the distance.
+        overlap: one number per budget.
+        pairs: number of pairs.
+    """
+
+    blocks: int
+    overlap: tuple[float, ...]
+    pairs: int
+
+
+@dataclass(frozen=True)
+class TokenOverlap:
+    """Observation 4, and what Fig. 4 shows.
+
+    Attributes:
+        budgets: shares of the prompt's tokens that count as important.
+        window: queries of the last window, and of a block.
+        prompts: number of prompts.
+        answer_tokens: mean length of the answers.
+        random: what tokens drawn at random share with the important ones, per budget.
+        positions: by where the question stands.
+        blocks: Fig. 4 a.
+        distances: Fig. 4 b.
+    """
+
+    budgets: tuple[float, ...]
+    window: int
+    prompts: int
+    answer_tokens: float
+    random: tuple[float, ...]
+    positions: tuple[PositionOverlap, ...]
+    blocks: tuple[BlockOverlap, ...]
+    distances: tuple[Distance, ...]
+
+    def lines(self) -> list[str]:
+        """What was found, in a line or two."""
+        i = min(range(len(self.budgets)), key=lambda k: abs(self.budgets[k] - 0.1))
+        shown = ", ".join(
+            f"{p.overlap[i]:.1%} with the question at its {POSITIONS[p.position]}" for p in self.positions
+        )
+        found = [
+            f"Of the {self.budgets[i]:.0%} of a prompt that its answer attends to most, the last {self.window} queries "
+            f"find {shown} (random {self.random[i]:.1%}; {self.prompts} prompts)."
+        ]
+        if self.distances:
+            near, far = self.distances[0], self.distances[-1]
+            tail = "" if far is near else f", {far.blocks} apart {far.overlap[i]:.1%}"
+            found.append(f"Blocks of {self.window} queries of an answer share {near.overlap[i]:.1%} one apart{tail}.")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineOverlap(Overlap, Result):
+    """How far the heaviest lines agree, mean over the heads.
+
+    Attributes:
+        etas: shares of all lines that were chosen.
+        texts: the texts.
+        heads: every head that was measured, by layer.
+        tokens: observation 4; None: it was not asked for, or the texts have no questions.
+    """
+
+    page: ClassVar[str] = "measure/overlap"
+    percent: ClassVar[tuple[str, ...]] = _SHARED
+    columns: ClassVar[tuple[str, ...]] = ("head", "inputs", "inputs_random", *_SHARED[3:], "inputs_paper", "eta")
+
+    etas: tuple[float, ...]
+    texts: tuple[Input, ...]
+    heads: tuple[HeadOverlap, ...]
+    tokens: TokenOverlap | None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Up to 16 heads at the first eta, those that agree most between inputs first."""
+        heads = sorted(self.heads, key=lambda h: -h.inputs[0])[:16]
+        return [
+            {"layer": h.layer, "head": h.head, "eta": self.etas[0], **{name: getattr(h, name)[0] for name in _SHARED}}
+            for h in heads
+        ]
+
+    def conclusion(self) -> str:
+        """How far lines agree between inputs and between halves, beside random lines."""
+        return (
+            f"Of the heaviest {self.etas[0]:.0%} of the lines, {self.inputs[0]:.1%} are the same in two inputs (random "
+            f"lines {self.inputs_random[0]:.1%}) and {self.segments[0]:.1%} of a text's second half are those of its "
+            f"first (random {self.segments_random[0]:.1%})."
+        )
+
+    def details(self) -> list[str]:
+        """The same for every eta, and the important tokens."""
+        m = self.model
+        lines = [f"{m.name} ({m.family}, {m.n_layers} layers), {len(self.texts)} texts, {len(self.heads)} heads"]
+        for i, eta in enumerate(self.etas):
+            low = sum(h.inputs[i] < LOW for h in self.heads)
+            lines.append(
+                f"eta {eta:g}: between inputs {self.inputs[i]:.1%} (i = j included, as in the paper, "
+                f"{self.inputs_paper[i]:.1%}; random lines {self.inputs_random[i]:.1%}), below {LOW:.0%} in {low} of "
+                f"{len(self.heads)} heads; from first to second half {self.segments[i]:.1%}, within each half "
+                f"{self.segments_relative[i]:.1%} (random {self.segments_random[i]:.1%})."
+            )
+        return [*lines, *([] if self.tokens is None else self.tokens.lines())]
+
+
+@measurement(
+    group="Dialogues",
+    figure="sinkscope.figures.attention:draw_overlap",
+    command="overlap",
+    loading="whole",
+    quick={"count": 2, "length": 48, "layers": [1], "max_new_tokens": 6, "window": 3},
+    scan={
+        "order": 72,
+        "seconds": [1.3, 8.0],
+        "quick": {"count": 3, "length": 192, "max_new_tokens": 12},
+        "full": {"length": 384},
+        "numbers": {"heaviest lines shared by two texts": ["inputs.0", "inputs_random.0"]},
+    },
+)
+def line_overlap(
+    setup: Setup,
+    texts: Hidden = None,
+    *,
+    data: str | Path | None = None,
+    count: Annotated[int, Option(min=2)] = 6,
+    length: int | None = None,
+    etas: Sequence[float] = OVERLAP_ETAS,
+    layers: Sequence[int] | None = None,
+    max_new_tokens: Count = 48,
+    budgets: Sequence[float] = BUDGETS,
+    window: Positive = 16,
+) -> LineOverlap:
+    """Measure how far the heaviest lines agree between texts and halves, and important tokens between windows.
+
+    The second part compares the tokens that the end of a prompt attends to with those that its answer attends to, with
+    the question at the beginning, in the middle and at the end.
+
+    Args:
+        texts: At least two texts or lists of ids. By default pieces of ordinary text.
+        data: File of prompts instead, as published by LongBench (samsum.jsonl), LongEval (topics or lines), RULER,
+            SCBench or MT-bench; or JSON lines with a "prompt".
+        count: Pieces of ordinary text, or prompts of the file.
+        length: Most tokens of each text, at least 16; longer ones lose their middle. By default the context, or 512
+            for ordinary text.
+        etas: Share of all lines to choose.
+        layers: Layer to measure. By default all are measured.
+        max_new_tokens: Most tokens of an answer; 0 leaves questions out. Texts given from Python have no questions.
+        budgets: Share of a prompt's tokens that counts as important.
+        window: Queries of an observation window, and of a block.
+
+    Raises:
+        UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
+        SinkscopeError: Bad input; the message is one line and says what to do.
+
+    Example:
+        sinkscope overlap --model llama-3.1-8b --data samsum.jsonl
+    """
+    chosen, parts = shares(etas), shares(budgets, "--budget")
+    setup.record(etas=chosen, budgets=parts)
+    wanted = chosen_layers(setup, layers)
+    rows = inputs(setup, texts, data, count, length)
+    if len(rows) < 2:
+        raise SinkscopeError("one text cannot be compared with another: expected two or more")
+    asked = questions(setup, data, count, length, max_new_tokens) if texts is None and max_new_tokens else []
+    shortest = min((len(question.placed("end")) for question in asked), default=window)
+    if window > shortest:
+        raise SinkscopeError(f"--window {window}: expected at most {shortest}, the tokens of the shortest prompt")
+    generator = torch.Generator().manual_seed(setup.seed)
+    found = _by_layer(setup, rows, wanted, lambda scores: _chosen_in(scores, chosen, generator))
+    heads = tuple(head for layer in wanted for head in _overlaps(layer, found[layer]))
+    tokens = token_overlap(setup.target, asked, wanted, max_new_tokens, parts, window, setup.progress)
+    numbers = {name: torch.tensor([getattr(h, name) for h in heads]) for name in _SHARED}
+    mean: dict[str, Any] = {name: tuple(values.double().mean(0).tolist()) for name, values in numbers.items()}
+    return LineOverlap(
+        **mean,
+        etas=chosen,
+        texts=tuple(one for one, _ in rows),
+        heads=heads,
+        tokens=tokens,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """One layer and text: the chosen lines, as many random ones, and what the segments share."""
+
+    own: HeadLines
+    random: HeadLines
+    segments: dict[str, Float[Tensor, "choice head"]]
+
+
+def _chosen_in(scores: Scores, etas: Sequence[float], generator: torch.Generator) -> _Chosen:
+    keys = scores.key.shape[1]
+    half = keys // 2
+    own = top_lines(*line_sums(scores), etas)
+    first = top_lines(*line_sums(scores.part(0, half)), etas)
+    second = top_lines(*line_sums(scores.part(half, keys)), etas, keys - half)
+    vertical, slash = line_sums(scores.part(half, keys), since=half)
+    inside = top_lines(vertical[:, half:], slash[:, : keys - half], etas)
+    segments = {
+        "segments": covered(first, second),
+        "segments_relative": covered(first, inside),
+        "segments_random": covered(first.random(generator, cells=False), second.random(generator, cells=False)),
+    }
+    drawn = own.random(generator, cells=False)
+    own, drawn = (HeadLines(lines.vertical.cpu(), lines.slash.cpu(), keys) for lines in (own, drawn))
+    return _Chosen(own, drawn, {name: value.cpu() for name, value in segments.items()})
+
+
+def jaccard(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
+    """Number of lines in both over number of lines in either."""
+    both = _common(a, b)
+    return both / (a.counts() + b.counts() - both).clamp(min=1)
+
+
+def covered(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
+    """Number of lines in both over number of lines of `b`."""
+    return _common(a, b) / b.counts().clamp(min=1)
+
+
+def _common(a: HeadLines, b: HeadLines) -> Tensor:
+    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one of them can have are not shared
+    vertical, slash = a.vertical[..., :keys] & b.vertical[..., :keys], a.slash[..., :keys] & b.slash[..., :keys]
+    return vertical.sum(2) + slash.sum(2)
+
+
+def _overlaps(layer: int, chosen: list[_Chosen]) -> list[HeadOverlap]:
+    pairs = [(a, b) for i, a in enumerate(chosen) for b in chosen[:i]]
+    apart = torch.stack([jaccard(a.own, b.own) for a, b in pairs]).double().mean(0)
+    drawn = torch.stack([jaccard(a.random, b.random) for a, b in pairs]).double().mean(0)
+    count = len(chosen)
+    found = {"inputs": apart, "inputs_paper": (apart * (count - 1) + 1) / count, "inputs_random": drawn}
+    for name in _SHARED[3:]:
+        found[name] = torch.stack([one.segments[name] for one in chosen]).double().mean(0)
+    return [
+        HeadOverlap(layer=layer, head=head, **{name: tuple(found[name][:, head].tolist()) for name in _SHARED})
+        for head in range(apart.shape[1])
+    ]
+
+
+def token_overlap(
+    target: Target,
+    asked: Sequence[Question],
+    layers: list[int],
+    new: int,
+    budgets: Sequence[float],
+    window: int,
+    progress: Progress,
+) -> TokenOverlap | None:
+    """Answer every prompt greedily with its question at three places, and compare which tokens queries attend to.
+
+    A token's importance is the attention that it receives from the queries in question, summed over them, all heads
+    and layers (section 3.2).
+
+    Args:
+        target: the model.
+        asked: the prompts; None is returned if there are none.
+        layers: layers whose attention counts.
+        new: most tokens of an answer.
+        budgets: shares of the prompt's tokens.
+        window: queries of a window and of a block.
+        progress: called after every answer.
+    """
+    if not asked:
+        return None
+    found: dict[str, list[list[float]]] = {where: [] for where in POSITIONS}
+    blocks: dict[int, list[tuple[list[float], list[float]]]] = {}
+    apart: dict[int, list[list[float]]] = {}
+    random: list[list[float]] = []
+    lengths: list[int] = []
+    for question, where in product(asked, POSITIONS):
+        ids = question.placed(where)
+        answer = greedy(target, torch.tensor([ids]), new)[0]
+        n, whole = len(ids), torch.tensor([*ids, *answer])
+        places = [*range(-1, -1 - min(BLOCKS, n // window), -1), *range(len(answer) // window)]
+        places = places if where == "end" else []
+        ranges = [(max(0, n - window), n), (n, len(whole)), *((n + b * window, n + (b + 1) * window) for b in places)]
+        last, output, *rest = _importance(target, whole, n, layers, ranges)
+        truth = _top(output, budgets)
+        found[where].append(_shared(_top(last, budgets), truth))
+        random.append((truth.sum(1) / n).tolist())
+        lengths.append(len(answer))
+        tops = {place: _top(part, budgets) for place, part in zip(places, rest, strict=True)}
+        for (place, top), part in zip(tops.items(), rest, strict=True):
+            alone: list[float] = []  # its own queries are all that an answer of one block has
+            if place < 0 or len(answer) != window:
+                alone = _shared(top, truth if place < 0 else _top(output - part, budgets))
+            blocks.setdefault(place, []).append((_shared(top, truth), alone))
+            for other in range(place):
+                apart.setdefault(place - other, []).append(_shared(tops[other], top))
+        progress("answers", len(lengths), len(asked) * len(POSITIONS))
+    return TokenOverlap(
+        tuple(budgets),
+        window,
+        len(asked),
+        sum(lengths) / len(lengths),
+        means(random),
+        tuple(PositionOverlap(where, means(values)) for where, values in found.items()),
+        tuple(
+            BlockOverlap(
+                place,
+                means([whole for whole, _ in blocks[place]]),
+                means([alone for _, alone in blocks[place] if alone]) or None,
+                len(blocks[place]),
+            )
+            for place in sorted(blocks)
+        ),
+        tuple(Distance(far, means(apart[far]), len(apart[far])) for far in sorted(apart)),
+    )
+
+
+def _importance(
+    target: Target, ids: Tensor, prompt: int, layers: list[int], ranges: Sequence[tuple[int, int]]
+) -> list[Float[Tensor, " key"]]:
+    """Attention that each of the first `prompt` tokens receives from the queries of each range, over all heads."""
+    found = [torch.zeros(prompt) for _ in ranges]
+
+    def add(_: int, scores: Scores) -> None:
+        for total, (start, stop) in zip(found, ranges, strict=True):
+            got = line_sums(scores.part(start, stop))[0].sum(0).cpu()[:prompt]
+            total[: len(got)] += got
+
+    with scores_of(target, add, layers):
+        target.forward(ids[None])
+    return found
+
+
+def _top(importance: Float[Tensor, " key"], budgets: Sequence[float]) -> Bool[Tensor, "budget key"]:
+    chosen = torch.zeros(len(budgets), len(importance), dtype=torch.bool)
+    for row, budget in zip(chosen, budgets, strict=True):
+        row[importance.topk(max(1, round(budget * len(importance)))).indices] = True
+    return chosen
+
+
+def _shared(a: Bool[Tensor, "budget key"], b: Bool[Tensor, "budget key"]) -> list[float]:
+    return ((a & b).sum(1) / b.sum(1)).tolist()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sinkscope.attention.texts import (
     Mark,
+    QueryHead,
     check_room,
     checked_ids,
     chosen_layers,
@@ -26,6 +27,7 @@ from sinkscope.interventions.decode import decode
 from sinkscope.kv.session import Observe, Rows
 from sinkscope.loops.signals import Novelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
+from sinkscope.tables import cell
 
 _QUERIES = 32  # rows that are turned into offsets at a time
 
@@ -96,12 +98,10 @@ POINTS = 512  # of a curve
 
 
 @dataclass(frozen=True)
-class LockingHead:
+class LockingHead(QueryHead):
     """One query head late in the loop, and at the same positions of ordinary text.
 
     Attributes:
-        layer: its layer.
-        head: which head.
         score: mass x stability: share of attention on the same offsets of the suffix as one period earlier.
         mass: share on the suffix.
         stability: score over mass.
@@ -113,8 +113,6 @@ class LockingHead:
         onset: position from which the score stays above half way; None if the gain is too small to say.
     """
 
-    layer: int
-    head: int
     score: float
     mass: float
     stability: float
@@ -212,12 +210,12 @@ class Locking(Result):
         else:
             lines = [f"The loop begins at position {self.loop_onset} of {self.tokens}."]
         if locked := [h for h in self.heads if h.locked]:
-            shown = ", ".join(f"L{h.layer}.H{h.head} ({h.score:.2f})" for h in locked[:8])
+            shown = ", ".join(f"{h} ({h.score:.2f})" for h in locked[:8])
             lines.append(f"Locked heads and their scores: {shown}{', ...' if len(locked) > 8 else ''}.")
             collapsed = "has not collapsed" if self.collapse is None else f"collapses at {self.collapse}"
             lines.append(
-                f"They lock at position {_or_dash(self.locking_onset)}; the last new 4-gram ends at "
-                f"{_or_dash(self.last_new)}; the type-token ratio of the last {self.window} tokens {collapsed}."
+                f"They lock at position {cell(self.locking_onset)}; the last new 4-gram ends at "
+                f"{cell(self.last_new)}; the type-token ratio of the last {self.window} tokens {collapsed}."
             )
         return lines
 
@@ -414,7 +412,3 @@ def _at(curve: Tensor | None, positions: tuple[int, ...]) -> tuple[float, ...]:
 
 def _over(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _or_dash(value: int | None) -> str:
-    return "-" if value is None else str(value)

@@ -31,6 +31,22 @@ Text = str | Sequence[int]
 
 
 @dataclass(frozen=True)
+class QueryHead:
+    """A query head.
+
+    Attributes:
+        layer: its layer.
+        head: which head.
+    """
+
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"L{self.layer}.H{self.head}"
+
+
+@dataclass(frozen=True)
 class Mark:
     """Something that an intervention did.
 
@@ -119,10 +135,8 @@ def check_room(made: Setup, prompt: int, new: int) -> None:
     """Whether prompt and new tokens fit.
 
     Raises:
-        SinkscopeError: `new` is no positive number, or they do not.
+        SinkscopeError: they do not.
     """
-    if new < 1:
-        raise SinkscopeError(f"--max-new-tokens {new}: expected 1 or more")
     limit = made.target.max_positions
     if limit is not None and prompt + new > limit:
         fewer = f" or ask for at most {limit - prompt} new tokens" if prompt < limit else ""

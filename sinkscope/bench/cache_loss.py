@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sinkscope.bench.dialogues.fidelity import answer_along
-from sinkscope.bench.dialogues.run import AskedTurn
+from sinkscope.bench.dialogues.run import AskedTurn, answer_along
 from sinkscope.bench.dialogues.tables import Near
 from sinkscope.bench.methods import Method, kind_of
 from sinkscope.bench.runner import Batch, ask, check_can
@@ -197,7 +196,7 @@ def cache_loss(
     to = ask(setup.target, setup.tokenizer, answer, 1.0)
     rows = [(AskedTurn(f"text-{i}", "end", 0, row[:-answer]), row[-answer:]) for i, row in enumerate(ids)]
     ready, refused = dict[Method, tuple[str, float]](), dict[str, None]()
-    for name in (RANDOM, *(policies or _registered())):
+    for name in (RANDOM, *(policies or (name for name in kv.policies() if name != "full"))):
         try:
             for method, budget in _methods(name, budgets):
                 check_can(to, [method], [length - answer])
@@ -215,10 +214,6 @@ def cache_loss(
         losses=tuple(own),
         refused=tuple(refused),
     )
-
-
-def _registered() -> list[str]:
-    return [name for name in kv.policies() if name != "full"]
 
 
 def _methods(name: str, budgets: Sequence[float]) -> Iterator[tuple[Method, float]]:

@@ -127,11 +127,7 @@ def loop_rate(
 
 
 def _share(way: str, rows: Sequence[Sequence[int]]) -> LoopShare:
-    loops = sum(_loops(row) for row in rows)
+    loops = sum(bool(tail_period(row, repeats=REPEATS, shortest=SHORTEST)) or ends_in_loop(row) for row in rows)
     n, p = len(rows) + 4, (loops + 2) / (len(rows) + 4)
     margin = 2 * (p * (1 - p) / n) ** 0.5
     return LoopShare(way, loops, len(rows), loops / len(rows), margin, fmean(map(len, rows)))
-
-
-def _loops(row: Sequence[int]) -> bool:
-    return tail_period(row, repeats=REPEATS, shortest=SHORTEST) is not None or ends_in_loop(row)

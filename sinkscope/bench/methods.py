@@ -373,13 +373,13 @@ def check_budget(budget: Budget, name: str) -> Budget:
 
 
 def check_whole(least: int = 1, **numbers: Any) -> None:
-    """Refuse what is no whole number, or too small.
+    """Refuse what is no whole number, or too small; None was not given.
 
     Raises:
         SinkscopeError: one of the numbers; the message has its name.
     """
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
             raise SinkscopeError(f"{name}={value!r}: expected a whole number from {least}")
 
 

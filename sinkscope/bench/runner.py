@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sinkscope.bench.methods import Budget, Method
 from sinkscope.errors import SinkscopeError, UnsupportedError
@@ -43,6 +42,11 @@ class NamedModel:
         from sinkscope.models.load import load
 
         return load(self.name, **self.options)
+
+
+def named_model(model: Any, backend: str, **options: str | None) -> NamedModel:
+    """A model that each process opens for itself."""
+    return NamedModel(model, {"backend": backend, **{k: v for k, v in options.items() if v is not None}})
 
 
 @dataclass(frozen=True)
@@ -241,27 +245,23 @@ def _reopen(
 
 
 class PerCall(Intervention):
-    """Counts tokens of the cache after every call of the model.
+    """Notes something about the cache after every call of the model.
 
     Args:
-        count: of a layer of the cache -> per row a mean over kv heads, `[batch]`.
-        own: count in a cache of ours, which it takes where tokens are hidden.
+        note: of the layers of the cache -> what is kept of the call.
+        own: look at a cache of ours, which it takes where tokens are hidden.
 
     Attributes:
-        counts: per call the mean over layers, `[batch]`.
+        found: what was noted, call by call.
     """
 
-    def __init__(self, count: Callable[[Any], Tensor], *, own: bool) -> None:
-        self.counts: list[Tensor] = []
-        self._count, self._own = count, own
+    def __init__(self, note: Callable[[Sequence[Any]], Any], *, own: bool) -> None:
+        self.found: list[Any] = []
+        self._note, self._own = note, own
 
     def enter(self, run: Run, key: int) -> None:
         """Look at the cache after every call."""
         session = Session.of(run)
         if self._own:
             session.own_cache()
-
-        def note(moment: Any) -> None:
-            self.counts.append(torch.stack([self._count(layer) for layer in moment.layers]).mean(0))
-
-        session.after_call(note)
+        session.after_call(lambda moment: self.found.append(self._note(moment.layers)))

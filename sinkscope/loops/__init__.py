@@ -1,7 +1,6 @@
 """Repetition in plain token ids: signals, LoopGuard's online monitor, and a checker of texts. Loads no torch."""
 
-from sinkscope.loops.calibrate import LoopCalibration, calibrate
-from sinkscope.loops.checker import Checked, LoopCheck, check
+from sinkscope.loops.checker import Checked, LoopCalibration, LoopCheck, calibrate, check
 from sinkscope.loops.follow import Alarm, Watch
 from sinkscope.loops.monitor import VARIANTS, Monitor, MonitorSettings, Step
 from sinkscope.loops.signals import (

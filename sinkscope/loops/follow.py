@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from sinkscope._plain import parse_json
 from sinkscope.errors import SinkscopeError
-from sinkscope.loops.checker import FIELDS, split
+from sinkscope.loops.checker import FIELDS, number, split
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import Tail
 from sinkscope.registry import Option, command
@@ -191,8 +191,8 @@ def pieces(source: Any, form: Form, name: str) -> Iterator[Piece]:
             yield Piece(name, text=text)
         return
     first = start if start.endswith(b"\n") else start + source.readline()
-    for number, line in enumerate(chain([first], source), 1):
-        yield from _line(line.decode("utf-8-sig").strip(), form, f"{name} line {number}", number)
+    for i, line in enumerate(chain([first], source), 1):
+        yield from _line(line.decode("utf-8-sig").strip(), form, f"{name} line {i}", i)
 
 
 def _form(start: bytes, *, ended: bool) -> Form:
@@ -208,7 +208,7 @@ def _form(start: bytes, *, ended: bool) -> Form:
         return "text"
 
 
-def _line(line: str, form: Form, where: str, number: int) -> list[Piece]:
+def _line(line: str, form: Form, where: str, at: int) -> list[Piece]:
     """What one line adds: nothing if it is a comment, the name of an event, or the sign that all is over."""
     if form == "sse":
         line = line.removeprefix("data:").strip() if line.startswith("data:") else ""
@@ -220,19 +220,19 @@ def _line(line: str, form: Form, where: str, number: int) -> list[Piece]:
             raise ValueError(f"the server reports an error, {shown(str(problem), 200)}")
         if "choices" in data:
             return [piece for choice in data["choices"] for piece in _choice(choice, data.get("id"))]
-        return _record(data, number) if form == "jsonl" or not data.keys().isdisjoint((*FIELDS, *_PIECES)) else []
+        return _record(data, at) if form == "jsonl" or not data.keys().isdisjoint((*FIELDS, *_PIECES)) else []
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise SinkscopeError(f"{where} is no output of a model: {error}; it is {shown(line)}") from None
 
 
-def _record(data: dict[str, Any], number: int) -> list[Piece]:
+def _record(data: dict[str, Any], at: int) -> list[Piece]:
     """A JSON line: a whole output, unless it has an `index` or is a piece by its field."""
     there = [field for field in (*FIELDS, *_PIECES) if field in data]
     if not there:
         raise ValueError(f"expected one of the fields choices, {', '.join((*FIELDS, *_PIECES))}")
     field = next((field for field in there if data[field] not in (None, "", [])), there[0])
     whole, value = field in FIELDS and "index" not in data, data[field]
-    name = f"line {number}" if whole else f"stream {shown(str(data.get('index', 0)))}"
+    name = f"line {at}" if whole else f"stream {shown(str(data.get('index', 0)))}"
     end = Piece(name, last=whole or bool(data.get("stop") or data.get("done") or data.get("finish_reason")))
     if isinstance(value, str) and field != "token":
         return [end._replace(text=value)]
@@ -398,3 +398,26 @@ def open_bytes(file: str | None) -> Any:
         raise SinkscopeError(
             f"cannot read {file}: {(error.strerror or str(error)).lower()}; give another path"
         ) from None
+
+
+def read_outputs(file: str, form: Form, tokenizer: Any = None) -> tuple[list[list[int]], int]:
+    """Token ids of the outputs in a file, and the size of their vocabulary.
+
+    Args:
+        file: a text, JSON lines or server-sent events, as for `loops --follow`.
+        form: which of these.
+        tokenizer: of the model that the outputs are for; None: ids are taken as they are, text is split into words.
+
+    Raises:
+        SinkscopeError: the file cannot be read.
+    """
+    texts: dict[str, str] = {}
+    tokens: dict[str, list[object]] = {}
+    for piece in pieces(open_bytes(file), form, file):
+        texts[piece.stream] = texts.get(piece.stream, "") + piece.text
+        if piece.key is not None:
+            tokens.setdefault(piece.stream, []).append(piece.key)
+    if tokenizer is None:
+        outputs = [number(tokens.get(name) or split(text)) for name, text in texts.items()]
+        return outputs, len({id for ids in outputs for id in ids})
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts.values()], len(tokenizer)

@@ -1,8 +1,11 @@
-"""Neutral text that measurements compare with, and its token ids."""
+"""Texts that measurements compare with: neutral ones with their token ids, and ones that no detector must alarm on."""
 
 from __future__ import annotations
 
+import json
+import random
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from sinkscope.errors import SinkscopeError
 
 ONE_TOKEN = 0.9  # a text of which more is one token (mostly the unknown one) is refused
 ENOUGH = 8  # tokens that this can be said of
+MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
 
 
 def typical_text(path: str | Path | None = None) -> str:
@@ -32,6 +36,25 @@ def typical_text(path: str | Path | None = None) -> str:
     if not text.strip():
         raise SinkscopeError(f"text file {str(path)!r} is empty; give a UTF-8 text file with some prose")
     return text
+
+
+def source_code() -> str:
+    """Python source of the standard library, read from the running interpreter."""
+    specs = [find_spec(name) for name in MODULES]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    return "\n".join(file.read_text("utf-8") for file in files if file.suffix == ".py" and file.exists())
+
+
+def honest_repetition(seed: int = 0) -> str:
+    """Repetition that people write: tables, songs with a refrain, lists, rulers and dotted contents, one after another.
+
+    Args:
+        seed: 0: in the order of the file; any other seed has an order of its own.
+    """
+    pieces = resources.files("sinkscope.text").joinpath("repetition.jsonl").read_text("utf-8").splitlines()
+    if seed:
+        random.Random(seed).shuffle(pieces)
+    return "\n\n".join(map(json.loads, pieces)) + "\n"
 
 
 def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:

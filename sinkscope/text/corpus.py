@@ -7,14 +7,16 @@ import os
 import sysconfig
 import zipfile
 import zlib
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.output import check_writable, write_atomic
 
@@ -26,8 +28,6 @@ _FIRST, _DEPTH = 8, 4096  # suffixes are sorted by their first 8 bytes, then 16,
 _OTHER = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
 )
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,10 @@ class CorpusIndex:
 
     def _at(self, text: bytes, least: int) -> tuple[int, int]:
         """How many bytes from the start of `text` occur in the corpus, and one such place."""
-        low, high, length, data = 0, len(self.order), 0, self._bytes
-        while low < high:  # find the first suffix not below the text; it or its neighbour shares the longest start
-            middle = (low + high) // 2
-            place = int(self.order[middle])
-            low, high = (middle + 1, high) if data[place : place + len(text)] < text else (low, middle)
-        found, where = 0, -1
+        data, found, where = self._bytes, 0, -1
+        # The first suffix that is not below the text, or its neighbour, shares the longest start.
+        order: Any = self.order
+        low = bisect_left(order, text, key=lambda place: data[int(place) : int(place) + len(text)])
         for i in (low - 1, low):
             if 0 <= i < len(self.order):
                 place = int(self.order[i])

@@ -1,10 +1,13 @@
-"""Dialogues from LongBench's files: LoopServe's Algorithms 1 to 3, as printed and repaired (appendix A.4.4).
+"""Dialogues from benchmarks' files: as published, and by LoopServe's Algorithms 1 to 3, as printed and repaired.
 
-`docs/dialogues.md` lists what the paper leaves open and how each form decides it.
+As published, each row becomes a dialogue, and each of its questions a turn. The algorithms (appendix A.4.4) make
+dialogues of LongBench; `docs/dialogues.md` lists what the paper leaves open and how each form decides it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -23,16 +26,160 @@ from sinkscope.bench.dialogues.form import (
     sizes,
     split_at_middle,
 )
-from sinkscope.bench.dialogues.published import build_published, published_file
 from sinkscope.bench.dialogues.recall import TASK as RECALL
 from sinkscope.bench.dialogues.recall import recall_dialogues
-from sinkscope.bench.files import BuiltSet, check_out, write_set
-from sinkscope.bench.loopbench.longbench import LongBenchRecord, LongBenchSource, read_longbench
-from sinkscope.console import note
+from sinkscope.bench.files import (
+    HUB,
+    BuiltSet,
+    LongBenchRecord,
+    LongBenchSource,
+    check_out,
+    find_file,
+    read_longbench,
+)
+from sinkscope.bench.methods import check_whole
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Positive, command
 from sinkscope.models.load import open_tokenizer
-from sinkscope.published import set_of
+from sinkscope.published import FORMS, Asked, Record, read_published, set_of, spoken
+from sinkscope.records import refuse_twins
+
+
+def published_file(task: str) -> str:
+    """What a set is made from, for errors.
+
+    Raises:
+        SinkscopeError: no such set, or one that has no file.
+    """
+    if (form := FORMS.get(set_of(task).form)) is None:
+        raise SinkscopeError(f"task {task!r} is read from no file: leave out --source")
+    return f"{form.whose}'s {_named(task, form.files[0])}" + (f", or {HUB}" if form.hub else "")
+
+
+def _named(task: str, pattern: str) -> str:
+    return pattern.replace("{}", task.removeprefix("ruler_"))
+
+
+def build_published(
+    task: str,
+    source: str | os.PathLike[str],
+    *,
+    turns: int | None = None,
+    count: int | None = None,
+    tokenizer: Any = None,
+    revision: str | None = None,
+) -> BuiltSet[Dialogue]:
+    """Dialogues of one set as its benchmark publishes it.
+
+    The first turn holds the context and the first question, in three orders; the next turns hold only questions. "end"
+    is the benchmark's own order, except for scbench_mf, where it is "begin".
+
+    Args:
+        task: a name in `SETS`.
+        source: the benchmark's file (`.jsonl`, `.json`, `.parquet`), a folder that holds it, or "hub".
+        turns: largest number of turns of a dialogue.
+        count: number of dialogues, from the front of the file.
+        tokenizer: counts tokens; calling it gives `input_ids`.
+        revision: branch, tag or commit of the dataset, for "hub".
+
+    Raises:
+        SinkscopeError: unknown task, nothing there, or a row of another form (which, and its line).
+    """
+    known, expected = set_of(task), published_file(task)
+    check_whole(turns=turns, count=count)
+    name, digest, commit, rows = _published_rows(task, source, expected, revision)
+    if count is not None and count > len(rows):
+        raise SinkscopeError(f"count={count}: {name} has {len(rows)} rows: give fewer")
+    refuse_twins([(where, row.id) for where, row in rows if row.id], "id", expected)
+    groups: dict[str, list[str]] = {}
+    for _, row in rows:
+        groups.setdefault(row.group, []).extend(
+            answer
+            for each in row.asked
+            if known.measures.get(each.measure, known.metric) == "function"
+            for answer in each.answers
+        )
+    made = [
+        Dialogue(
+            f"{task}-{row.id or i}", task, _turns(task, row, where, expected), tuple(dict.fromkeys(groups[row.group]))
+        )
+        for i, (where, row) in enumerate(rows)
+    ]
+    chosen = tuple(Dialogue(d.id, d.task, d.turns[:turns], d.classes) for d in made[:count])
+    unknown = sum(not any(turn.answers) for dialogue in chosen for turn in dialogue.turns)
+    metric = known.metric or ", ".join(f"{name} by {metric}" for name, metric in known.measures.items())
+    m: dict[str, Any] = {
+        "schema": 1,
+        "kind": "dialogues",
+        "task": task,
+        "metric": metric,
+        "without_answer": unknown,
+        **sizes(chosen, tokenizer),
+        "versions": {"sinkscope": __version__},
+        "source": {"name": name, "records": len(rows), "sha256": digest, "commit": commit},
+    }
+    told = (
+        (task, f"{m['dialogues']} dialogues"),
+        ("turns", f"{m['turns']:.2f}"),
+        ("words", f"{m['words']['dialogue']:,.1f} a dialogue"),
+        ("tokens", f"{m['tokens']['dialogue']:,.1f} a dialogue" if m["tokens"] else NOT_COUNTED),
+        ("scored by", metric + (f"; {unknown} questions have no right answer" if unknown else "")),
+        ("source", name),
+    )
+    return BuiltSet(chosen, m, told)
+
+
+def _published_rows(
+    task: str, source: str | os.PathLike[str], expected: str, revision: str | None
+) -> tuple[str, str, str | None, list[tuple[str, Record]]]:
+    """Name, sha256 and commit of the file, and its rows."""
+    known, form = set_of(task), FORMS[set_of(task).form]
+    if known.form == "longbench":
+        found = read_longbench(task, source, revision=revision)
+        rows = [(found.name, Record(r.id, r.context, (Asked(r.question, r.answers),))) for r in found.records]
+        return found.name, found.sha256, found.commit, rows
+    if os.fspath(source) == HUB and not form.hub:
+        raise SinkscopeError(f"--source {HUB}: {form.whose} is not read from the hub: give {expected}")
+    names, there = [_named(task, name) for name in form.files], _named(task, form.hub_file)
+    file = find_file(source, names, expected, repo=form.hub, file=there, revision=revision)
+    return (
+        file.name,
+        hashlib.sha256(file.path.read_bytes()).hexdigest(),
+        file.commit,
+        read_published(file.path, known.form, expected),
+    )
+
+
+def _turns(task: str, row: Record, where: str, expected: str) -> tuple[DialogueTurn, ...]:
+    known, made = set_of(task), list[DialogueTurn]()
+    for i, asked in enumerate(row.asked):
+        try:
+            question, cue, whole, answers = spoken(task, asked)
+            if known.measures and asked.measure not in known.measures:
+                raise SinkscopeError(f"task is {asked.measure!r}, expected {' or '.join(known.measures)}")
+        except SinkscopeError as error:
+            raise SinkscopeError(f"{where}, multi_turns[{i}]: {error}: give {expected}") from None
+        prompts: dict[Position, str] = dict.fromkeys(POSITIONS, whole)
+        if i == 0 and row.context:
+            first, second = _halves(task, row.context)
+            parts = {
+                "begin": (question, row.context, cue),
+                "middle": (first, question, second, cue),
+                "end": (row.context, whole),
+            }
+            prompts = {p: known.between.join(part for part in (known.head, *parts[p]) if part) for p in POSITIONS}
+        # Where the answer to a question about a context stands in it, the benchmarks do not say.
+        depends = (0,) if row.context else tuple(range(i + 1))
+        metric = known.measures.get(asked.measure, "")
+        made.append(DialogueTurn(prompts, answers or ("",), depends, None, metric))
+    return tuple(made)
+
+
+def _halves(task: str, context: str) -> tuple[str, str]:
+    """Two halves; a pair of key and value is never divided."""
+    at = context.find('", "', len(context) // 2) if task == "scbench_kv" else -1
+    return (context[: at + 2], context[at + 3 :]) if at >= 0 else split_at_middle(context)
+
 
 Form = Literal["faithful", "repaired"]
 Family = Literal["qa", "summary", "few-shot"]
@@ -81,7 +228,7 @@ SYSTEM = "Answer the question based on the given passages. Only give me the answ
 HISTORY = "Use examples from previous turns with new examples."
 _EXAMPLE = re.compile(r"^(?=(?:Question|Dialogue): )", re.M)
 _LABEL = re.compile(r"^((?:Type|Summary):) ?(.*)\Z", re.M | re.S)
-_TITLE_WORDS = 12
+_TITLE_WORDS = 12  # LongBench has no titles; the first words of a document serve as one
 
 
 @command(group="Dialogues", command="dialogues build")
@@ -138,9 +285,7 @@ def build_dialogues(
         else:
             records = read_longbench(task, source)
             built = build(task, records, form=form, turns=turns, count=count, seed=seed, tokenizer=counting)
-    written = write_set([dialogue_line(dialogue) for dialogue in built.made], built.manifest, out, force=force)
-    print(built.text())
-    note("wrote " + " and ".join(path.name for path in written))
+    built.deliver(dialogue_line, out, force=force)
 
 
 def _refuse_unused(task: str, *, sourced: bool, sized: bool, printed: bool) -> None:
@@ -271,7 +416,7 @@ def _summaries(
             if (when == turn if repaired else when <= turn)
         ]
         record = records[index]
-        asked = "Summarize: " + (record.question or _title(record.context))
+        asked = "Summarize: " + (record.question or " ".join(record.context.split()[:_TITLE_WORDS]))
         prompts = _variants(asked, "\n".join([*parts, records[irrelevant[turn]].context]))
         whole = assigned[turn][-1] <= turn or irrelevant[turn] == index
         depends = tuple(sorted({when for when in assigned[turn] if when <= turn}))
@@ -288,11 +433,6 @@ def _summaries(
 def fragments(document: str) -> list[str]:
     """The paragraphs of a document: its lines that are not empty."""
     return [line for line in document.split("\n") if line.strip()]
-
-
-def _title(document: str) -> str:
-    """LongBench has no titles; the first words of the document serve as one."""
-    return " ".join(document.split()[:_TITLE_WORDS])
 
 
 def _few_shot(

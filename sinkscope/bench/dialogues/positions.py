@@ -1,235 +1,53 @@
-"""Where questions stand in the messages of a chat log: LoopServe's Table 5, by rules for English, without a model.
+"""Where questions stand in the messages of a chat log: LoopServe's Table 5, counted from messages that have a label.
 
-A message is divided into sentences. Code, quotations, tables, transcripts and pasted texts are material, which asks
-nothing of the reader. Of the other sentences, those that ask or tell the reader to do something are the questions.
-Greetings and thanks at either end do not count.
+Who gives the labels is left open: a person, a model, or rules. `experiments/loopserve/positions.py` has rules for
+English, and writes the labels of a chat log.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import re
 import time
-import tomllib
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import dropwhile, pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from sinkscope.bench.methods import check_whole
 from sinkscope.errors import SinkscopeError
 from sinkscope.rate import wilson
-from sinkscope.records import read_records, read_rows, read_text, rows_of
+from sinkscope.records import read_records
 from sinkscope.registry import Count, Option, command
 from sinkscope.results import ModelInfo, Result, provenance
 
-Place = Literal["front", "middle", "end", "single", "none"]
-PLACES: tuple[Place, ...] = get_args(Place)
-NEAR = 0.1  # of a message's words: less text before or after the question is ignored
-LONG = 60  # words of a paragraph that counts as a pasted text
-
-_NEAR = 300  # characters that are looked at around a stop or before a colon, so that time is linear
-
-
-def _rules() -> dict[str, re.Pattern[str]]:
-    read = tomllib.loads(Path(__file__).with_name("question_rules.toml").read_text(encoding="utf-8"))
-    parts = {**read["parts"], "verb": f"(?:{'|'.join(read['parts']['verb'].split())})"}
-    for name, part in parts.items():
-        read["patterns"] = {key: text.replace(f"{{{name}}}", part) for key, text in read["patterns"].items()}
-    return {key: re.compile(text) for key, text in read["patterns"].items()}
-
-
-_RULES = _rules()
-
-
-@dataclass
-class _Unit:
-    text: str  # with the marks in quotations covered
-    shown: str
-    line: int
-    block: int
-    material: bool = False
-    soft: bool = False  # material by nothing but an announcement
-
-    @property
-    def words(self) -> int:
-        return len(self.shown.split())
-
-    @property
-    def asks(self) -> bool:
-        return _asks(self.text)
-
-    @property
-    def labelled(self) -> bool:
-        return bool(_RULES["label"].match(self.text)) and not _asks(self.text.split(":")[0])
-
-    @property
-    def polite(self) -> bool:
-        return bool(_RULES["courtesy"].fullmatch(self.text)) and not self.asks
+PAPER = {"front": 1562, "middle": 1457, "end": 3657}
+"""Table 5, of LMSYS-Chat-1M."""
+NON_TERMINAL = "front + middle"
+EXPECTED = "labelled messages, a JSON object a line with conversation and place, and asked and text for examples"
+_SHOWN = 300  # characters of an example
 
 
 @dataclass(frozen=True)
-class Located:
-    """What is asked in a message, and where.
+class LabelledMessage:
+    """A message of a user, and where its question stands.
 
     Attributes:
-        place: "front", "middle" or "end" of the message, "single" (it is one sentence) or "none" (nothing is asked).
+        conversation: what it belongs to, such as "chat.jsonl line 3"; messages of one follow each other.
+        place: of the question; "single": it is one sentence, "none": nothing is asked, "foreign": not in English.
         asked: the sentences that ask, word for word.
+        text: the message.
     """
 
-    place: Place
-    asked: tuple[str, ...]
-
-
-def locate(message: str) -> Located:
-    """Where the question of a message stands.
-
-    "end": at most a tenth of the words follow the last question. Otherwise "front": at most a tenth precede the first.
-    Otherwise "middle".
-    """
-    units = list(dropwhile(lambda unit: unit.polite, _units(message)))
-    while units and units[-1].polite:
-        units.pop()
-    if len(units) < 2:
-        return Located("single", ())
-    _mark(units)
-    asking = _asking(units)
-    if not asking:
-        return Located("none", ())
-    total, before, after = (sum(u.words for u in part) for part in (units, units[: asking[0]], units[asking[-1] + 1 :]))
-    place: Place = "end" if after <= NEAR * total else "front" if before <= NEAR * total else "middle"
-    return Located(place, tuple(units[i].shown for i in asking))
-
-
-def _asking(units: Sequence[_Unit]) -> list[int]:
-    """Which units ask."""
-    own = [i for i, unit in enumerate(units) if not unit.material]
-    asking = (
-        [i for i in own if units[i].asks]
-        or [i for i in own if _RULES["hint"].search(units[i].text)]
-        or [i for i, unit in enumerate(units) if unit.soft and unit.asks][-1:]
-    )
-    # If something is asked elsewhere, a question in a long paragraph belongs to the pasted text.
-    sizes: Counter[int] = Counter()
-    for unit in units:
-        sizes[unit.block] += unit.words
-    outside = [i for i in asking if sizes[units[i].block] <= LONG]
-    if not outside:
-        return asking
-    edges = {edge for block in sizes for edge in _edges(units, block)}
-    return [i for i in asking if i in outside or (i in edges and _tells(units[i].text))]
-
-
-def _edges(units: Sequence[_Unit], block: int) -> tuple[int, int]:
-    mine = [i for i, unit in enumerate(units) if unit.block == block]
-    return mine[0], mine[-1]
-
-
-def _asks(text: str) -> bool:
-    text = re.sub(r"^[^\w\"“«]*(?:[\d_]+\W*)?", "", text)
-    label = _RULES["question_label"].match(text)
-    text = text[label.end() :] if label else text
-    if _RULES["noun"].fullmatch(text):
-        return False
-    return bool(label) or text.rstrip("\"')]* ").endswith("?") or _tells(text) or bool(_RULES["asking"].match(text))
-
-
-def _tells(text: str) -> bool:
-    return bool(_RULES["imperative"].match(text) or _RULES["wish"].search(text))
-
-
-def _units(message: str) -> list[_Unit]:
-    """Sentences, and lines of code, in order."""
-    units: list[_Unit] = []
-    block = line = at = 0
-    for fence in [*_RULES["fence"].finditer(message), None]:
-        for row in _joined(message[at : fence.start() if fence else len(message)]):
-            line += 1
-            if not row.strip():
-                block += 1
-            else:
-                units += [_Unit(*sentence, line, block) for sentence in _sentences(row)]
-        if fence:
-            at, line, block = fence.end(), line + 1, block + 1
-            units.append(_Unit("", fence.group(), line, block, True))
-            block += 1
-    for unit in units:
-        unit.material = unit.material or _is_code(unit.text) or unit.text.startswith((">", "|"))
-    return units
-
-
-def _joined(text: str) -> list[str]:
-    """Lines; lines that were broken within a sentence are joined."""
-    rows: list[str] = []
-    for row in text.split("\n"):
-        last = rows[-1] if rows else ""
-        if last and re.search(r"[a-z,]$", last) and re.match(r"[a-z]", row) and not _is_code(last) and len(last) > 50:
-            rows[-1] = f"{last} {row}"
-        else:
-            rows.append(row.rstrip())
-    return rows
-
-
-def _sentences(row: str) -> list[tuple[str, str]]:
-    """A line's sentences, covered and word for word; a request is separated from what follows its colon."""
-    covered = _RULES["quoted"].sub(lambda found: re.sub(r"(?<=.)\S(?=.)", "_", found.group()), row.replace("’", "'"))
-    if _is_code(covered):
-        return [(covered.strip(), row.strip())]
-    cuts, start = [0], 0
-    for stop in _RULES["stop"].finditer(covered):
-        before = covered[max(start, stop.start() - _NEAR) : stop.start()].rstrip("\"')] ")
-        after = covered[stop.end() : stop.end() + _NEAR]
-        if before.endswith("...") and after[:1].islower():
-            continue
-        if not _RULES["short"].search(before) or (re.search(r"[A-Z]\.$", before) and _asks(after)):
-            start = stop.end()
-            cuts.append(start)
-    for mark in re.finditer(r": +(?=\S)", covered):
-        at = bisect_right(cuts, mark.start())
-        begin = cuts[at - 1]
-        asked = covered[begin : mark.start()]
-        if len(asked) <= _NEAR and _asks(asked) and not _RULES["question_label"].match(covered, begin):
-            cuts.insert(at, mark.end())
-    cuts = sorted({*cuts, len(row)})
-    parts = [(covered[a:b].strip(), row[a:b].strip()) for a, b in pairwise(cuts)]
-    return [part for part in parts if part[0]]
-
-
-def _is_code(text: str) -> bool:
-    """Whether a line looks like code, and not like a request that ends in some."""
-    text = text.strip()
-    return bool(_RULES["code"].match(text)) and not (_asks(text) and re.match(r"(?:[A-Za-z',-]+ ){4}", text))
-
-
-def _mark(units: Sequence[_Unit]) -> None:
-    """Mark every unit that is material."""
-    final = [unit.block for unit in units].index(units[-1].block)  # where the last block begins
-    rest = letter = label = announced = -1  # from which unit, or in which block or line, there is material
-    for i, unit in enumerate(units):
-        question = _RULES["question_label"].match(unit.text)
-        label = -1 if question else unit.line if unit.labelled else label
-        if _RULES["letter"].match(unit.text):
-            letter = unit.block
-        if i == final and unit.asks and rest < 0:
-            announced = -1  # a question after the material
-        if not unit.material and not question:
-            unit.soft = -1 < announced < unit.block
-            unit.material = 0 <= rest <= i or unit.line == label or unit.block == letter
-            unit.soft = unit.soft and not unit.material
-            unit.material |= unit.soft
-        if not unit.material:
-            if unit.text.endswith(":") and rest < 0 and not question and unit.asks:
-                rest = i + 1
-            announced = unit.block if _RULES["announced"].search(unit.text) else announced
+    conversation: str
+    place: Literal["front", "middle", "end", "single", "none", "foreign"]
+    asked: tuple[str, ...] = ()
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How often the rules give the label that was given by hand, on a sample of our own writing.
+    """How often rules give the label that was given by hand.
 
     Attributes:
         messages: of this part of the sample.
@@ -246,26 +64,6 @@ class Accuracy:
     low: float
     high: float
     confusion: dict[str, dict[str, int]]
-
-
-def accuracy() -> Accuracy:
-    """The rules against the labels of the held-out sample, as `experiments/loopserve/questions.py` measured them."""
-    (found,) = read_records(Path(__file__).with_name("question_accuracy.json"), Accuracy, "the file that ships")
-    return found
-
-
-PAPER = {"front": 1562, "middle": 1457, "end": 3657}
-"""Table 5, of LMSYS-Chat-1M."""
-NON_TERMINAL = "front + middle"
-EXPECTED = (
-    "a chat log: JSON lines or an array with conversation (LMSYS-Chat-1M), conversations (ShareGPT) or messages "
-    "(OpenAI), their .parquet, or text with a message a line"
-)
-_LISTS = ("conversation", "conversations", "messages")
-_ROLE, _TEXT = ("role", "from"), ("content", "value")
-_USERS = {"user", "human", "prompter"}
-_JSON = (".json", ".jsonl", ".ndjson")
-_SHOWN = 300  # characters of an example
 
 
 @dataclass(frozen=True)
@@ -319,7 +117,7 @@ class Positions(Result):
         single: of one sentence.
         no_question: in which nothing is asked.
         foreign: in another language than English, by the log's own field or by their letters.
-        accuracy: of the rules, on the held-out part of a sample labelled by hand.
+        accuracy: of the rules that gave the labels, on a sample labelled by hand; None: not known.
         examples: of messages, by place.
     """
 
@@ -334,7 +132,7 @@ class Positions(Result):
     single: int
     no_question: int
     foreign: int
-    accuracy: Accuracy
+    accuracy: Accuracy | None
     examples: tuple[Example, ...]
 
     def conclusion(self) -> str:
@@ -354,10 +152,13 @@ class Positions(Result):
             f"{self.model.name}: {counted} of {_many(self.messages, 'message')} in "
             f"{_many(self.conversations, 'conversation')} with a question and more than a sentence; {self.single} of "
             f"one sentence, {self.no_question} without a question, {self.foreign} not in English.",
-            f"The rules are right on {a.right} of {a.messages} held-out messages of our own ({a.share:.0%}, "
-            f"{a.low:.0%} to {a.high:.0%}), on those of real users less often (docs/dialogues.md). How the paper told "
-            "the classes apart it does not say.",
         ]
+        if a is not None:
+            lines.append(
+                f"The rules are right on {a.right} of {a.messages} held-out messages of our own ({a.share:.0%}, "
+                f"{a.low:.0%} to {a.high:.0%}), on those of real users less often (docs/dialogues.md). How the paper "
+                "told the classes apart it does not say."
+            )
         for example in self.examples:
             asked = " / ".join(" ".join(sentence.split()) for sentence in example.asked)
             lines += [f"{example.position}, {example.where}: {asked}", f"    {' '.join(example.text.split())}"]
@@ -373,10 +174,10 @@ def question_positions(
     examples: int = 0,
     seed: Count = 0,
 ) -> Positions:
-    """Count where questions stand in the messages of a chat log, by rules for English text. Loads no model.
+    """Count where questions stand in the labelled messages of a chat log. Loads no model.
 
     Args:
-        file: LMSYS-Chat-1M, ShareGPT or OpenAI messages (JSON, parquet), or one message a line.
+        file: A JSON object a line with conversation and place, as experiments/loopserve/positions.py writes them.
         min_turns: Leave out conversations with fewer messages of the user; the paper takes 2.
         count: Draw this many conversations; the paper takes 10000. By default all.
         examples: Messages to show of each class.
@@ -386,13 +187,43 @@ def question_positions(
         SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
 
     Example:
-        sinkscope dialogues positions sharegpt.json --examples 3
+        sinkscope dialogues positions labels.jsonl --examples 3
+    """
+    messages = read_records(file, LabelledMessage, EXPECTED)
+    return count_positions(messages, Path(file).name, min_turns=min_turns, count=count, examples=examples, seed=seed)
+
+
+def count_positions(
+    messages: Sequence[LabelledMessage],
+    name: str,
+    *,
+    min_turns: int = 1,
+    count: int | None = None,
+    examples: int = 0,
+    seed: int = 0,
+    accuracy: Accuracy | None = None,
+) -> Positions:
+    """Count where questions stand in messages; the numbers are those of `question_positions`.
+
+    Args:
+        messages: of users, with their labels.
+        name: of the log.
+        min_turns: of a conversation that counts.
+        count: conversations to draw; None: all.
+        examples: of each class.
+        seed: of the draw.
+        accuracy: of what gave the labels.
+
+    Raises:
+        SinkscopeError: bad numbers, or there are fewer conversations.
     """
     started = time.perf_counter()
-    check_whole(min_turns=min_turns, **({} if count is None else {"count": count}))
+    check_whole(min_turns=min_turns, count=count)
     check_whole(0, examples=examples)
-    talks = [talk for talk in _conversations(Path(file).expanduser()) if len(talk.messages) >= min_turns]
-    name = Path(file).name
+    every: dict[str, list[LabelledMessage]] = {}
+    for message in messages:
+        every.setdefault(message.conversation, []).append(message)
+    talks = [talk for talk in every.values() if len(talk) >= min_turns]
     if not talks:
         wanted = _many(min_turns, "message")
         raise SinkscopeError(f"{name} has no conversation with {wanted} of a user: give another log, or fewer")
@@ -401,18 +232,14 @@ def question_positions(
     if count is not None:
         talks = random.Random(seed).sample(talks, count)
     counts: Counter[str] = Counter()
-    shown: dict[Place, list[Example]] = {"front": [], "middle": [], "end": []}
+    shown: dict[str, list[Example]] = {place: [] for place in PAPER}
     for talk in talks:
-        for number, message in enumerate(talk.messages, 1):
-            if talk.foreign or _other_letters(message):
-                counts["foreign"] += 1
-                continue
-            found = locate(message)
-            counts[found.place] += 1
-            if found.place in shown and len(shown[found.place]) < examples:
-                where = f"{talk.where}, message {number}" if len(talk.messages) > 1 else talk.where
-                text = message if len(message) <= _SHOWN else message[:_SHOWN] + "..."
-                shown[found.place].append(Example(found.place, where, found.asked, text))
+        for number, message in enumerate(talk, 1):
+            counts[message.place] += 1
+            if len(shown.get(message.place, range(examples))) < examples:
+                where = f"{message.conversation}, message {number}" if len(talk) > 1 else message.conversation
+                text = message.text if len(message.text) <= _SHOWN else message.text[:_SHOWN] + "..."
+                shown[message.place].append(Example(message.place, where, message.asked, text))
     return Positions(
         model=ModelInfo(name, "chat log", 0, 0, 0, ""),
         settings={"file": name, "min_turns": min_turns, "count": count, "examples": examples, "seed": seed},
@@ -423,7 +250,7 @@ def question_positions(
         single=counts["single"],
         no_question=counts["none"],
         foreign=counts["foreign"],
-        accuracy=accuracy(),
+        accuracy=accuracy,
         examples=tuple(example for each in shown.values() for example in each),
     )
 
@@ -443,61 +270,3 @@ def _shares(counts: Counter[str]) -> tuple[Share, ...]:
             Share(name, count, rate and rate.share, rate and rate.low, rate and rate.high, theirs, theirs / paper)
         )
     return tuple(made)
-
-
-@dataclass(frozen=True)
-class _Talk:
-    where: str
-    messages: tuple[str, ...]
-    foreign: bool
-
-
-def _conversations(file: Path) -> Iterator[_Talk]:
-    if file.suffix == ".parquet":
-        rows = list(read_rows(file, EXPECTED))
-    else:
-        text = read_text(file, EXPECTED)
-        if file.suffix == ".txt" or (text.lstrip()[0] not in "{[" and file.suffix not in _JSON):
-            lines = enumerate(text.split("\n"), 1)
-            yield from (_Talk(f"{file.name} line {i}", (line.strip(),), False) for i, line in lines if line.strip())
-            return
-        rows = list(rows_of(text, file.name, EXPECTED))
-    if all(isinstance(row, dict) and any(key in row for key in _ROLE) for _, row in rows):
-        rows = [(file.name, [row for _, row in rows])]  # the messages of one conversation
-    for where, row in rows:
-        messages = tuple(_messages(row, where))
-        language = row.get("language") if isinstance(row, dict) else None
-        foreign = isinstance(language, str) and language.lower() not in ("english", "en", "unknown", "")
-        yield _Talk(where, messages, foreign)
-
-
-def _messages(row: Any, where: str) -> Iterator[str]:
-    """What the user says in one conversation."""
-    said = row
-    if isinstance(row, dict):
-        said = next((row[name] for name in _LISTS if name in row), None)
-        if said is None:
-            raise SinkscopeError(f"{where} has none of {', '.join(_LISTS)}: give {EXPECTED}")
-    if not isinstance(said, list):
-        raise SinkscopeError(f"{where} is {json.dumps(said)!s:.40}, expected a list of messages: give {EXPECTED}")
-    for number, message in enumerate(said, 1):
-        each = message if isinstance(message, dict) else {}
-        role = next((each[name] for name in _ROLE if name in each), None)
-        text = next((each[name] for name in _TEXT if name in each), None)
-        if not isinstance(role, str) or (text is None and role.lower() in _USERS):
-            raise SinkscopeError(
-                f"{where}, message {number} is {json.dumps(message)!s:.40}, expected role and content, or from and "
-                "value: correct the line"
-            )
-        if role.lower() in _USERS:
-            if isinstance(text, list):  # parts, some of which may be pictures
-                text = "\n".join(str(p.get("text", "")) for p in text if isinstance(p, dict))
-            if not isinstance(text, str):
-                raise SinkscopeError(f"{where}, message {number}: {text!r:.40} is no text: correct the line")
-            if text.strip():
-                yield text
-
-
-def _other_letters(message: str) -> bool:
-    letters = [c for c in message if c.isalpha()]
-    return 2 * sum(c.isascii() for c in letters) < len(letters)

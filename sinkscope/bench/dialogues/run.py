@@ -4,6 +4,15 @@ Every turn is a prompt of its own: the whole conversation so far is read anew. W
 methods are compared on the same texts and a method's loss in one turn is not carried into the next; with the method's
 own answers, the conversation goes on from what it said. Or one cache grows over the turns of a dialogue, and what a
 method threw away in one turn is missing in the next.
+
+`run_fidelity` says how near a method stays to full attention along one text: every method reads the same prompt and is
+then given the same answer token by token, whatever it would have said itself.
+
+- *KL*: sum of p (log p - log q) over the vocabulary, in nats; p of full attention, q of the method, at every token of
+  the answer. The first one comes from the prompt alone: 0 where a method leaves prompts as they are.
+- *agreement*: both have the same likeliest token there.
+- *mass kept*: of the attention that a decoding step pays with the full cache along the same text, the share that lies
+  on positions which the method can read at this step, per layer and head. Methods that make only prompts sparse keep 1.
 """
 
 from __future__ import annotations
@@ -16,24 +25,44 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, Position
-from sinkscope.bench.dialogues.recall import TASK
-from sinkscope.bench.dialogues.tables import COMMAND, Said
+from sinkscope.bench.dialogues.build import build_published
+from sinkscope.bench.dialogues.form import POSITIONS, Dialogue, DialogueTurn, Position, read_dialogues
+from sinkscope.bench.dialogues.recall import TASK, recall_dialogues
+from sinkscope.bench.dialogues.tables import (
+    COMMAND,
+    FIDELITY,
+    TEXT,
+    Dialogues,
+    Fidelity,
+    Near,
+    Said,
+    tabulate_dialogues,
+    tabulate_fidelity,
+)
 from sinkscope.bench.files import open_folder
-from sinkscope.bench.methods import Budget, Method, check_methods, check_whole
-from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
+from sinkscope.bench.methods import SHARE, Budget, Method, at_settings, check_methods, check_whole, parse_budget
+from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_model, run_batches
 from sinkscope.bench.scorers import score
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
-from sinkscope.interventions.base import Event
+from sinkscope.interventions.base import Event, Intervention, Run
+from sinkscope.interventions.decode import Told
+from sinkscope.kv import Full
+from sinkscope.kv.cache import CacheLayer
 from sinkscope.kv.loopserve.conversation import Conversation
+from sinkscope.kv.session import Rows, Session
 from sinkscope.parallel import Tally, check_workers
-from sinkscope.published import set_of
+from sinkscope.published import SETS, set_of
+from sinkscope.registry import Count, Hidden, Option, Positive, command
 from sinkscope.store import Folder
+from sinkscope.text import typical_text
 from sinkscope.text.chat import chat_text
 
 History = Literal["gold", "model"]
@@ -66,6 +95,86 @@ class AskedTurn:
             "turn": self.turn,
             "prompt_tokens": len(self.ids),
         }
+
+
+@command(group="Dialogues", command="dialogues run")
+def dialogues_run(
+    *,
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
+    model: str = "recall",
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    dialogues: Annotated[str, Option("--dialogues", metavar="FILE|TASK:FILE|recall")] = "recall",
+    count: Positive | None = None,
+    methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = (),
+    settings: Literal["paper", "equal"] | None = None,
+    positions: Annotated[Sequence[str], Option("--positions", reads="commas")] = ("begin", "middle", "end"),
+    budget: str | None = None,
+    history: Literal["gold", "model"] = "gold",
+    cache: Literal["fresh", "grow"] = "fresh",
+    max_new_tokens: Positive | None = None,
+    batch_size: Positive = 1,
+    chat: bool = False,
+    seed: Count = 0,
+    workers: Positive = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    progress: Hidden = None,
+) -> Dialogues:
+    """Answer every turn by every method; after a kill the same command goes on where it was.
+
+    Args:
+        out: Where answers are kept. If the folder holds a part of this run, the run continues.
+        model: A short name, hub id or folder; recall is the recall model in the package.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        dialogues: A file that `dialogues build` wrote; a benchmark's file after its task, such as
+            longeval_topics:5_topics.jsonl; or recall, which are made for the recall model.
+        count: Number of dialogues. By default 10 of recall, all of a file.
+        methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
+            package.module:Class. An unknown name lists all. By default full,streaming,h2o,snapkv,tova; with --settings
+            those of the paper.
+        settings: paper takes LoopServe's Table 7; equal gives every method the same fraction of the context, --budget.
+            By default each method has its own.
+        positions: Places of the question, with commas between.
+        budget: Cached tokens, or a fraction of the conversation such as 0.125. By default 256; 0.125 with --settings
+            equal.
+        history: Turns follow right answers (gold), or the method's own (model).
+        cache: Every turn reads everything anew (fresh), or one cache grows over the turns (grow).
+        max_new_tokens: Longest answer. By default the benchmark's for each task; 64 for recall.
+        batch_size: Turns that run together.
+        chat: Wrap turns in the tokenizer's chat template.
+        seed: Seed of every random choice.
+        workers: Processes that share the work; more than one run over Ray.
+        ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues run --methods full,h2o --budget 128 --out runs
+    """
+    names, share = _methods_of(methods, settings, budget)
+    some = _dialogues_of(dialogues, count, seed)
+
+    folder = run_dialogues(
+        named_model(model, backend, revision=revision, device=device, dtype=dtype),
+        some,
+        names,
+        out=out,
+        positions=positions,
+        budget=share,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        chat=chat,
+        history=history,
+        cache=cache,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+    )
+    return tabulate_dialogues([folder])
 
 
 def run_dialogues(
@@ -224,7 +333,7 @@ def answer_anew(to: Asked, batch: Batch) -> list[Said]:
                 tokens=tuple(tokens),
                 text=to.text(tokens),
                 ended="eos" if ended else "cap",
-                read=read_of(count.counts, i, len(tokens)),
+                read=read_of(count.found, i, len(tokens)),
                 cells=cells_of(events, i),
                 seconds=seconds,
             )
@@ -303,7 +412,9 @@ def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:
 
 def reads() -> PerCall:
     """Counts, after every call and per row, the tokens that it could attend to: mean over layers and kv heads."""
-    return PerCall(lambda layer: layer.readable.sum(-1).float().mean(1).cpu(), own=True)
+    return PerCall(
+        lambda layers: torch.stack([each.readable.sum(-1).float().mean(1).cpu() for each in layers]).mean(0), own=True
+    )
 
 
 def read_of(counts: Sequence[Tensor], row: int, tokens: int) -> float | None:
@@ -347,3 +458,358 @@ def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:
     if not positions:
         raise SinkscopeError(f"no position is given: choose from {', '.join(POSITIONS)}")
     return tuple(place for place in POSITIONS if place in positions)
+
+
+Along = Literal["full", "gold"]
+NEAR_VERSION = 1  # of the records of fidelity
+
+
+def text_dialogues(
+    tokenizer: Any, count: int = 8, *, prompt_tokens: int = 512, answer_tokens: int = 64, text: str | None = None
+) -> tuple[Dialogue, ...]:
+    """Consecutive pieces of a text as dialogues of one turn: the right answer is how the text goes on.
+
+    Args:
+        tokenizer: measures the pieces.
+        count: of them.
+        prompt_tokens: of each.
+        answer_tokens: that follow.
+        text: None: the text in the package, which the model in the package was not trained on.
+
+    Raises:
+        SinkscopeError: the text is too short.
+    """
+    whole = typical_text() if text is None else text
+    ids = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
+    length = prompt_tokens + answer_tokens
+    if len(ids) < count * length:
+        raise SinkscopeError(
+            f"the text has {len(ids)} tokens, and {count} pieces of {prompt_tokens} + {answer_tokens} are wanted: give "
+            f"at most {len(ids) // length}, shorter ones, or a longer text"
+        )
+    found: list[Dialogue] = []
+    for number in range(count):
+        piece = ids[number * length : (number + 1) * length]
+        prompt, answer = tokenizer.decode(piece[:prompt_tokens]), tokenizer.decode(piece[prompt_tokens:])
+        turn = DialogueTurn({place: prompt for place in POSITIONS}, (answer,), (0,))
+        found.append(Dialogue(f"{TEXT}-{number}", TEXT, (turn,)))
+    return tuple(found)
+
+
+@command(group="Dialogues", command="dialogues fidelity")
+def dialogues_fidelity(
+    *,
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
+    model: str | None = None,
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    dialogues: Annotated[str, Option("--dialogues", metavar="FILE|TASK:FILE|recall|text")] = "recall",
+    count: Positive | None = None,
+    along: Literal["full", "gold"] | None = None,
+    methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = (),
+    settings: Literal["paper", "equal"] | None = None,
+    positions: Annotated[Sequence[str], Option("--positions", reads="commas")] = (),
+    budget: str | None = None,
+    prompt_tokens: Positive | None = None,
+    answer_tokens: Positive = 64,
+    batch_size: Positive = 1,
+    chat: bool = False,
+    seed: Count = 0,
+    workers: Positive = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    progress: Hidden = None,
+) -> Fidelity:
+    """Compare methods with full attention along the same text: KL, top-1 agreement, and the attention mass kept.
+
+    Args:
+        out: Where numbers are kept. If the folder holds a part of this run, the run continues.
+        model: A short name, hub id or folder. By default the recall model in the package; for text the bundled model.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        dialogues: A file that `dialogues build` wrote; a benchmark's file after its task, such as
+            longeval_topics:5_topics.jsonl; recall; or text, pieces of the text in the package.
+        count: Number of dialogues. By default 10 of recall, 8 of text, all of a file.
+        along: Answers of the full cache (full) or right ones (gold). By default full; for text gold.
+        methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
+            package.module:Class. An unknown name lists all. By default full,streaming,h2o,snapkv,tova; with --settings
+            those of the paper.
+        settings: paper takes LoopServe's Table 7; equal gives every method the same fraction of the context, --budget.
+            By default each method has its own.
+        positions: Places of the question, with commas between. By default end.
+        budget: Cached tokens, or a fraction of the conversation such as 0.125. By default 256; 0.125 with --settings
+            equal.
+        prompt_tokens: For text, tokens of a prompt; 512 by default.
+        answer_tokens: Longer answers are cut there.
+        batch_size: Turns that run together.
+        chat: Wrap turns in the tokenizer's chat template.
+        seed: Seed of every random choice.
+        workers: Processes that share the work; more than one run over Ray.
+        ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope dialogues fidelity --dialogues text --out near
+    """
+    names, share = _methods_of(methods, settings, budget)
+
+    places, texts = check_positions(positions or ("end",)), dialogues == TEXT
+    if texts and positions:
+        raise SinkscopeError(f"--positions {','.join(positions)}: pieces of a text have no question; leave it out")
+    if not texts and prompt_tokens is not None:
+        raise SinkscopeError(f"--prompt-tokens {prompt_tokens} is of --dialogues text: leave it out for {dialogues}")
+    some = () if texts else _dialogues_of(dialogues, count, seed)
+    opened: Any = named_model(
+        model or (None if texts else TASK), backend, revision=revision, device=device, dtype=dtype
+    )
+    if texts:
+        opened = opened.open()
+        if (tokenizer := opened.tokenizer) is None:
+            raise SinkscopeError("--dialogues text needs a model with a tokenizer: give one that carries it")
+        some = text_dialogues(tokenizer, count or 8, prompt_tokens=prompt_tokens or 512, answer_tokens=answer_tokens)
+    folder = run_fidelity(
+        opened,
+        some,
+        names,
+        out=out,
+        along=along or ("gold" if texts else "full"),
+        positions=places,
+        budget=share,
+        max_new_tokens=answer_tokens,
+        batch_size=batch_size,
+        chat=chat,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+    )
+    return tabulate_fidelity([folder])
+
+
+def _methods_of(methods: Sequence[str], settings: Any, budget: str | None) -> tuple[Sequence[str], Budget]:
+    """Methods as they are written, and the budget of those that have none of their own."""
+    if settings == "paper" and budget is not None:
+        raise SinkscopeError(f"--budget {budget}: --settings paper has budgets of its own; give one of them")
+    usual = {None: "256", "paper": "1024", "equal": str(SHARE)}[settings]
+    share = parse_budget(budget or usual)
+    names = methods or ("full", "streaming", "h2o", "snapkv", "tova")
+    check_methods(names, ["cache"])
+    if settings is not None:
+        names = at_settings(methods, settings, share if settings == "equal" else SHARE)
+    return names, share
+
+
+def _dialogues_of(source: str, count: int | None, seed: int) -> tuple[Dialogue, ...]:
+    """The dialogues of a file, or those of the recall model."""
+    if source == TASK:
+        return recall_dialogues(count or 10, seed=seed)
+    task, colon, file = source.partition(":")
+    if colon and task in SETS:
+        return build_published(task, file, count=count).made
+    found = read_dialogues(source)
+    if count is not None and count > len(found):
+        raise SinkscopeError(f"--count {count}: {Path(source).name} has {len(found)} dialogues")
+    return found[:count]
+
+
+def run_fidelity(
+    model: object,
+    dialogues: Sequence[Dialogue],
+    methods: Sequence[str],
+    *,
+    out: str | os.PathLike[str],
+    along: Along = "full",
+    positions: Sequence[str] = ("end",),
+    tokenizer: Any = None,
+    budget: Budget = 256,
+    max_new_tokens: int = 64,
+    batch_size: int = 1,
+    chat: bool = False,
+    workers: int = 1,
+    ray: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Compare methods with full attention, token by token; what is in `out` already is not done again.
+
+    Full attention reads every prompt twice: to be compared with, and to weigh what each method left readable. That is
+    kept as a bit per method, step, layer, kv head and token.
+
+    Args:
+        model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `NamedModel`.
+        dialogues: see `read_dialogues`, `recall_dialogues` and `text_dialogues`; right answers are the history.
+        methods: as for `run_dialogues`.
+        out: folder; settings, dialogues and records are kept there.
+        along: "full": the answer that the full cache gives, greedily. "gold": the (first) right one.
+        positions: of the question: "begin", "middle", "end".
+        tokenizer: where the model carries none.
+        budget: as for `run_dialogues`.
+        max_new_tokens: longer answers are cut there.
+        batch_size: turns that run together.
+        chat: wrap turns in the tokenizer's chat template.
+        workers: processes; more than one run over Ray.
+        ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
+        progress: called as `progress("answers", done, total)`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        SinkscopeError: as for `run_dialogues`, and for a right answer without a token.
+    """
+    sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    chosen, places = check_given(dialogues, methods, positions, budget, **sizes)
+    if along not in get_args(Along):
+        raise SinkscopeError(f"along={along!r}: expected one of {', '.join(get_args(Along))}")
+    check_workers(workers, ray)
+    to = ask(model, tokenizer, max_new_tokens, budget, chat)
+    rows = [
+        (made, _gold(to, made, dialogue.turns[made.turn].answers[0]) if along == "gold" else None)
+        for place in places
+        for made, dialogue in _questions(to, dialogues, place, "gold", chat)
+    ]
+    check_can(to, chosen, [len(each.ids) for each, _ in rows])
+    settings = {"version": NEAR_VERSION, "command": FIDELITY, **to.settings(), "chat": chat, "along": along}
+    tally = Tally("answers", len(rows) * len(chosen), progress)
+    with open_folder(out, {**settings, "history": "gold"}, dialogues, Near) as kept:
+        batches: list[Batch] = []
+        for start in range(0, len(rows), batch_size):
+            some = tuple(rows[start : start + batch_size])
+            each = {method: Batch(to.fingerprint, (method,), some) for method in chosen}
+            there = tuple(method for method, batch in each.items() if kept.records.keys() >= {*batch.keys})
+            missing = tuple(method for method in chosen if method not in there)
+            batches += [Batch(to.fingerprint, part, some) for part in (there, missing) if part]
+        run_batches(to, [batches], answer_along, kept, tally, model=model, workers=workers, ray=ray)
+    return Path(out)
+
+
+def _gold(to: Asked, each: AskedTurn, answer: str) -> list[int]:
+    ids = to.target.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"]
+    cut = to.cut([int(i) for i in ids][: to.new])[0]
+    if not cut:
+        raise SinkscopeError(
+            f'dialogue {each.dialogue!r}, turn {each.turn + 1}: its right answer has no tokens; give along="full"'
+        )
+    return cut
+
+
+def answer_along(to: Asked, batch: Batch) -> list[Near]:
+    """Full attention, every method, and full attention again to weigh what they left.
+
+    Args:
+        to: the model, whole.
+        batch: its rows are pairs of an `AskedTurn` and the ids of its answer; None: what full attention says.
+    """
+    rows = [each.ids for each, _ in batch.rows]
+    answers = None if batch.rows[0][1] is None else [answer for _, answer in batch.rows]
+    full = _Logits()
+    made = _say(to, rows, answers, Full(), full)[0]
+    told = [to.cut(row)[0] for row in made] if answers is None else answers
+    left: list[PerCall] = []
+    found: list[tuple[Method, _Logits, PerCall, list[Event], float]] = []
+    for method in batch.methods:
+        started = time.perf_counter()
+        logits, count, readable = _Logits(full.values), reads(), PerCall(_bits, own=True)
+        events = _say(to, rows, told, method.make(to.budget) | count | readable, logits)[1]
+        left.append(readable)
+        found.append((method, logits, count, events, round(time.perf_counter() - started, 3)))
+    weigh = _Weigh(left)
+    _say(to, rows, told, Full() | weigh)
+    return [
+        Near(
+            **each.heads(to, method),
+            kl=tuple(round(float(step[row]), 6) for step in logits.kl[: len(answer)]),
+            agree=tuple(bool(step[row]) for step in logits.agree[: len(answer)]),
+            kept=tuple(round(step[row], 6) for step in kept[: len(answer) - 1]),
+            read=read_of(count.found, row, len(answer)),
+            cells=cells_of(events, row),
+            seconds=seconds,
+        )
+        for (method, logits, count, events, seconds), kept in zip(found, weigh.kept(), strict=True)
+        for row, ((each, _), answer) in enumerate(zip(batch.rows, told, strict=True))
+    ]
+
+
+def _say(
+    to: Asked, rows: list[list[int]], answers: list[list[int]] | None, edit: Intervention, logits: _Logits | None = None
+) -> tuple[list[list[int]], list[Event]]:
+    """New tokens and events; with `answers` it says these, whatever it would have said."""
+    if answers is None:
+        return to.generate(rows, edit, logits)
+    told = Told(answers, max(map(len, rows)), to.pad)
+    return to.generate(rows, edit, logits, max(map(len, answers)), logits_processor=[told])
+
+
+class _Logits:
+    """Of every step, as the model gives them; or, beside those of full attention, how far they are from them."""
+
+    def __init__(self, full: list[Tensor] | None = None) -> None:
+        self.values: list[Tensor] = []  # [batch vocab]
+        self.kl: list[Tensor] = []  # [batch]
+        self.agree: list[Tensor] = []
+        self._full = full
+
+    def __call__(self, _module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        logits = output.logits[:, -1].float()
+        if self._full is None:
+            self.values.append(logits)
+            return
+        full = self._full[len(self.kl)]
+        self.kl.append(divergence(full, logits).cpu())
+        self.agree.append((full.argmax(-1) == logits.argmax(-1)).cpu())
+
+
+def divergence(full: Float[Tensor, "batch vocab"], other: Float[Tensor, "batch vocab"]) -> Float[Tensor, " batch"]:
+    """KL(full || other) of two rows of logits, nats."""
+    p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+def _bits(layers: Sequence[CacheLayer]) -> list[Any]:
+    """Which true positions each kv head could read, by layer: `[batch kv_head bit]`."""
+    return [np.packbits(_there(layer).cpu().numpy(), axis=-1) for layer in layers]
+
+
+def _there(layer: CacheLayer) -> Bool[Tensor, "batch _ pos"]:
+    """Positions that hold a token which is not hidden, by kv head, or by query head if each hides its own."""
+    there = layer.readable
+    pos = layer.pos.repeat_interleave(there.shape[1] // layer.pos.shape[1], 1)
+    found = torch.zeros(*pos.shape[:2], layer.seen + 1, dtype=torch.bool, device=pos.device)
+    return found.scatter_(-1, pos.masked_fill(~there, layer.seen), True)[..., : layer.seen]
+
+
+class _Weigh(Intervention):
+    """Of what full attention pays in every decoding step, the share on positions that others left readable."""
+
+    def __init__(self, left: list[PerCall]) -> None:
+        self._left = left
+        self._sums: list[list[Tensor]] = [[] for _ in left]  # per step, over layers
+        self._calls = self._layers = 0
+
+    def enter(self, run: Run, key: int) -> None:
+        """Watch the newest query of every layer."""
+        session = Session.of(run)
+        session.own_cache()
+        session.watch(self._add, last=1)
+        session.after_call(lambda moment: self._next(len(moment.layers)))
+
+    def kept(self) -> list[list[list[float]]]:
+        """Of each, per step and row: mean over layers and heads."""
+        return [[(total / self._layers).tolist() for total in sums] for sums in self._sums]
+
+    def _next(self, layers: int) -> None:
+        self._calls, self._layers = self._calls + 1, layers
+
+    def _add(self, rows: Rows) -> None:
+        if not self._calls:  # the prompt
+            return
+        for left, sums in zip(self._left, self._sums, strict=True):
+            bits = torch.from_numpy(np.unpackbits(left.found[self._calls][rows.layer], axis=-1)).to(rows.pos.device)
+            paid = rows.probs[:, :, -1].double().unflatten(1, (bits.shape[1], -1))
+            pos = rows.pos.repeat_interleave(bits.shape[1] // rows.pos.shape[1], 1)
+            there = bits.gather(-1, pos.clamp(min=0)) > 0  # nothing is paid to padding
+            share = (paid * there[:, :, None]).sum(-1) / paid.sum(-1)
+            if len(sums) < self._calls:
+                sums.append(torch.zeros(len(paid), dtype=torch.float64))
+            sums[-1] += share.mean((1, 2)).cpu()

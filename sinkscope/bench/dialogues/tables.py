@@ -6,9 +6,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+from sinkscope._plain import parse_json
 from sinkscope.bench.dialogues.form import POSITIONS, Position
 from sinkscope.bench.files import Contents, Finished, envelope, read_folder, written_by
 from sinkscope.bench.methods import METHODS, Budget, name_of, order_of, split_spec
@@ -16,6 +18,7 @@ from sinkscope.bench.scorers import score
 from sinkscope.errors import SinkscopeError
 from sinkscope.published import set_of
 from sinkscope.rate import mean_known, wilson
+from sinkscope.registry import Option, command
 from sinkscope.results import Result
 
 COMMAND, FIDELITY = "dialogues", "dialogues fidelity"
@@ -32,12 +35,20 @@ class OfTurn(Finished):
         position: of the question in the turns' prompts.
         turn: 0-based.
         prompt_tokens: of the conversation up to the answer, BOS included.
+        read: cached tokens that a decoding step attends to, its own included, mean over the answer's tokens after the
+            first, layers and kv heads; None: the answer is one token, which the whole prompt gives.
+        cells: share of the prompt's causal cells that attention covers (of a turn's own queries where the cache
+            grows), mean over layers and heads; None: the method leaves prompts to the model.
+        seconds: wall clock of the batch it ran in.
     """
 
     dialogue: str
     position: Position
     turn: int
     prompt_tokens: int
+    read: float | None
+    cells: float | None
+    seconds: float
 
 
 R = TypeVar("R", bound=OfTurn)
@@ -52,19 +63,11 @@ class Said(OfTurn):
         tokens: ids of the answer, up to and with the end of sequence if it came.
         text: the same decoded.
         ended: by the end of sequence, or at the cap of new tokens.
-        read: cached tokens that a decoding step attends to, its own included, mean over the answer's tokens after the
-            first, layers and kv heads; None: the answer is one token, which the whole prompt gives.
-        cells: share of the prompt's causal cells that attention covers (of a turn's own queries where the cache
-            grows), mean over layers and heads; None: the method leaves prompts to the model.
-        seconds: wall clock of the batch it ran in.
     """
 
     tokens: tuple[int, ...]
     text: str
     ended: Literal["eos", "cap"]
-    read: float | None
-    cells: float | None
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,17 +170,11 @@ class Near(OfTurn):
         kl: per token of the answer, nats.
         agree: per token of the answer.
         kept: per token of the answer after the first: mean over layers and heads.
-        read: cached tokens that a decoding step attends to, mean; None: the answer is one token.
-        cells: share of the prompt's causal cells that attention covers; None: the method leaves prompts to the model.
-        seconds: wall clock of the batch it ran in.
     """
 
     kl: tuple[float, ...]
     agree: tuple[bool, ...]
     kept: tuple[float, ...]
-    read: float | None
-    cells: float | None
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +241,10 @@ class Comparison(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """A row per group; a method without a budget has none."""
-        return [{"method": g.method, "budget": g.budget if g.sized else None, **_rest(g)} for g in self.groups]
+        return [
+            {"method": g.method, "budget": None, **vars(g), **({} if g.sized else {"budget": None})}
+            for g in self.groups
+        ]
 
     def parts(self) -> list[list[Any]]:
         """Groups that can be compared with each other."""
@@ -297,10 +297,6 @@ class Fidelity(Comparison):
     groups: tuple[Kept, ...]
 
 
-def _rest(g: Compared) -> dict[str, Any]:
-    return {name: value for name, value in vars(g).items() if name not in ("method", "budget")}
-
-
 def written(method: str, usual: Budget) -> tuple[str, Budget]:
     """Of a method in a record: its text without the budget, and the budget, the run's where it has none of its own."""
     text, own = split_spec(method)
@@ -312,6 +308,26 @@ def overall(groups: Sequence[Any]) -> list[Any]:
     """Of groups with the same head: each method over all positions or, where it has only one, at that."""
     several = {g.label for g in groups if g.position == ALL}
     return [g for g in groups if g.position == ALL or g.label not in several]
+
+
+@command(group="Dialogues", command="dialogues table")
+def dialogues_table(
+    folders: Annotated[Sequence[Path], Option(argument=True, metavar="DIR...")],
+) -> Dialogues | Fidelity:
+    """Show scores by method and position of the question, with intervals and tokens read; or fidelity.
+
+    Args:
+        folders: Folders of runs, or of fidelity.
+
+    Example:
+        sinkscope dialogues table runs --json table.json
+    """
+    try:
+        settings = parse_json((folders[0] / "settings.json").read_bytes())
+    except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
+        settings = None
+    fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
+    return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
 
 
 def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sinkscope.bench.files import Contents, Finished, read_folder
 from sinkscope.loops.signals import (
@@ -63,6 +63,8 @@ class Continued(Finished):
         batch_size: rows of that batch.
     """
 
+    identity: ClassVar[tuple[str, ...]] = (*Finished.identity, "temperature", "seed")
+
     bench: str
     temperature: float
     seed: int
@@ -81,11 +83,6 @@ class Continued(Finished):
     cached_peak: float
     seconds: float
     batch_size: int
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Model, method, prompt, temperature and seed."""
-        return self.model, self.method, self.prompt, self.temperature, self.seed
 
     @property
     def label(self) -> str:

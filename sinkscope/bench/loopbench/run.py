@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,17 +18,20 @@ from torch import Tensor
 from sinkscope._plain import plain
 from sinkscope.bench.files import open_folder
 from sinkscope.bench.loopbench.metrics import INTERVENTION, TEXT, Continued, Ended, fresh_sentences
-from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest
+from sinkscope.bench.loopbench.prompts import BenchPrompt, Honest, honest_texts, load_prompts
 from sinkscope.bench.loopbench.samplers import SAMPLERS, PerRow, StopRows, WatchedRows, sampled, stopper
-from sinkscope.bench.methods import Method, check_budget, check_methods, check_whole
-from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, run_batches
+from sinkscope.bench.loopbench.tables import LoopBench, tabulate
+from sinkscope.bench.methods import Method, check_budget, check_methods, check_whole, parse_budget
+from sinkscope.bench.runner import Asked, Batch, PerCall, ask, check_can, named_model, run_batches
 from sinkscope.console import Progress
 from sinkscope.errors import SinkscopeError
 from sinkscope.generate import COLDEST
 from sinkscope.interventions.base import Event
 from sinkscope.loops.monitor import Monitor, MonitorSettings
 from sinkscope.loops.signals import MAX_NEW, WINDOW
+from sinkscope.models.names import ORGANISM
 from sinkscope.parallel import Tally, check_workers
+from sinkscope.registry import Count, Hidden, Option, Positive, command
 
 QA_NEW = 32  # new tokens for 2WikiMultihopQA, LongBench's own number
 DETECTORS = (
@@ -68,6 +71,85 @@ class _Sampled(Batch):
     def keys(self) -> tuple[tuple[Any, ...], ...]:
         """Keys of the records that it makes."""
         return tuple((*key, self.temperature, self.seed) for key in super().keys)
+
+
+@command(group="Loops", command="loopbench run")
+def loopbench_run(
+    *,
+    out: Annotated[Path, Option(metavar="DIR", writes=True)],
+    model: str | None = None,
+    revision: str | None = None,
+    backend: Literal["bridge", "hf", "nnsight"] = "hf",
+    device: str | None = None,
+    dtype: str | None = None,
+    bench: Annotated[Sequence[str], Option("--bench")] = ("small",),
+    methods: Annotated[Sequence[str], Option("--methods", reads="commas")] = ("full", "streaming", "h2o", "loopguard"),
+    max_new_tokens: Positive | None = None,
+    budget: str = "1024",
+    window: Positive = 256,
+    batch_size: Positive = 1,
+    temperature: Annotated[Sequence[float], Option("--temperature", min=0)] = (0.0,),
+    seed: Count = 0,
+    seeds: Positive = 1,
+    workers: Positive = 1,
+    ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
+    progress: Hidden = None,
+) -> LoopBench:
+    """Continue every prompt by every method; after a kill the same command goes on where it was.
+
+    Args:
+        out: Where the runs are kept. If the folder holds a part of this run, the run continues.
+        model: A short name, hub id, folder or .gguf file. By default the model in the package.
+        revision: Branch, tag or commit on the hub.
+        backend: Load the model as this kind of object.
+        device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
+        dtype: float32, bfloat16 or float16. By default the checkpoint's.
+        bench: small, stories, honest, organism (with the model of that name), or a file of prompts.
+        methods: Names with commas between, each with settings if wanted (snapkv:window=32), or package.module:Class.
+            An unknown name lists all.
+        max_new_tokens: Longest answer. By default 2500; 1400 for organism, 32 for 2wiki.
+        budget: Cached tokens, or a fraction of the prompt such as 0.5.
+        window: Tokens W over which signals are taken.
+        batch_size: Prompts that run together.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Seed of every random choice.
+        seeds: Samples of each prompt at each temperature above 0, with this many seeds from --seed on.
+        workers: Processes that share the work; more than one run over Ray.
+        ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
+        progress: Called as `progress(what, done, total)`.
+
+    Example:
+        sinkscope loopbench run --methods full,loopguard --out runs
+    """
+    check_methods(methods)
+    share = parse_budget(budget)
+    prompts = [p for name in bench for p in (honest_texts() if name == "honest" else load_prompts(name))]
+    if ORGANISM in bench:
+        if {*bench} != {ORGANISM} or model not in (None, ORGANISM):
+            raise SinkscopeError(
+                "--bench organism: its prompts are words of the model organism alone; leave --model and other sets out"
+            )
+        model, max_new_tokens = ORGANISM, max_new_tokens or 1400
+
+    if max_new_tokens is not None and any(p.bench != "2wiki" for p in prompts):
+        check_window(window, max_new_tokens, "--window", "--max-new-tokens")
+    folder = run_loopbench(
+        named_model(model, backend, revision=revision, device=device, dtype=dtype),
+        prompts,
+        methods,
+        out=out,
+        max_new_tokens=max_new_tokens,
+        budget=share,
+        window=window,
+        batch_size=batch_size,
+        temperatures=temperature,
+        seed=seed,
+        seeds=seeds,
+        workers=workers,
+        ray=ray,
+        progress=progress,
+    )
+    return tabulate([folder])
 
 
 def run_loopbench(
@@ -198,12 +280,12 @@ def _continue(to: Asked, batch: Any, plan: _Plan, tell: Callable[[int], None] | 
         return [_read(to, each, ids, plan, batch.seed) for each, ids in batch.rows]
     started, rows = time.perf_counter(), [ids for _, ids in batch.rows]
     options, stopped = _options(to, batch, rows, plan.window)
-    held = PerCall(lambda layer: layer.slots - layer.holes(), own=False)
+    held = PerCall(lambda layers: torch.stack([each.slots - each.holes() for each in layers]).mean(0), own=False)
     edit = method.make(to.budget, plan.window) | held if _edited(method) else None
     top = _Top(lambda step: None if tell is None else tell(step * len(rows)))
     made, events = to.generate(rows, edit, top, **options)
     confidence = torch.stack(top.values, 1).tolist()
-    sizes = torch.stack(held.counts, 1).tolist() if held.counts else None
+    sizes = torch.stack(held.found, 1).tolist() if held.found else None
     seconds = round(time.perf_counter() - started, 3)
     records: list[Continued] = []
     for i, ((each, ids), row) in enumerate(zip(batch.rows, made, strict=True)):

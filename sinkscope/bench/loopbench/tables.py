@@ -252,7 +252,11 @@ def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, meta
         if (found := [parts[bench, model, method, 0.0] for bench in LOOPS if (bench, model, method, 0.0) in parts])
     )
     answers = tuple(_answers(*key[1:3], parts) for key in keys if key[0] == "2wiki" and not key[3])
-    truths = tuple(_planted(*key[1:3], parts) for key in keys if key[0] == "organism" and not key[3])
+    truths = tuple(
+        planted(*key[1:3], parts[key][1], parts[key][0].prompts, _of_full("organism", key[1], parts))
+        for key in keys
+        if key[0] == "organism" and not key[3]
+    )
     detections = tuple(d for model in names.values() for d in _detections(model, parts))
     return LoopBench(
         **envelope(runs, started, "prompts"),
@@ -301,11 +305,6 @@ def _of_full(bench: str, model: str, parts: _Parts) -> dict[str, tuple[int, ...]
     """Tokens of the full cache by prompt, as far as it was run."""
     found = parts.get((bench, model, "full", 0.0))
     return {} if found is None else {record.prompt: record.tokens for record in found[1]}
-
-
-def _planted(model: str, method: str, parts: _Parts) -> Planted:
-    run, records = parts["organism", model, method, 0.0]
-    return planted(model, method, records, run.prompts, _of_full("organism", model, parts))
 
 
 def _detections(model: str, parts: _Parts) -> list[Detection]:

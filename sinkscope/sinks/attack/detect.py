@@ -25,8 +25,7 @@ from sinkscope.sinks.attack.trials import Context, Trials, make_trials
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
 from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.text import text_rows
-from sinkscope.text.harmless import honest_repetition, source_code
+from sinkscope.text import honest_repetition, source_code, text_rows
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
 FALSE_ALARMS = 0.01  # the rate at which detection is stated

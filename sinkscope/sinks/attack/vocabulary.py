@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -210,13 +210,10 @@ class Chunk:
 class Done(Keyed):
     """What was found for a chunk."""
 
+    identity: ClassVar[tuple[str, ...]] = ("chunk",)
+
     chunk: int
     columns: Columns
-
-    @property
-    def key(self) -> int:
-        """The chunk's number."""
-        return self.chunk
 
 
 def in_chunks(

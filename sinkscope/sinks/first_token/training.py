@@ -52,11 +52,6 @@ class Checkpoint(Keyed):
     failed: str | None = None
 
     @property
-    def key(self) -> str:
-        """Its name."""
-        return self.name
-
-    @property
     def shown(self) -> str:
         """The neurons, as find-sinks and positions name them."""
         return neuron_names(self.neurons)

@@ -1,12 +1,21 @@
-"""Text that a detector must not mistake for an attack: source code, and repetition that people write."""
+"""The repetition that people write, which a detector must not mistake for an attack: tables, songs, lists, contents.
+
+    python -m experiments.harmless
+
+writes the JSON lines that `sinkscope.text.honest_repetition` reads, the same every time.
+"""
 
 from __future__ import annotations
 
 import random
-from importlib.util import find_spec
 from pathlib import Path
 
-MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics", "tarfile", "textwrap", "zipfile")
+import sinkscope.text
+from sinkscope.output import write_atomic
+from sinkscope.store import lines
+
+SHIPPED = Path(sinkscope.text.__file__).with_name("repetition.jsonl")
+PIECES = 200
 _THINGS = "apples pears plums lemons onions carrots beans leeks figs nuts eggs cheese bread butter milk salt".split()
 _VERSES = (
     "The {a} lay down upon the hill",
@@ -19,18 +28,11 @@ _REFRAIN = ("Row, row, and row away,", "row, row, and row away,", "row till the 
 _BEASTS = "swallow otter heron badger robin hare trout lark mole fox goose owl".split()
 
 
-def source_code() -> str:
-    """Python source of the standard library, read from the running interpreter."""
-    specs = [find_spec(name) for name in MODULES]
-    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
-    return "\n".join(file.read_text("utf-8") for file in files if file.suffix == ".py" and file.exists())
-
-
-def honest_repetition(pieces: int = 200, seed: int = 0) -> str:
+def pieces(count: int = PIECES, seed: int = 0) -> list[str]:
     """Tables, songs with a refrain, lists, rulers and dotted contents, one after another."""
     rng = random.Random(seed)
     makers = (_prices, _times, _song, _shopping, _contents, _log)
-    return "\n\n".join(makers[i % len(makers)](rng) for i in range(pieces)) + "\n"
+    return [makers[i % len(makers)](rng) for i in range(count)]
 
 
 def _prices(rng: random.Random) -> str:
@@ -68,3 +70,7 @@ def _log(rng: random.Random) -> str:
     return "\n".join(
         f"2024-03-{day:02d} {8 + i:02d}:00:00 INFO check {rng.choice(_BEASTS)}: ok, ok, ok, ok" for i in range(8)
     )
+
+
+if __name__ == "__main__":
+    write_atomic(SHIPPED, lines(pieces()))

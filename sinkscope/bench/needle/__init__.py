@@ -1,1 +1,0 @@
-"""Retrieval over depth and length of a prompt, by method."""

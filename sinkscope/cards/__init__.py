@@ -1,1 +1,0 @@
-"""Everything that is measured of a model on one page: the sink card."""
