@@ -301,14 +301,14 @@ class ModelSource:
         where: path of the folder or file, or hub id.
         name: what reports call it: a short name, hub id, or base name.
         revision: branch, tag or commit of a hub id.
-        planted: whether a circuit is written into the weights after they were read (`sinkscope.models.two_hops`).
+        planted: file in the folder with numbers that are put over its weights after they were read; "" for none.
     """
 
     kind: Literal["folder", "gguf", "hub"]
     where: Path | str
     name: str
     revision: str | None = None
-    planted: bool = False
+    planted: str = ""
 
 
 def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
@@ -341,7 +341,7 @@ def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> ModelSour
     if x in (RECALL, ORGANISM):
         return ModelSource("folder", Path(__file__).with_name(str(x)), str(x))
     if x == TWO_HOPS:
-        return ModelSource("folder", Path(__file__).with_name(RECALL), TWO_HOPS, planted=True)
+        return ModelSource("folder", Path(__file__).with_name(RECALL), TWO_HOPS, planted="two_hops.npz")
     text = os.fspath(x)
     path = Path(text).expanduser()
     if not text.strip():

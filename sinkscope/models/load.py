@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
@@ -112,9 +113,7 @@ def load(
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = local.commit
         if source.planted:
-            from sinkscope.models.two_hops import plant_two_hops
-
-            plant_two_hops(hf, Path(source.where))
+            _plant(hf, Path(source.where) / source.planted)
             hf.config.circuit = source.name
             files_are = fingerprint(hf)  # not that of the model it was made from
         hf.sinkscope_name = source.name
@@ -127,6 +126,16 @@ def load(
         if quantization_config is None:
             hf.sinkscope_origin = files_are, fingerprint(hf)
     return model
+
+
+@torch.no_grad()
+def _plant(hf: Any, file: Path) -> None:
+    """Put the numbers of a file over those of a model that has just been loaded, wherever they are no NaN."""
+    there = hf.state_dict()  # of a model that was cut to its first layers only their tensors
+    with np.load(file) as changed:
+        for name in there.keys() & changed.keys():
+            new = torch.from_numpy(changed[name]).to(there[name])
+            there[name].copy_(new.where(~new.isnan(), there[name]))
 
 
 def open_tokenizer(
