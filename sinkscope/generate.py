@@ -22,7 +22,7 @@ from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import tokens_read
-from sinkscope.measure.setup import edit_of
+from sinkscope.measure import edit_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.records import Natural, Number, Whole, conform

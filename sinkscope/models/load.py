@@ -22,11 +22,10 @@ from sinkscope.models.checkpoint import (
     Local,
     ModelSource,
     fingerprint,
-    hub_file,
+    hub_folder,
     local_files,
     locate,
     no_permission,
-    optional_file,
 )
 from sinkscope.models.config import (
     check_finite,
@@ -170,7 +169,7 @@ def open_tokenizer(
         source = locate(model, revision)
         name, gguf = source.name, None
         if source.kind == "hub":
-            place = _downloaded(str(source.where), revision)
+            place = hub_folder(str(source.where), revision, TOKENIZER_FILES)
         elif source.kind == "gguf":
             place, gguf = Path(source.where).parent, Path(source.where).name
         else:
@@ -183,18 +182,6 @@ def open_tokenizer(
             page="no-tokenizer",
         )
     return found, name
-
-
-def _downloaded(repo: str, revision: str | None) -> Path:
-    try:
-        folder = hub_file(repo, "config.json", revision).parent
-    except FileNotFoundError:
-        raise SinkscopeError(
-            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
-        ) from None
-    for name in TOKENIZER_FILES:
-        optional_file(repo, name, folder.name)  # the cache names a snapshot after its commit
-    return folder
 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
