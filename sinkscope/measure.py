@@ -277,7 +277,7 @@ def edit_of(
     *,
     patch: Annotated[Any, Option(metavar="FILE")] = None,
     policy: Annotated[Any, Option(metavar="NAME[:BUDGET]")] = None,
-    guard: bool = False,
+    guard: Any = False,
     interventions: Hidden = None,
 ) -> Intervention | None:
     """What a measurement under interventions acts with: a patch, others, a cache policy and a guard, in this order.
@@ -286,7 +286,7 @@ def edit_of(
         patch: The patch.json to run under; from Python also a `SinkPatch`.
         policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from Python also
             a policy.
-        guard: Break repetition loops with LoopGuard.
+        guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`.
         interventions: Any other: an intervention, several joined by |, the name of a policy, the path of a patch, or a
             list of these.
 

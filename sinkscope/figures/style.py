@@ -67,14 +67,14 @@ def fill(fig: Any, part: Panel, row: int = 1, col: int = 1) -> None:
 
 
 def curve(
-    x: Any, y: Any, name: str | None, color: str, dash: str = "solid", width: float | None = None, **more: Any
+    x: Any, y: Any, name: str | None, color: str, dash: str = "solid", width: int | float | None = None, **more: Any
 ) -> go.Scatter:
     """Points with a line through them; `more` is for plotly, such as `mode="lines"`."""
     line = {"color": color, "dash": dash, "width": width}
     return go.Scatter(**{"x": x, "y": y, "name": name, "line": line, "mode": "lines+markers"} | more)
 
 
-def dots(x: Any, y: Any, name: str | None, color: Any, size: float | None = None, **more: Any) -> go.Scatter:
+def dots(x: Any, y: Any, name: str | None, color: Any, size: int | float | None = None, **more: Any) -> go.Scatter:
     """Points; `more` is for plotly, and what begins with `marker_` is for them."""
     return go.Scatter(x=x, y=y, name=name, mode="markers", marker={"color": color, "size": size}, **more)
 
@@ -91,17 +91,19 @@ def band(x: Sequence[Any], low: Sequence[Any], high: Sequence[Any], **more: Any)
     return go.Scatter(x=[*x, *x[::-1]], y=[*high, *low[::-1]], name="typical text, 5-95 %", **style, **more)
 
 
-def across(y: float, color: str = RED, dash: str = "dot", **more: Any) -> Mark:
+def across(y: int | float, color: str = RED, dash: str = "dot", **more: Any) -> Mark:
     """A thin horizontal line that values are held against."""
     return "hline", {"y": y, "line": {"color": color, "dash": dash, "width": 1}} | more
 
 
-def upright(x: float, color: str, dash: str = "dot", width: float | None = None) -> Mark:
+def upright(x: int | float, color: str, dash: str = "dot", width: int | float | None = None) -> Mark:
     """A vertical line."""
     return "vline", {"x": x, "line": {"color": color, "dash": dash, "width": width}}
 
 
-def words(text: str, x: float | None = None, y: float | None = None, color: str | None = None, **more: Any) -> Mark:
+def words(
+    text: str, x: int | float | None = None, y: int | float | None = None, color: str | None = None, **more: Any
+) -> Mark:
     """Words in a panel; `y` is a share of its height."""
     place = {} if x is None else {"x": x, "y": y, "yref": "y domain"}
     return "annotation", {"text": text, "showarrow": False, "font": {"color": color}} | place | more

@@ -322,11 +322,10 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
     from transformers.utils import logging
 
     with contextlib.ExitStack() as undo:
-        undo.callback(logging.set_verbosity, logging.get_verbosity())
-        logging.set_verbosity_error()
+        for library in (logging, hub.logging):
+            undo.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
         if not (sys.stderr.isatty() if bars is None else bars):
-            undo.callback(hub.logging.set_verbosity, hub.logging.get_verbosity())
-            hub.logging.set_verbosity_error()
             if logging.is_progress_bar_enabled():
                 undo.callback(logging.enable_progress_bar)
                 logging.disable_progress_bar()
@@ -345,35 +344,38 @@ def explained(source: ModelSource) -> Generator[None]:
     except SinkscopeError:
         raise
     except Exception as error:
-        first = _first_line(error)
-        if is_out_of_memory(error):
-            raise SinkscopeError(
-                f"out of memory while loading {source.name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
-                'quantization_config or device_map="auto"',
-                page="out-of-memory",
-            ) from error
         if isinstance(error, PermissionError):
             raise no_permission(error.filename or source.where) from error
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-            raise SinkscopeError(
-                f"the pickled weights of {source.name} hold more than tensors, or are damaged, and are refused: "
-                "loading them could run code; convert them to safetensors where you trust them",
-                page="pickled-weights",
-            ) from error
-        if source.kind == "gguf":
-            raise SinkscopeError(
-                f"{source.name} could not be read: {first}; "
-                + ("pip install gguf" if isinstance(error, ImportError) else "download it again, or give a folder"),
-                page="bad-gguf",
-            ) from error
-        remedy = (
-            "install what it asks for"
-            if isinstance(error, ImportError)
-            else "if the files are whole, check that config.json, weights and tokenizer belong together"
+        name, first, lacks = source.name, _first_line(error), isinstance(error, ImportError)
+        whole = "if the files are whole, check that config.json, weights and tokenizer belong together"
+        refusals = (
+            (
+                is_out_of_memory(error),
+                "out-of-memory",
+                f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
+                'quantization_config or device_map="auto"',
+            ),
+            (
+                isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error),
+                "pickled-weights",
+                f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
+                "could run code; convert them to safetensors where you trust them",
+            ),
+            (
+                source.kind == "gguf",
+                "bad-gguf",
+                f"{name} could not be read: {first}; "
+                + ("pip install gguf" if lacks else "download it again, or give a folder"),
+            ),
+            (
+                True,
+                "load-failed",
+                f"{name} could not be loaded: {type(error).__name__}: {first}; "
+                + ("install what it asks for" if lacks else whole),
+            ),
         )
-        raise SinkscopeError(
-            f"{source.name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed"
-        ) from error
+        page, message = next((page, message) for holds, page, message in refusals if holds)
+        raise SinkscopeError(message, page=page) from error
 
 
 def _first_line(error: Exception) -> str:

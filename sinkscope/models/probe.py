@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.target import Target, first_tensor, on_input, on_output, plain_weight
+from sinkscope.models.target import Target, first_tensor, on_hidden, on_input, on_output, plain_weight
 
 _LENGTH, _ROWS, _POSITION = 8, 4, 4
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
@@ -189,7 +189,7 @@ class _Watch:
         pairs: list[tuple[Any, str, Any]] = [(self.target.layers[self.layer], "post", partial(self._see, "layer"))]
         pairs += [(self._sub(path), "post", partial(self._see, name)) for name, path in self.paths.items()]
         if self.mixture:
-            pairs.append((self._sub(a.experts), "post", on_output(self._halve)))
+            pairs.append((self._sub(a.experts), "post", on_hidden(self._halve)))
             if self.shared:
                 moved = on_input(partial(self._move, 2, "shared"))
                 pairs.append((self.target.mlp_part(self.layer, "down"), "pre", moved))
@@ -249,11 +249,11 @@ class _Watch:
         rows[3, _POSITION, first::2] -= _step(rows)
         return edited
 
-    def _halve(self, output: Any) -> Any:
-        edited = first_tensor(output).clone()
+    def _halve(self, output: Tensor) -> Tensor:
+        edited = output.clone()
         edited.view(_ROWS, _LENGTH, -1)[1, _POSITION] *= 0.5
         self.seen["post"] = self._shaped(edited)
-        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+        return edited
 
     def error(self) -> float:
         """Largest relative distance between what changed and what had to."""
