@@ -207,7 +207,7 @@ _EVERY_LAYER = {"title_text": "layer", "dtick": 1}
 def draw_ditto(result: Any) -> go.Figure:
     """Draw the probability over copies, with heads ablated and the control, and the scores of all heads."""
     ablated = sum(h.ablated for h in result.heads)
-    series = (
+    series: tuple[tuple[Any, ...], ...] = (
         ("intact", "probability", BLUE, "solid", 5),  # wide, because the control mostly lies on it
         (f"without the {ablated} heads of largest induction score", "ablated", RED, "dash", 2),
         (f"without {ablated} other heads (median of draws)", "control", GREY, "dot", 2),
@@ -323,7 +323,7 @@ def _drift(result: Any) -> Panel:
         known = [[v for v in at if v is not None] for at in zip(*lines, strict=True)]
         middle = [median_high(values) if values else None for values in known]
         hover = "position %{x}: %{y:.3g}<extra>median over layers, " + name + "</extra>"
-        style = {"mode": "lines", "width": 2, "legend": "legend2", "hovertemplate": hover}
+        style: dict[str, Any] = {"mode": "lines", "width": 2, "legend": "legend2", "hovertemplate": hover}
         traces += [curve(result.positions, middle, f"tail operator {name}", color, **style)] if lines else []
     begins = "position (dotted: the loop begins)"
     axis = powers("movement over length")
@@ -342,7 +342,7 @@ def _decay(result: Any) -> Panel:
         grown = [[v / d.change[0] for v in d.change] for d in decays if d.size == size and d.within == within]
         middle = [median_high(at) for at in zip(*grown, strict=True)]
         hover = "%{x} periods later: %{y:.3g} of the first change<extra>" + name + "</extra>"
-        style = {"width": 2, "legend": "legend2", "hovertemplate": hover}
+        style: dict[str, Any] = {"width": 2, "legend": "legend2", "hovertemplate": hover}
         traces += [curve(list(range(len(middle))), middle, f"disturbed {name}", color, **style)] if grown else []
     change = powers("change of the last hidden state, over the first")
     after = {"title_text": "periods after the disturbed one", "dtick": 1}

@@ -87,8 +87,8 @@ def _later(result: Any) -> list[Panel]:
     """Norms and attention of the held-out tokens, layer by layer, beside what is typical."""
     layers = [one.layer for one in result.later]
     ticks: dict[str, Any] = {"title_text": "layer", "dtick": max(1, len(layers) // 6)}
-    norms = [("patched", ORANGE, "solid"), ("intact", BLUE, "solid"), ("ceiling", RED, "dash")]
-    attention = [("patched_attention", ORANGE, "solid"), ("intact_attention", BLUE, "solid")]
+    norms: list[tuple[Any, ...]] = [("patched", ORANGE, "solid"), ("intact", BLUE, "solid"), ("ceiling", RED, "dash")]
+    attention: list[tuple[Any, ...]] = [("patched_attention", ORANGE, "solid"), ("intact_attention", BLUE, "solid")]
     attention.append(("ordinary_attention", GREY, "dash"))
     return [
         Panel(

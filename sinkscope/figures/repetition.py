@@ -242,19 +242,19 @@ def _its_heads(result: Any, whole: Any, color: str) -> list[Any]:
     traces = [dots(at, [c.distance[-1] for c in heads], label, color, 8, showlegend=False)]
     if any(c.bound is not None for c in heads):
         bounds = [None if c.bound is None else c.bound[-1] for c in heads]
-        style = {"marker_symbol": "line-ew-open", "marker_line": {"width": 2}, "showlegend": False}
+        style: dict[str, Any] = {"marker_symbol": "line-ew-open", "marker_line": {"width": 2}, "showlegend": False}
         traces.append(dots(at, bounds, f"{label}: bound", color, 16, **style))
     return traces
 
 
 def _layers(result: Any) -> Panel:
     count = result.layers_read
-    scale = sample_colorscale("viridis", [0.9 * i / max(1, count - 1) for i in range(count)])
+    scale: Any = sample_colorscale("viridis", [0.9 * i / max(1, count - 1) for i in range(count)])
     named = set(range(count)) if count <= 8 else {0, count // 2, count - 1}
     traces: list[Any] = []
     for layer in range(count):
         y = [median(c.distance[i] for c in result.wholes(layer)) for i in range(len(result.counts))]
-        style = {"mode": "lines", "showlegend": layer in named, "legend": "legend2"}
+        style: dict[str, Any] = {"mode": "lines", "showlegend": layer in named, "legend": "legend2"}
         y = [v if v > 0 else None for v in y]
         traces.append(curve(result.counts, y, f"layer {layer}", scale[layer], **style))
     return Panel("Every layer (median over tokens)", traces, _REPETITIONS, powers())
@@ -359,7 +359,13 @@ def draw_calibration(result: Any) -> go.Figure:
 def _diversity(record: Any, *, listed: bool) -> Any:
     kind, color = ("loops", ORANGE) if record.loop else ("does not", GREY)
     hover = f"{html.escape(record.name)}<br>%{{y:.3f}} after %{{x}} tokens<extra></extra>"
-    style = {"mode": "lines", "legendgroup": kind, "showlegend": listed, "opacity": 0.8, "hovertemplate": hover}
+    style: dict[str, Any] = {
+        "mode": "lines",
+        "legendgroup": kind,
+        "showlegend": listed,
+        "opacity": 0.8,
+        "hovertemplate": hover,
+    }
     return curve(record.steps, record.curve, kind, color, width=1.5, **style)
 
 

@@ -252,7 +252,7 @@ def detection(result: Any) -> go.Figure:
         return _nothing(result)
     parts = [_detected(result, context, first=context == contexts[0]) for context in contexts]
     parts += [_alarms(result, context, first=context == contexts[0]) for context in contexts]
-    fig = drawn(
+    fig: Any = drawn(
         result,
         parts,
         grid={"rows": 2, "cols": len(contexts), "vertical_spacing": 0.14, "spacing": 0.05, "shared_yaxes": True},
