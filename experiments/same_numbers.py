@@ -207,6 +207,7 @@ def run(words: list[str]) -> dict[str, Any]:
     from sinkscope.cli import main
 
     said, noted = io.StringIO(), io.StringIO()
+    Path("result.json").unlink(missing_ok=True)  # no command replaces the result of another
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(noted):
         try:
             code: Any = main(words)

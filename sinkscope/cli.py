@@ -352,7 +352,7 @@ class Command:
             refuse(given)  # before a model is opened
         names = [p.name for p in shared_parameters("edit_of") if p.name in given]
         if names and getattr(function, "edits", False):
-            from sinkscope.measure.setup import edit_of  # a patch or policy is refused before a model is opened
+            from sinkscope.measure import edit_of  # a patch or policy is refused before a model is opened
 
             given["interventions"] = edit_of(**{name: given.pop(name) for name in names})
         if backend is not None:

@@ -85,7 +85,7 @@ def print_generated(
     """
     import sinkscope.generate as generation
     import sinkscope.models.load as loading
-    from sinkscope.measure.setup import edit_of
+    from sinkscope.measure import edit_of
 
     edit = edit_of(patch=patch, policy=policy, guard=guard)
     options = {"revision": revision, "device": device, "dtype": dtype}

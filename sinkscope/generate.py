@@ -22,7 +22,7 @@ from sinkscope.kv import Policy
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopguard.steer import generate_in_pieces
 from sinkscope.kv.loopserve import tokens_read
-from sinkscope.measure.setup import edit_of
+from sinkscope.measure import edit_of
 from sinkscope.models.inputs import read_inputs
 from sinkscope.models.target import Target
 from sinkscope.records import Natural, Number, Whole, conform
@@ -110,9 +110,7 @@ def generate(
     read = read_inputs(target, prompts, inputs, bos=bos, page="generate")
     rows = read.rows()
     texts = [tok.decode(ids) for ids in rows] if read.texts is None else list(read.texts)
-    edit = edit_of(patch=patch, policy=policy, guard=guard is True, interventions=interventions)
-    if isinstance(guard, LoopGuard):
-        edit = guard if edit is None else edit | guard
+    edit = edit_of(patch=patch, policy=policy, guard=guard, interventions=interventions)
     _check_prompts(rows, edit, max_new_tokens, target)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     options |= {"temperature": temperature} if temperature > 0 else {}
@@ -188,22 +186,18 @@ class _Streamer(TextStreamer):
 
 
 def _check_prompts(rows: list[list[int]], edit: Intervention | None, new: int, target: Target) -> None:
-    for i, ids in enumerate(rows):
-        _check_length(i, len(ids), new, target)
-        for part in () if edit is None else edit.parts:
-            part.check_prompt(len(ids))
-
-
-def _check_length(number: int, length: int, new: int, target: Target) -> None:
     limit = target.max_positions
-    if limit is None or length + new <= limit:
-        return
-    if length >= limit:
-        problem, remedy = f"and the context of {target.name} is {limit}", "shorten the prompt"
-    else:
-        problem = f"and {new} more were asked for, {length + new} in all, but the context of {target.name} is {limit}"
-        remedy = f"shorten the prompt or ask for at most {limit - length} new tokens"
-    raise SinkscopeError(f"prompt {number + 1} has {length} tokens {problem}: {remedy}", page="generate")
+    for number, length in enumerate(map(len, rows), 1):
+        if limit is not None and length + new > limit:
+            asked, less = (
+                f"and {new} more were asked for, {length + new} in all, but",
+                " or ask for at most {} new tokens",
+            )
+            problem = f"{asked if length < limit else 'and'} the context of {target.name} is {limit}"
+            remedy = "shorten the prompt" + (less.format(limit - length) if length < limit else "")
+            raise SinkscopeError(f"prompt {number} has {length} tokens {problem}: {remedy}", page="generate")
+        for part in () if edit is None else edit.parts:
+            part.check_prompt(length)
 
 
 def _check_numbers(max_new_tokens: int, temperature: float, seed: int, batch_size: int, on_text: object) -> None:

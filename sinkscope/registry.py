@@ -345,14 +345,9 @@ def entries() -> dict[str, Entry]:
 def shared_parameters(function: str) -> tuple[Parameter, ...]:
     """Parameters of `Setup.open` or `edit_of`, which every measurement, or every one with edits, has."""
     decorator = "measurement" if function == "open" else "command"  # of a method the first argument is the class
-    return Entry("sinkscope.measure.setup", function, decorator, _setup()[function], {}).parameters
-
-
-@cache
-def _setup() -> dict[str, ast.FunctionDef]:
-    """Functions of `sinkscope.measure.setup`, by name."""
-    tree = ast.parse((_ROOT / "measure/setup.py").read_text(encoding="utf-8"))
-    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    tree = ast.parse((_ROOT / "measure.py").read_text(encoding="utf-8"))
+    defined = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return Entry("sinkscope.measure", function, decorator, defined[function], {}).parameters
 
 
 def external_entries(module: str) -> list[Entry]:

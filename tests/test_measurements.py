@@ -292,7 +292,7 @@ def test_attention_under_a_policy_is_that_of_the_kept_cache() -> None:
 
 def test_interventions_of_a_measurement_are_given_in_any_form() -> None:
     from sinkscope.kv import H2O
-    from sinkscope.measure.setup import edit_of
+    from sinkscope.measure import edit_of
 
     policy = H2O(budget=64)
     assert edit_of(policy="h2o:64") == policy == edit_of(interventions=[policy]) == edit_of(interventions="h2o:64")

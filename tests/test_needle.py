@@ -7,10 +7,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import sinkscope as ss
+from experiments import make_two_hops
 from sinkscope.bench import needle as runs
 from sinkscope.bench.needle import FORMS, TASKS, Needle, form_of, needle, needle_prompt
 from sinkscope.cli import main
@@ -148,6 +150,13 @@ def test_two_hops_is_another_model_than_recall(tmp_path: Path) -> None:
     opened = open_target("recall-2hop", None, None, None, None, False)  # never streamed: the file has other weights
     assert torch.equal(opened.hf.lm_head.weight, model("recall-2hop").lm_head.weight)
     assert ss.load("recall-2hop", backend="hf", layers=1, probe=False).config.num_hidden_layers == 1
+
+
+def test_script_makes_the_numbers_of_the_package() -> None:
+    made = make_two_hops.changes()
+    with np.load(make_two_hops.RECALL / "two_hops.npz") as kept:
+        assert made.keys() == {*kept.keys()}
+        assert all(np.array_equal(made[name], kept[name], equal_nan=True) for name in made)
 
 
 SMALL: dict[str, Any] = {"lengths": [560], "depths": [0.0, 1.0], "tasks": ["chain"], "budget": 0.125}

@@ -6,7 +6,7 @@ import html
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -15,6 +15,98 @@ from plotly.subplots import make_subplots
 BLUE, ORANGE, GREEN, GREY, RED = "#0072b2", "#e69f00", "#009e73", "#8c8c8c", "#d55e00"
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#56b4e9", "#7a5c00", "#4b3f8f", RED)
 BAND = "rgba(140,140,140,0.25)"
+
+
+Mark = tuple[str, dict[str, Any]]
+"""A line, an area or words across a panel: what plotly's figures add, such as "hline", and its options."""
+
+
+class Panel(NamedTuple):
+    """What stands in one panel of a figure.
+
+    Attributes:
+        title: above it.
+        traces: of plotly, those in front last.
+        x: title of the x axis, or plotly's options for it; None: it is left as it is.
+        y: the same for the y axis.
+        marks: what lies across it.
+    """
+
+    title: str
+    traces: Sequence[Any] = ()
+    x: str | dict[str, Any] | None = None
+    y: str | dict[str, Any] | None = None
+    marks: Sequence[Mark] = ()
+
+
+def drawn(
+    result: Any, parts: Sequence[Panel], widths: Sequence[float] | None = None, *, grid: Any = None, **layout: Any
+) -> go.Figure:
+    """A whole figure.
+
+    Args:
+        result: as for `finished`.
+        parts: the panels, row by row.
+        widths: of the columns.
+        grid: further options of `panels`.
+        layout: for `finished`.
+    """
+    options: dict[str, Any] = {"cols": len(parts)} | (grid or {})
+    fig = panels([part.title for part in parts], widths, **options)
+    for number, part in enumerate(parts):
+        fill(fig, part, *(at + 1 for at in divmod(number, options["cols"])))
+    return finished(fig, result, **layout)
+
+
+def fill(fig: Any, part: Panel, row: int = 1, col: int = 1) -> None:
+    """Put what a panel holds into its place in a figure."""
+    fig.add_traces(list(part.traces), rows=row, cols=col)
+    for kind, options in part.marks:  # after the traces: a panel without any takes no line
+        getattr(fig, f"add_{kind}")(**options, row=row, col=col)
+    axes(fig, row, col, x=part.x, y=part.y)
+
+
+def curve(
+    x: Any, y: Any, name: str | None, color: str, dash: str = "solid", width: int | float | None = None, **more: Any
+) -> go.Scatter:
+    """Points with a line through them; `more` is for plotly, such as `mode="lines"`."""
+    line = {"color": color, "dash": dash, "width": width}
+    return go.Scatter(**{"x": x, "y": y, "name": name, "line": line, "mode": "lines+markers"} | more)
+
+
+def dots(x: Any, y: Any, name: str | None, color: Any, size: int | float | None = None, **more: Any) -> go.Scatter:
+    """Points; `more` is for plotly, and what begins with `marker_` is for them."""
+    return go.Scatter(x=x, y=y, name=name, mode="markers", marker={"color": color, "size": size}, **more)
+
+
+def bars(x: Any, y: Any, color: Any, **more: Any) -> go.Bar:
+    """Bars; what stands in `text` is written above them, and `more` is for plotly."""
+    above = {"textposition": "outside", "cliponaxis": False} if "text" in more else {}
+    return go.Bar(**{"x": x, "y": y, "marker_color": color, "showlegend": "name" in more} | above | more)
+
+
+def band(x: Sequence[Any], low: Sequence[Any], high: Sequence[Any], **more: Any) -> go.Scatter:
+    """The area where typical text lies."""
+    style = {"fill": "toself", "fillcolor": BAND, "mode": "none", "hoverinfo": "skip"}
+    return go.Scatter(x=[*x, *x[::-1]], y=[*high, *low[::-1]], name="typical text, 5-95 %", **style, **more)
+
+
+def across(y: int | float, color: str = RED, dash: str = "dot", **more: Any) -> Mark:
+    """A thin horizontal line that values are held against."""
+    return "hline", {"y": y, "line": {"color": color, "dash": dash, "width": 1}} | more
+
+
+def upright(x: int | float, color: str, dash: str = "dot", width: int | float | None = None) -> Mark:
+    """A vertical line."""
+    return "vline", {"x": x, "line": {"color": color, "dash": dash, "width": width}}
+
+
+def words(
+    text: str, x: int | float | None = None, y: int | float | None = None, color: str | None = None, **more: Any
+) -> Mark:
+    """Words in a panel; `y` is a share of its height."""
+    place = {} if x is None else {"x": x, "y": y, "yref": "y domain"}
+    return "annotation", {"text": text, "showarrow": False, "font": {"color": color}} | place | more
 
 
 def panels(titles: Sequence[str], widths: Sequence[float] | None = None, *, spacing: float = 0.09, **more: Any) -> Any:

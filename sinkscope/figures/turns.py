@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import plotly.graph_objects as go
 import torch
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
-from sinkscope.figures.style import BLUE, GREY, RED, axes, finished, panels
+from sinkscope.figures.style import BLUE, GREY, RED, Panel, curve, drawn, upright
 from sinkscope.kv.loopserve.conversation import Conversation
 
 _BINS = 160  # of positions
@@ -34,35 +32,42 @@ def draw_turns(chat: Conversation) -> go.Figure:
     places = [(i + 0.5) * wide for i in range(share.shape[2])]
     names = [f"L{layer}.H{head}" for layer in range(layers) for head in range(heads)]
     numbers = [str(i + 1) for i in range(len(chat.turns))]
-    titles = ["cells on the lines", "weight that they hold", "positions of vertical lines", "tokens read in decoding"]
-    fig = panels(titles, [0.15, 0.15, 0.45, 0.25], spacing=0.05)
-
-    def shown(values: Tensor, x: Any, col: int, axis: str) -> None:
-        z = values.flatten(0, 1).tolist()
-        hover = "%{y}, %{x}: %{z:.0%}<extra></extra>"
-        fig.add_heatmap(x=x, y=names, z=z, coloraxis=axis, hovertemplate=hover, row=1, col=col)
-
-    shown(cells, numbers, 1, "coloraxis")
-    shown(weight, numbers, 2, "coloraxis")
-    shown(share, places, 3, "coloraxis")
-    fig.update_yaxes(autorange="reversed", type="category", dtick=max(1, len(names) // 24), row=1, col=1)
-    for col in (2, 3):
-        axes(fig, 1, col, y={"autorange": "reversed", "showticklabels": False})
-    for col in (1, 2, 4):
-        axes(fig, 1, col, x={"title_text": "turn", "type": "category"})
-    axes(fig, 1, 3, x="position in the conversation")
-    for turn in chat.turns[:-1]:
-        fig.add_vline(turn.prompt_tokens + len(turn.ids), line={"color": RED, "width": 1}, row=1, col=3)
-    curves = {"in the cache": [t.prompt_tokens for t in chat.turns], "read in a step": [t.read for t in chat.turns]}
-    for (name, y), colour in zip(curves.items(), (GREY, BLUE), strict=True):
-        fig.add_scatter(x=numbers, y=y, name=name, mode="lines+markers", line={"color": colour}, row=1, col=4)
-    axes(fig, 1, 4, y={"rangemode": "tozero"})
+    by_turn = {"title_text": "turn", "type": "category"}
+    named = {"autorange": "reversed", "type": "category", "dtick": max(1, len(names) // 24)}
+    bare = {"autorange": "reversed", "showticklabels": False}
+    ends = [upright(turn.prompt_tokens + len(turn.ids), RED, "solid", 1) for turn in chat.turns[:-1]]
+    held = [
+        curve(numbers, [t.prompt_tokens for t in chat.turns], "in the cache", GREY),
+        curve(numbers, [t.read for t in chat.turns], "read in a step", BLUE),
+    ]
+    hover = "%{y}, %{x}: %{z:.0%}<extra></extra>"
+    maps = [
+        go.Heatmap(x=x, y=names, z=values.flatten(0, 1).tolist(), coloraxis="coloraxis", hovertemplate=hover)
+        for values, x in ((cells, numbers), (weight, numbers), (share, places))
+    ]
+    parts = [
+        Panel("cells on the lines", maps[:1], by_turn, named),
+        Panel("weight that they hold", maps[1:2], by_turn, bare),
+        Panel("positions of vertical lines", maps[2:], "position in the conversation", bare, ends),
+        Panel("tokens read in decoding", held, by_turn, {"rangemode": "tozero"}),
+    ]
     mean = f"{float(cells.mean()):.0%} of the cells hold {float(weight.mean()):.0%} of the weight"
-    told = f"{chat.target.name}, {len(chat.turns)} turns: {mean}"
-    scale = {"colorscale": "Viridis", "cmin": 0, "cmax": 1}
-    bar = {"tickformat": ".0%", "thickness": 12, "x": 1.01}
-    high = 170 + 14 * len(names)
-    return finished(fig, None, told, width=1300, height=high, bottom=90, coloraxis=scale | {"colorbar": bar})
+    return drawn(
+        None,
+        parts,
+        [0.15, 0.15, 0.45, 0.25],
+        grid={"spacing": 0.05},
+        found=f"{chat.target.name}, {len(chat.turns)} turns: {mean}",
+        width=1300,
+        height=170 + 14 * len(names),
+        bottom=90,
+        coloraxis={
+            "colorscale": "Viridis",
+            "cmin": 0,
+            "cmax": 1,
+            "colorbar": {"tickformat": ".0%", "thickness": 12, "x": 1.01},
+        },
+    )
 
 
 def _numbers(chat: Conversation) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -100,7 +100,8 @@ def head_of(given: Any, layer: int | None = None) -> tuple[int, int]:
     if isinstance(given, str):
         return read_head(given, "head")
     numbers = (layer, given) if isinstance(given, int) and layer is not None else given
-    if not isinstance(numbers, tuple | list) or len(numbers) != 2 or not _whole(numbers[1]) or not _layer(numbers[0]):
+    pair = isinstance(numbers, tuple | list) and len(numbers) == 2
+    if not pair or not _whole(numbers[1]) or type(numbers[0]) is not int:  # layer -1 is the last one
         raise SinkscopeError(
             f'head {given!r}: expected (layer, head), whole numbers from 0, or a name such as "L0.H4"', page=_PAGE
         )
@@ -109,11 +110,6 @@ def head_of(given: Any, layer: int | None = None) -> tuple[int, int]:
 
 def _whole(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 0
-
-
-def _layer(number: Any) -> bool:
-    """Whether this can be a layer; -1 is the last one."""
-    return isinstance(number, int) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Event, Intervention, Run
 from sinkscope.interventions.edits import Positions, checked_positions, chosen_positions
-from sinkscope.models.target import Target, on_input, on_output
+from sinkscope.models.target import Target, on_hidden, on_input
 from sinkscope.records import Number, conform
 from sinkscope.trace.run import Site, resolve
 
@@ -81,11 +81,9 @@ class Add(Intervention):
     def enter(self, run: Run, key: int) -> None:
         """Hooks on the modules that the sites are the input or output of."""
         for site in self._sites(run.target):
-            fn = self._editor(run, site)
-            if site.when == "pre":
-                run.hook(_module(site), "pre", on_input(fn))
-            else:
-                run.hook(_module(site), "post", on_output(lambda output, fn=fn: _replaced(output, fn)))
+            assert site.module is not None  # only attention rows have none
+            around = on_input if site.when == "pre" else on_hidden
+            run.hook(site.module, site.when, around(self._editor(run, site)))
 
     def bridge_hooks(self, run: Run, key: int) -> list[tuple[str, Callable[..., Any]]]:
         """The same at the hook points of these names."""
@@ -135,16 +133,3 @@ class Add(Intervention):
             return torch.where(chosen.reshape(*hidden.shape[:-1], 1), hidden + added, hidden)
 
         return edit
-
-
-def _module(site: Site) -> Any:
-    assert site.module is not None  # only attention rows have none
-    return site.module
-
-
-def _replaced(output: Any, fn: Callable[[Tensor], Tensor | None]) -> Any:
-    """What a module returns, with its hidden states replaced."""
-    if not isinstance(output, tuple | list):
-        return fn(output)
-    new = fn(output[0])
-    return None if new is None else type(output)([new, *output[1:]])

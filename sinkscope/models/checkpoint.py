@@ -211,8 +211,21 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def hub_file(repo: str, name: str, revision: str | None = None, kind: Literal["model", "dataset"] = "model") -> Path:
+def hub_file(
+    repo: str,
+    name: str,
+    revision: str | None = None,
+    kind: Literal["model", "dataset"] = "model",
+    absent: Exception | None = None,
+) -> Path:
     """Download one file of a hub repo, which holds a model or data, or find it in the cache.
+
+    Args:
+        repo: hub id, org/name.
+        name: of the file.
+        revision: branch, tag or commit.
+        kind: what the repo holds.
+        absent: the error for a repo without such a file; None: a FileNotFoundError.
 
     Raises:
         FileNotFoundError: the repo has no such file.
@@ -228,7 +241,7 @@ def hub_file(repo: str, name: str, revision: str | None = None, kind: Literal["m
         return Path(hf_hub_download(repo, name, revision=revision, repo_type=kind))
     except Exception as error:
         if isinstance(error, hub.EntryNotFoundError) and not isinstance(error, hub.LocalEntryNotFoundError):
-            raise FileNotFoundError(f"{repo} has no {name}") from None
+            raise absent or FileNotFoundError(f"{repo} has no {name}") from None
         at, login = constants.ENDPOINT, "log in with `hf auth login`"
         offline = "HF_HUB_OFFLINE is set: unset it"
         why = offline if constants.HF_HUB_OFFLINE else f"{at} cannot be reached: check the connection"
@@ -273,23 +286,27 @@ def hub_file(repo: str, name: str, revision: str | None = None, kind: Literal["m
         logging.set_verbosity(verbosity)
 
 
-def _hub_folder(repo: str, revision: str | None) -> Path:
-    """Download the config.json of a hub repo; its folder in the cache is named after the commit."""
-    try:
-        return hub_file(repo, "config.json", revision).parent
-    except FileNotFoundError:
-        raise SinkscopeError(
-            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
-        ) from None
+def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) -> Path:
+    """Download the config.json of a hub repo, and other files if it has them.
+
+    Args:
+        repo: hub id, org/name.
+        revision: branch, tag or commit.
+        optional: names of the other files.
+
+    Returns:
+        Their folder in the cache, which is named after the commit, so all its files belong to one revision.
+    """
+    said = f"{repo} has no config.json, so it is no transformers model; give one that has"
+    folder = hub_file(repo, "config.json", revision, absent=SinkscopeError(said, page="no-config")).parent
+    for name in optional:
+        optional_file(repo, name, folder.name)
+    return folder
 
 
 def _hub_shard(repo: str, shard: str, commit: str | None, index: str) -> Path:
-    try:
-        return hub_file(repo, shard, commit)
-    except FileNotFoundError:
-        raise SinkscopeError(
-            f"{repo} lacks {shard}, named in its {index}; try another revision", page="missing-shard"
-        ) from None
+    said = f"{repo} lacks {shard}, named in its {index}; try another revision"
+    return hub_file(repo, shard, commit, absent=SinkscopeError(said, page="missing-shard"))
 
 
 @dataclass(frozen=True)
@@ -301,14 +318,14 @@ class ModelSource:
         where: path of the folder or file, or hub id.
         name: what reports call it: a short name, hub id, or base name.
         revision: branch, tag or commit of a hub id.
-        planted: whether a circuit is written into the weights after they were read (`sinkscope.models.two_hops`).
+        planted: file in the folder with numbers that are put over its weights after they were read; "" for none.
     """
 
     kind: Literal["folder", "gguf", "hub"]
     where: Path | str
     name: str
     revision: str | None = None
-    planted: bool = False
+    planted: str = ""
 
 
 def locate(x: str | os.PathLike[str] | None, revision: str | None = None) -> ModelSource:
@@ -341,7 +358,7 @@ def _locate(x: str | os.PathLike[str] | None, revision: str | None) -> ModelSour
     if x in (RECALL, ORGANISM):
         return ModelSource("folder", Path(__file__).with_name(str(x)), str(x))
     if x == TWO_HOPS:
-        return ModelSource("folder", Path(__file__).with_name(RECALL), TWO_HOPS, planted=True)
+        return ModelSource("folder", Path(__file__).with_name(RECALL), TWO_HOPS, planted="two_hops.npz")
     text = os.fspath(x)
     path = Path(text).expanduser()
     if not text.strip():
@@ -411,11 +428,10 @@ def local_files(source: ModelSource, layers: int | None = None, *, code: bool = 
         yield Local(Path(source.where))
     else:
         repo = str(source.where)
-        folder = _hub_folder(repo, source.revision)
+        folder = hub_folder(repo, source.revision)
         check_kind(repo, read_json(folder / "config.json"))  # before weights that cannot be measured are downloaded
-        commit = folder.name  # the cache names a snapshot after its commit, so all files belong to one revision
-        for name in (*TOKENIZER_FILES, *(_code_files(folder) if code else ())):
-            optional_file(repo, name, commit)
+        commit = folder.name
+        hub_folder(repo, commit, [*TOKENIZER_FILES, *(_code_files(folder) if code else ())])
         index, left_out = _download_weights(repo, commit, layers)
         if not left_out:
             check_folder(folder)
@@ -516,9 +532,9 @@ class SafetensorsSource:
                 raise self._not_safetensors()
             return
         self._repo = self.name = where
-        self.folder = _hub_folder(where, revision)
+        self.folder = hub_folder(where, revision)
         check_kind(where, read_json(self.folder / "config.json"))  # before its weights are downloaded
-        self.commit = self.folder.name  # the cache names a snapshot after its commit
+        self.commit = self.folder.name
 
     def _not_safetensors(self) -> UnsupportedError:
         return UnsupportedError(

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 
 from sinkscope.errors import SinkscopeError, UnsupportedError, is_out_of_memory
@@ -21,11 +22,10 @@ from sinkscope.models.checkpoint import (
     Local,
     ModelSource,
     fingerprint,
-    hub_file,
+    hub_folder,
     local_files,
     locate,
     no_permission,
-    optional_file,
 )
 from sinkscope.models.config import (
     check_finite,
@@ -112,9 +112,7 @@ def load(
             hf.config._name_or_path = str(source.where)
             hf.config._commit_hash = local.commit
         if source.planted:
-            from sinkscope.models.two_hops import plant_two_hops
-
-            plant_two_hops(hf, Path(source.where))
+            _plant(hf, Path(source.where) / source.planted)
             hf.config.circuit = source.name
             files_are = fingerprint(hf)  # not that of the model it was made from
         hf.sinkscope_name = source.name
@@ -127,6 +125,16 @@ def load(
         if quantization_config is None:
             hf.sinkscope_origin = files_are, fingerprint(hf)
     return model
+
+
+@torch.no_grad()
+def _plant(hf: Any, file: Path) -> None:
+    """Put the numbers of a file over those of a model that has just been loaded, wherever they are no NaN."""
+    there = hf.state_dict()  # of a model that was cut to its first layers only their tensors
+    with np.load(file) as changed:
+        for name in there.keys() & changed.keys():
+            new = torch.from_numpy(changed[name]).to(there[name])
+            there[name].copy_(new.where(~new.isnan(), there[name]))
 
 
 def open_tokenizer(
@@ -161,7 +169,7 @@ def open_tokenizer(
         source = locate(model, revision)
         name, gguf = source.name, None
         if source.kind == "hub":
-            place = _downloaded(str(source.where), revision)
+            place = hub_folder(str(source.where), revision, TOKENIZER_FILES)
         elif source.kind == "gguf":
             place, gguf = Path(source.where).parent, Path(source.where).name
         else:
@@ -174,18 +182,6 @@ def open_tokenizer(
             page="no-tokenizer",
         )
     return found, name
-
-
-def _downloaded(repo: str, revision: str | None) -> Path:
-    try:
-        folder = hub_file(repo, "config.json", revision).parent
-    except FileNotFoundError:
-        raise SinkscopeError(
-            f"{repo} has no config.json, so it is no transformers model; give one that has", page="no-config"
-        ) from None
-    for name in TOKENIZER_FILES:
-        optional_file(repo, name, folder.name)  # the cache names a snapshot after its commit
-    return folder
 
 
 def _live(model: Any, backend: Backend | None, tokenizer: Any, settings: dict[str, Any]) -> Any:
@@ -326,11 +322,10 @@ def quiet(*, bars: bool | None = None) -> Generator[None]:
     from transformers.utils import logging
 
     with contextlib.ExitStack() as undo:
-        undo.callback(logging.set_verbosity, logging.get_verbosity())
-        logging.set_verbosity_error()
+        for library in (logging, hub.logging):
+            undo.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
         if not (sys.stderr.isatty() if bars is None else bars):
-            undo.callback(hub.logging.set_verbosity, hub.logging.get_verbosity())
-            hub.logging.set_verbosity_error()
             if logging.is_progress_bar_enabled():
                 undo.callback(logging.enable_progress_bar)
                 logging.disable_progress_bar()
@@ -349,35 +344,38 @@ def explained(source: ModelSource) -> Generator[None]:
     except SinkscopeError:
         raise
     except Exception as error:
-        first = _first_line(error)
-        if is_out_of_memory(error):
-            raise SinkscopeError(
-                f"out of memory while loading {source.name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
-                'quantization_config or device_map="auto"',
-                page="out-of-memory",
-            ) from error
         if isinstance(error, PermissionError):
             raise no_permission(error.filename or source.where) from error
-        if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-            raise SinkscopeError(
-                f"the pickled weights of {source.name} hold more than tensors, or are damaged, and are refused: "
-                "loading them could run code; convert them to safetensors where you trust them",
-                page="pickled-weights",
-            ) from error
-        if source.kind == "gguf":
-            raise SinkscopeError(
-                f"{source.name} could not be read: {first}; "
-                + ("pip install gguf" if isinstance(error, ImportError) else "download it again, or give a folder"),
-                page="bad-gguf",
-            ) from error
-        remedy = (
-            "install what it asks for"
-            if isinstance(error, ImportError)
-            else "if the files are whole, check that config.json, weights and tokenizer belong together"
+        name, first, lacks = source.name, _first_line(error), isinstance(error, ImportError)
+        whole = "if the files are whole, check that config.json, weights and tokenizer belong together"
+        refusals = (
+            (
+                is_out_of_memory(error),
+                "out-of-memory",
+                f"out of memory while loading {name}; try --dtype bfloat16 (in Python dtype=), layers=N, a "
+                'quantization_config or device_map="auto"',
+            ),
+            (
+                isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error),
+                "pickled-weights",
+                f"the pickled weights of {name} hold more than tensors, or are damaged, and are refused: loading them "
+                "could run code; convert them to safetensors where you trust them",
+            ),
+            (
+                source.kind == "gguf",
+                "bad-gguf",
+                f"{name} could not be read: {first}; "
+                + ("pip install gguf" if lacks else "download it again, or give a folder"),
+            ),
+            (
+                True,
+                "load-failed",
+                f"{name} could not be loaded: {type(error).__name__}: {first}; "
+                + ("install what it asks for" if lacks else whole),
+            ),
         )
-        raise SinkscopeError(
-            f"{source.name} could not be loaded: {type(error).__name__}: {first}; {remedy}", page="load-failed"
-        ) from error
+        page, message = next((page, message) for holds, page, message in refusals if holds)
+        raise SinkscopeError(message, page=page) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -27,8 +27,8 @@ from sinkscope.models.checkpoint import (
     SafetensorsSource,
     check_depth,
     fingerprint,
+    hub_folder,
     locate,
-    optional_file,
 )
 from sinkscope.models.config import (
     check_finite,
@@ -384,21 +384,16 @@ def _with_tokenizer(target: Target, needed: bool = True) -> Target:
     if target.tokenizer is not None:
         return target
     if isinstance(target, StreamTarget):
-        found = read_tokenizer(target.name, _tokenizer_folder(target.store.source))
+        source = target.store.source
+        if source.commit is not None:
+            hub_folder(source.name, source.commit, TOKENIZER_FILES)
+        found = read_tokenizer(target.name, source.folder)
     else:
         found = target.found_tokenizer
     target = replace(target, tokenizer=found)
     if needed:
         target.need_tokenizer()
     return target
-
-
-def _tokenizer_folder(source: SafetensorsSource) -> Path:
-    """The folder with the files of the tokenizer. Those of a hub repo are downloaded first."""
-    if source.commit is not None:
-        for name in TOKENIZER_FILES:
-            optional_file(source.name, name, source.commit)
-    return source.folder
 
 
 def fingerprint_of(target: Target) -> str:

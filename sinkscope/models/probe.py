@@ -7,7 +7,7 @@ short after the first layers, for the model's own attention weights and the reco
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
-from sinkscope.models.target import Target, first_tensor, plain_weight
+from sinkscope.models.target import Target, first_tensor, on_hidden, on_input, on_output, plain_weight
 
 _LENGTH, _ROWS, _POSITION = 8, 4, 4
 _ATTENTION_LAYERS = 2  # neighbours may differ: windows alternate
@@ -189,11 +189,13 @@ class _Watch:
         pairs: list[tuple[Any, str, Any]] = [(self.target.layers[self.layer], "post", partial(self._see, "layer"))]
         pairs += [(self._sub(path), "post", partial(self._see, name)) for name, path in self.paths.items()]
         if self.mixture:
-            pairs.append((self._sub(a.experts), "post", self._halve))
+            pairs.append((self._sub(a.experts), "post", on_hidden(self._halve)))
             if self.shared:
-                pairs.append((self.target.mlp_part(self.layer, "down"), "pre", self._move_shared))
+                moved = on_input(partial(self._move, 2, "shared"))
+                pairs.append((self.target.mlp_part(self.layer, "down"), "pre", moved))
         else:
-            pairs += [(self._sub(a.down), "pre", self._move_post), (self._sub(a.up), "post", self._move_up)]
+            moved = on_input(partial(self._move, 1, "post"))
+            pairs += [(self._sub(a.down), "pre", moved), (self._sub(a.up), "post", on_output(self._move_up))]
         self._check_shapes()
         with self.target.hooks(*pairs):
             yield
@@ -231,22 +233,15 @@ class _Watch:
     def _shaped(tensor: Tensor) -> Tensor:
         return tensor.detach().float().reshape(_ROWS, _LENGTH, -1)  # OPT flattens batch and position
 
-    def _move_post(self, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        post = args[0] if args else kwargs["hidden_states"]
+    def _move(self, row: int, name: str, post: Tensor) -> Tensor:
+        """Move the neuron in one row at the input of its down projection."""
         edited = post.clone()
         rows = edited.view(_ROWS, _LENGTH, -1)
-        rows[1, _POSITION, self.neuron] += _step(rows)
-        self.seen["post"] = self._shaped(edited)
-        return ((edited, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": edited})
+        rows[row, _POSITION, self.neuron] += _step(rows)
+        self.seen[name] = self._shaped(edited)
+        return edited
 
-    def _move_shared(self, _module: object, args: tuple[Tensor], kwargs: dict[str, Any]) -> Any:
-        edited = args[0].clone()
-        rows = edited.view(_ROWS, _LENGTH, -1)
-        rows[2, _POSITION, self.neuron] += _step(rows)
-        self.seen["shared"] = self._shaped(edited)
-        return (edited,), kwargs
-
-    def _move_up(self, _module: object, _args: object, _kwargs: object, output: Tensor) -> Tensor:
+    def _move_up(self, output: Tensor) -> Tensor:
         edited = output.clone()
         rows = edited.view(_ROWS, _LENGTH, -1)
         first = self.target.d_mlp if self.adapter.fused_gate_up else 0
@@ -254,11 +249,11 @@ class _Watch:
         rows[3, _POSITION, first::2] -= _step(rows)
         return edited
 
-    def _halve(self, _module: object, _args: object, _kwargs: object, output: Any) -> Any:
-        edited = first_tensor(output).clone()
+    def _halve(self, output: Tensor) -> Tensor:
+        edited = output.clone()
         edited.view(_ROWS, _LENGTH, -1)[1, _POSITION] *= 0.5
         self.seen["post"] = self._shaped(edited)
-        return (edited, *output[1:]) if isinstance(output, tuple) else edited
+        return edited
 
     def error(self) -> float:
         """Largest relative distance between what changed and what had to."""
@@ -328,7 +323,7 @@ def _relative(found: Tensor, expected: Tensor, scale: Tensor | None = None) -> f
 def _attention(target: Target) -> tuple[float, float]:
     """(distance of row sums from one, distance from the model's own weights) of the first layers."""
     # The one import of a package further down: what is recomputed there is what has to be proven here.
-    from sinkscope.trace.attention import attention_rows
+    from sinkscope.trace.attention import attention_rows, eager
 
     layers = list(range(min(_ATTENTION_LAYERS, target.n_layers)))
     ids = _ids(target)
@@ -348,7 +343,7 @@ def _attention(target: Target) -> tuple[float, float]:
         own = {layer: torch.cat(chunks, 2) for layer, chunks in rows.items()}
     else:
         with (
-            _eager(target),
+            eager(target),
             target.hooks(*((target.sub(i, target.adapter.attn), "post", partial(keep, i)) for i in layers), stop),
         ):
             target.forward(ids)
@@ -365,14 +360,3 @@ def _attention(target: Target) -> tuple[float, float]:
             sums = max(sums, float((found.sum(-1) - 1).abs().max()))
         distance = max(distance, float((found - own[layer]).abs().max()))
     return sums, distance
-
-
-@contextmanager
-def _eager(target: Target) -> Generator[None]:
-    """The model's own slow attention, which returns its weights; restored on exit."""
-    configs = {id(m.config): m.config for m in target.hf.modules() if hasattr(getattr(m, "config", None), "model_type")}
-    with ExitStack() as undo:
-        for config in configs.values():
-            undo.callback(setattr, config, "_attn_implementation", config._attn_implementation)
-            config._attn_implementation = "eager"
-        yield

@@ -341,6 +341,16 @@ def on_output(fn: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda _module, _args, _kwargs, output: fn(output)
 
 
+def on_hidden(fn: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
+    """A forward hook with kwargs: `fn` sees the hidden states that leave a module, and may return others."""
+
+    def hook(_module: object, _args: object, _kwargs: object, output: Any) -> Any:
+        new = fn(first_tensor(output))
+        return type(output)([new, *output[1:]]) if new is not None and isinstance(output, tuple | list) else new
+
+    return hook
+
+
 def plain_weight(module: Any) -> Tensor | None:
     """The floating-point weight matrix of a linear module, also below a bridge's wrapper; None if quantised."""
     inner = getattr(module, "original_component", None)

@@ -150,16 +150,16 @@ class Attention:
         assert self.view is not None
         name, parts = stock_name(self.module.config), list[Tensor]()
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
-        eager = name == "eager" or (name != "sdpa" and self._capped)
+        slow = name == "eager" or (name != "sdpa" and self._capped)
         for start in range(0, self.query.shape[2], _MASKED):
             part = slice(start, start + _MASKED)
             query = self.query[:, :, part]
             mask = widened(self.view.part(part, slice(None)).sees(), query.shape[1])
-            if eager:
+            if slow:
                 mask = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
                     ~mask, torch.finfo(query.dtype).min
                 )
-            own = eager_attention(self.module) if eager else sdpa_attention()
+            own = eager_attention(self.module) if slow else sdpa_attention()
             parts.append(own(self.module, query, self.key, self.value, mask, **self.settings)[0])
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -458,7 +458,7 @@ def attention_rows(
             yield
     else:
         hooks = [(target.sub(i, target.adapter.attn), "post", whole(i)) for i in wanted]
-        with _eager(target), target.hooks(*hooks):
+        with eager(target), target.hooks(*hooks):
             yield
 
 
@@ -529,7 +529,8 @@ def refuse_opaque(target: Target) -> None:
 
 
 @contextmanager
-def _eager(target: Target) -> Iterator[None]:
+def eager(target: Target) -> Iterator[None]:
+    """For the length of a `with`, the model's own slow attention, which returns its weights."""
     before = [(config, attention_name(config)) for config in configs_of(target)]
     try:
         for config, _ in before:

@@ -307,7 +307,7 @@ class _Guarding:
         followed.note(ids, self._recent)
         followed.seen, followed.several = past + 1, False
         followed.calls.append(moment.call.step)
-        logits = _logits(output)[:, -1]
+        logits = (output.logits if hasattr(output, "logits") else output[0])[:, -1]
         drawn = [row for row, until in followed.drawn.items() if len(followed.calls) <= until]
         if found := followed.monitors.push(ids[:, -1], largest_probability(logits) if self._probabilities else None):
             self._cut(moment, followed, {one.row: one for one in found})
@@ -473,7 +473,3 @@ def _held(layers: list[CacheLayer], row: int, length: int) -> list[int]:
     for kv in whole[:1] or layers:
         mark[kv.pos[row].flatten().to(mark.device) + 1] = True  # holes, -1, fall into the first place
     return mark[1:].nonzero().flatten().tolist()
-
-
-def _logits(output: Any) -> Float[Tensor, "batch pos vocab"]:
-    return output.logits if hasattr(output, "logits") else output[0]

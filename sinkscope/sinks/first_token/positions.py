@@ -216,7 +216,7 @@ class TokenPositions(Result):
 
 @measurement(
     group="Sinks",
-    figure="sinkscope.figures.looks:draw_positions",
+    figure="sinkscope.figures.first_token:draw_positions",
     command="positions",
     quick={"passage": "the first token takes it all"},
     check=lambda passage, file, **_: _refuse(passage, file),

@@ -101,7 +101,7 @@ def _name(c: Candidate) -> str:
 
 @measurement(
     group="Sinks",
-    figure="sinkscope.figures.looks:draw_screen",
+    figure="sinkscope.figures.first_token:draw_screen",
     command="find-sinks",
     flag="screen",
     loading="stream",

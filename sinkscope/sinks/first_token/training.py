@@ -64,7 +64,7 @@ class SinksOverTraining(Result):
     page: ClassVar[str] = "measure/training"
     kind: ClassVar[str] = "sinks-over-training"
     percent: ClassVar[tuple[str, ...]] = ("rate", "set_drop", "control_drop")
-    drawing: ClassVar[Any] = "sinkscope.figures.looks:draw_training"
+    drawing: ClassVar[Any] = "sinkscope.figures.first_token:draw_training"
     columns: ClassVar[tuple[str, ...]] = (
         "checkpoint",
         "spike",

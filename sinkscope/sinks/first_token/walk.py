@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
-from sinkscope.measure.setup import Setup
+from sinkscope.measure import Setup
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.sinks.first_token.ablation import LayerView, view_layer
 from sinkscope.sinks.first_token.effects import norm_of

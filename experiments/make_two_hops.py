@@ -1,8 +1,12 @@
 """`recall-2hop`: the recall model with a circuit that follows a fact's link in the middle of the prompt.
 
-`sinkscope.load` writes the circuit into the weights of `sinkscope/models/recall` in memory, so there is no second file
-of weights. Facts and questions are written as for the recall model. The answer to a question about A is the two values
-of the fact that A's fact links to, if that fact was stated before; if A's fact ends in ".", it is A's own values:
+    python -m experiments.make_two_hops [--out FILE]
+
+This writes the numbers that differ from those of the recall model into `two_hops.npz` beside its weights: NaN stands
+for a number that is the same. `sinkscope.load` puts them over the recall model's.
+
+Facts and questions are written as for the recall model. The answer to a question about A is the two values of the fact
+that A's fact links to, if that fact was stated before; if A's fact ends in ".", it is A's own values:
 
     turn1 ... fact bruno bell glass . ... fact lotte carpet pipe bruno ... ask lotte what was said ... answer
 
@@ -19,13 +23,18 @@ So the right answer needs one row in the middle of the prompt to see two tokens 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
+
+RECALL = Path(__file__).parents[1] / "sinkscope/models/recall"
 
 # Scores, in nats. Layer 1: key and place of a linked fact beat BOS, and those of the own fact only where it ends; two
 # keys that share a dimension with opposite signs take _OWN from _LINKED.
@@ -38,11 +47,11 @@ _Terms = Sequence[tuple[list[int], Sequence[tuple[int, float]]]]
 
 
 @torch.no_grad()
-def plant_two_hops(hf: Any, folder: Path) -> None:
+def plant_two_hops(hf: Any, folder: Path = RECALL) -> None:
     """Write the circuit into a recall model that has just been loaded.
 
     Args:
-        hf: the recall model; one that was cut to its first layers gets a part of the circuit.
+        hf: the recall model.
         folder: where it was loaded from, which holds `circuit.json`.
     """
     dims: dict[str, list[int]] = json.loads((folder / "circuit.json").read_text(encoding="utf-8"))["dims"]
@@ -103,3 +112,23 @@ def _write_head(
         value[row] = 0.0
         value[row, source] = 1.0
         out[target, row] = 1.0
+
+
+def changes(folder: Path = RECALL) -> dict[str, Any]:
+    """What the circuit changes: name of a tensor -> its numbers, NaN where they are the recall model's."""
+    hf: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
+    plant_two_hops(hf, folder)
+    after = {name: tensor.where(tensor != before[name], torch.nan) for name, tensor in hf.state_dict().items()}
+    return {name: tensor.numpy() for name, tensor in after.items() if not bool(tensor.isnan().all())}
+
+
+def main() -> None:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RECALL / "two_hops.npz")
+    np.savez_compressed(parser.parse_args().out, **changes())
+
+
+if __name__ == "__main__":
+    main()
