@@ -205,6 +205,7 @@ def run(words: list[str]) -> dict[str, Any]:
     """Run one command in the current folder and return what is kept: the exit code and the result."""
     from sinkscope.cli import main
 
+    Path("result.json").unlink(missing_ok=True)  # a result of another kind would not be replaced
     said, noted = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(noted):
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from organisms import Organism
 
 from sinkscope.measure import Setup
-from sinkscope.sinks.attack.trials import Trials, make_trials
+from sinkscope.sinks.attack.attack import Trials, make_trials
 from sinkscope.sinks.first_token.sets import causal_neurons
 
 

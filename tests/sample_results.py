@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.results import ModelInfo, Provenance
-from sinkscope.sinks.first_token.anatomy import Normalised, Trigger
+from sinkscope.sinks.first_token.anatomy import Carrier, Normalised, Trigger
 from sinkscope.sinks.first_token.find import (
     AttentionSink,
     FindSinks,
@@ -21,7 +21,6 @@ from sinkscope.sinks.first_token.find import (
     SinkRate,
     Stage,
 )
-from sinkscope.sinks.first_token.received import Carrier
 from sinkscope.sinks.first_token.sets import CausalSet, Member
 
 NEURONS = (

@@ -16,7 +16,7 @@ from sinkscope.attention.locking import locking
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.head_replacement import Replacement
+from sinkscope.sinks.first_token.marking_heads import Replacement
 from sinkscope.trace import attention_rows
 
 COPIES = (0, 1, 2, 4, 8, 16)  # of a unit before the one that is looked at

@@ -20,8 +20,7 @@ from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measureme
 from sinkscope.models.target import Target
 from sinkscope.notation import neuron_names
 from sinkscope.rate import Rate, wilson
-from sinkscope.sinks.attack.attack import SUCCESS, refuse_no_lengths
-from sinkscope.sinks.attack.trials import Context, Trials, make_trials
+from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
 from sinkscope.sinks.first_token.ablation import Neuron
 from sinkscope.sinks.first_token.sets import causal_neurons

@@ -15,17 +15,36 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from sinkscope.interventions.edits import NeuronSite
 from sinkscope.models.experts import activate, bind, gate_up
 from sinkscope.models.target import Target, first_tensor
+from sinkscope.notation import neuron_name
 from sinkscope.sinks.first_token.effects import Edit, effects, norm_of
 
 DRAWS = 20  # random sets of as many neurons that every ablation is held against
 CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
 
 
-def numbers(layer: int, expert: int | None, neuron: int) -> tuple[int, ...]:
-    """(layer, neuron) or (layer, expert, neuron), as interventions take a neuron."""
-    return (layer, neuron) if expert is None else (layer, expert, neuron)
+@dataclass(frozen=True)
+class Member:
+    """A neuron; expert is None where the layer is no mixture, and for a neuron of a shared expert."""
+
+    layer: int
+    expert: int | None
+    neuron: int
+
+    @classmethod
+    def of(cls, site: Sequence[int]) -> Member:
+        """The neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
+        return cls(site[0], site[1] if len(site) == 3 else None, site[-1])
+
+    @property
+    def site(self) -> tuple[int, ...]:
+        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
+        return NeuronSite(self.layer, self.neuron, self.expert).numbers
+
+    def __str__(self) -> str:
+        return neuron_name(self.layer, self.expert, self.neuron)
 
 
 @dataclass(frozen=True)
@@ -123,17 +142,29 @@ def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
     Where a norm stands behind the MLP (Gemma 2, OLMo 2) its gain counts: it can let one residual dimension through
     and hold others back, and a neuron that writes much into the latter makes no spike.
     """
+    if target.adapter.post_mlp_norm is None:
+        return contribution_norms(target, view).median(0).values
+    return view.post.abs().median(0).values * column_norms(target, view.layer)
+
+
+def column_norms(target: Target, layer: int, expert: int | None = None) -> Float[Tensor, " neuron"]:
+    """Norms of the columns of the down projection, with the gain of the norm behind the MLP where there is one."""
     path = target.adapter.post_mlp_norm
     if path is None:
-        return contribution_norms(target, view).median(0).values
-    ones = torch.ones(1, target.d_model, device=view.post.device, dtype=target.dtype)
-    gain = target.sub(view.layer, path)(ones)[0].float()
-    width = target.d_mlp
-    parts = [
-        (columns(target, view.layer, torch.arange(i, min(i + 1024, width))) * gain).norm(dim=-1)
-        for i in range(0, width, 1024)
-    ]
-    return view.post.abs().median(0).values * torch.cat(parts)
+        return target.w_out_norms(layer, expert)
+    gain = gain_of(target, target.sub(layer, path))
+    some = (
+        target.w_out(layer, part.tolist(), expert) for part in torch.arange(target.width(layer, expert)).split(1024)
+    )
+    return torch.cat([(columns.float() * gain).norm(dim=-1) for columns in some])
+
+
+def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
+    """What a norm multiplies each dimension by, however it stores that: asked of a vector with mean 0 and square 1."""
+    signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
+    signs[1::2] = -1
+    up, down = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
+    return (up - down) / 2 * signs.float()
 
 
 @torch.no_grad()
@@ -194,13 +225,10 @@ def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> 
 
 
 @dataclass(frozen=True)
-class Neuron:
+class Neuron(Member):
     """One candidate; drops are shares of the norm at the sink layer that vanish when it is zeroed.
 
     Attributes:
-        layer: where it is.
-        expert: None where the layer is no mixture of experts, and for a neuron of a shared expert.
-        neuron: its number in the MLP (in the expert).
         contribution_norm: norm of what the neuron writes at the first token, `hook_post[j] * W_out[j]`.
         share: contribution norm over the norm of the MLP's output at the first token.
         ablation_drop: share of the first token's norm that is lost when the neuron is zeroed.
@@ -211,9 +239,6 @@ class Neuron:
         neutral_up: median output of the up projection there; None where there is no such factor.
     """
 
-    layer: int
-    expert: int | None
-    neuron: int
     contribution_norm: float
     share: float
     ablation_drop: float
@@ -222,11 +247,6 @@ class Neuron:
     causal: bool
     neutral_post: float
     neutral_up: float | None
-
-    @property
-    def site(self) -> tuple[int, ...]:
-        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
-        return numbers(self.layer, self.expert, self.neuron)
 
 
 @dataclass(frozen=True)
@@ -395,14 +415,14 @@ def _prove_at(
         if not len(chosen):
             return Proof(neurons, None, None, (), dims)
         sets = draw(len(chosen))
-        sites = tuple(numbers(layer, *split(target, layer, int(n))) for n in sets[0])
+        sites = tuple(Member(layer, *split(target, layer, int(n))).site for n in sets[0])
         return Proof(neurons, float(drops(chosen[None], first)), float(drops(sets, first).max()), sites, dims)
 
 
 def _drops_above(target: Target, texts: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:
     """Drop of the last token's norm for each neuron of that or an earlier layer, zeroed by itself in a real pass."""
-    sites = [numbers(stage, *split(target, stage, n)) for n in neurons]
-    seen = effects(target, texts, [Edit(zero=(s,)) for s in sites], at=texts.shape[1] - 1, upto=layer)
+    edits = [Edit(zero=(Member(stage, *split(target, stage, n)).site,)) for n in neurons]
+    seen = effects(target, texts, edits, at=texts.shape[1] - 1, upto=layer)
     return (1 - seen.norms[..., layer] / seen.intact_norms[..., layer]).median(1).values.tolist()
 
 

@@ -15,30 +15,17 @@ from torch import Tensor
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, prove, stage_neurons
+from sinkscope.sinks.first_token.ablation import DRAWS, Member, Neuron, prove, stage_neurons
+from sinkscope.sinks.first_token.anatomy import LOST, losses
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.received import LOST, losses
 from sinkscope.sinks.first_token.walk import SINK_RATIO, STAGE_OUTLIER, Walk, walk
 
 Sites = tuple[tuple[int, ...], ...]
 ROUNDS = 4  # times that the model may repair itself before the search ends
-TOP = 8  # candidates of a later position
+TOP = 8  # candidates, where nothing else is asked for
 WIDE = 64  # candidates of the sink layer that are tried together where the first few do not suffice
 _TRIED = 128  # sets of one size that are tried at most
 _TOKENS = 32  # of the text in which attention is compared
-
-
-@dataclass(frozen=True)
-class Member:
-    """A neuron of a set; expert is None where the layer is no mixture, and for a neuron of a shared expert."""
-
-    layer: int
-    expert: int | None
-    neuron: int
-
-    def __str__(self) -> str:
-        expert = "" if self.expert is None else f".E{self.expert}"
-        return f"L{self.layer}{expert}.N{self.neuron}"
 
 
 @dataclass(frozen=True)
@@ -74,7 +61,7 @@ class CausalSet:
     @property
     def numbers(self) -> Sites:
         """The sites as interventions take them."""
-        return tuple((m.layer, m.neuron) if m.expert is None else (m.layer, m.expert, m.neuron) for m in self.sites)
+        return tuple(member.site for member in self.sites)
 
 
 @dataclass(frozen=True)
@@ -89,6 +76,11 @@ class Found:
     def minimal(self) -> CausalSet | None:
         """The smallest set that takes the spike away."""
         return next((s for s in self.sets if s.kind == "minimal"), None)
+
+    def members(self, candidates: Sequence[Neuron]) -> tuple[Neuron, ...]:
+        """Its neurons; empty where no set takes the spike away."""
+        sites = () if self.minimal is None else self.minimal.numbers
+        return tuple(n for n in (*candidates, *self.added) if n.site in sites)
 
 
 class _Search:
@@ -221,36 +213,24 @@ def _with_backups(
     return None, backups, added
 
 
-def causal_neurons(made: Setup, layer: int | None = None, top_k: int = 8) -> tuple[int | None, tuple[Neuron, ...]]:
+def causal_neurons(made: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
     """Sink layer and its causal neurons; (None, ()) for a model without a spike that an MLP makes.
 
     Where no neuron is causal by itself, because others stand in for it, these are the neurons of the smallest set.
-
-    Args:
-        made: the model and its text.
-        layer: the sink layer, where it is known; None: it is searched.
-        top_k: candidates.
     """
-    asked = ("causal neurons", layer, top_k, made.seed, len(made.ids))
+    asked = ("causal neurons", made.seed, len(made.ids))
     if asked not in made.memory:
-        made.memory[asked] = _causal_neurons(made, layer, top_k)
+        seen = walk(made.target, made.ids, whole=made.target.resident)
+        made.memory[asked] = seen.sink_layer(), _causal_neurons(made, seen)
     return made.memory[asked]
 
 
-def _causal_neurons(made: Setup, layer: int | None, top_k: int) -> tuple[int | None, tuple[Neuron, ...]]:
-    """As `causal_neurons`."""
+def _causal_neurons(made: Setup, seen: Walk) -> tuple[Neuron, ...]:
     target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
-    seen = walk(target, ids, whole=target.resident) if layer is None else None
-    layer = seen.sink_layer() if seen is not None else layer
-    if layer is None:
-        return None, ()
-    proof = prove(target, ids, layer, top_k, generator)
-    if proof.causal:
-        return layer, proof.causal
-    seen = seen or walk(target, ids, whole=target.resident)
-    found = causal_sets(target, ids, seen, proof.neurons, [], generator)
-    members = () if found.minimal is None else found.minimal.numbers
-    return layer, tuple(n for n in (*proof.neurons, *found.added) if n.site in members)
+    if (layer := seen.sink_layer()) is None:
+        return ()
+    proof = prove(target, ids, layer, TOP, generator)
+    return proof.causal or causal_sets(target, ids, seen, proof.neurons, [], generator).members(proof.neurons)
 
 
 def later_set(
@@ -328,7 +308,7 @@ def _measured(
     norms = search.norms([chosen, *draws])
     at_sink, at_last = search.drops(norms, search.layer), search.drops(norms, search.last)
     first = CausalSet(
-        _members(chosen),
+        tuple(map(Member.of, chosen)),
         at_sink[0],
         at_last[0],
         drops[0] if drops else None,
@@ -342,11 +322,7 @@ def _measured(
         return (first,)
     without = search.norms([tuple(s for s in chosen if s not in backups)])[0]
     drop = [float(1 - norms[0, i] / without[i]) for i in (search.layer, search.last)]
-    return first, CausalSet(_members(backups), drop[0], drop[1], None, None, first.control, "backup")
-
-
-def _members(sites: Sites) -> tuple[Member, ...]:
-    return tuple(Member(s[0], s[1] if len(s) == 3 else None, s[-1]) for s in sites)
+    return first, CausalSet(tuple(map(Member.of, backups)), drop[0], drop[1], None, None, first.control, "backup")
 
 
 def _random(target: Target, sites: Sites, taken: set[tuple[int, ...]], generator: torch.Generator) -> Sites:

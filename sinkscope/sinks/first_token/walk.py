@@ -14,7 +14,7 @@ from torch import Tensor
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure.setup import Setup
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target, first_tensor, on_output
 from sinkscope.sinks.first_token.ablation import LayerView, view_layer
 from sinkscope.sinks.first_token.effects import norm_of
 
@@ -160,13 +160,11 @@ def walk(
         progress: told of each layer.
     """
     seen = Walk(target.n_layers)
-    pairs: list[tuple[Any, str, Any]] = []
-    adapter = target.adapter
 
-    def mlp_raw(_m: object, _a: object, _k: object, out: Any) -> None:
+    def mlp_raw(out: Any) -> None:
         seen.raw_first.append(_norms(first_tensor(out), ids.shape)[:, 0].median().item())
 
-    def mlp_added(_m: object, _a: object, _k: object, out: Any) -> None:
+    def mlp_added(out: Any) -> None:
         added = first_tensor(out).detach().reshape(*ids.shape, -1).float()
         seen.written.append(added[:, 0].mean(0).cpu())
         seen.sample.append(added[:, 1:].flatten(0, 1)[:_SAMPLE].cpu())
@@ -175,7 +173,7 @@ def walk(
         seen.mlp_first.append(norms[:, 0].median().item())
         seen.mlp_typical.append(norms[:, 1:].flatten().median().item())
 
-    def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
+    def layer_done(out: Any) -> None:
         resid = first_tensor(out).detach()
         norms = _norms(resid, ids.shape)
         if not bool(norms.isfinite().all()):
@@ -196,11 +194,9 @@ def walk(
         if len(seen.first) - 1 == upto or (not whole and seen.flat()):
             target.stop()
 
-    for i in range(len(target.layers)):
-        added = target.sub(i, adapter.post_mlp_norm or adapter.mlp)
-        pairs += [(target.sub(i, adapter.mlp), "post", mlp_raw), (added, "post", mlp_added)]
-        pairs.append((target.layers[i], "post", layer_done))
-    with target.hooks(*pairs):
+    a = target.adapter
+    seers = ((a.mlp, on_output(mlp_raw)), (a.post_mlp_norm or a.mlp, on_output(mlp_added)), ("", on_output(layer_done)))
+    with target.hooks(*((target.sub(i, path), "post", see) for i in range(target.n_layers) for path, see in seers)):
         target.forward(ids)
     return seen
 
@@ -235,6 +231,12 @@ def repeat_limit(target: Target, asked: int | None) -> int:
 def prefixes(made: Setup, tokens: Sequence[int]) -> list[int]:
     """What stands before each repeated token: BOS; without BOS, another token of the text."""
     return [int(made.ids[made.ids != t][0]) if made.bos is None else made.bos for t in tokens]
+
+
+def until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
+    """The first number of repetitions whose norm reaches half of the first token's; None: it never does."""
+    reached = (norms >= first / 2).nonzero().flatten()
+    return int(reached[0]) + 1 if len(reached) else None
 
 
 @dataclass(frozen=True)
@@ -281,15 +283,11 @@ def repeat_until_half(
             ids[0, 0] = prefixes[i]
             where = torch.zeros_like(ids, dtype=torch.bool)
             where[0, -1] = True
-            norms: list[Tensor] = []
-
-            def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
-                norms.append(norm_of(first_tensor(out)[0], without).cpu())
-
-            with target.hooks((target.layers[layer], "post", keep)):
+            resids: list[Tensor] = []
+            with target.hooks((target.layers[layer], "post", on_output(resids.append))):
                 views[i] = view_layer(target, layer, ids, where)
-            above = (norms[0][1:] >= norms[0][0] / 2).nonzero().flatten()
-            found[i] = int(above[0]) + 1 if len(above) else None
+            norms = norm_of(first_tensor(resids[0])[0], without)
+            found[i] = until_half(norms[1:], norms[0])
         progress("repetitions", length, max_repeats)
         if length >= max_repeats or all(n is not None for n in found.values()):
             break

@@ -21,7 +21,7 @@ from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, mea
 from sinkscope.models.target import Target
 from sinkscope.notation import neuron_names
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.patch.loss import held_out
+from sinkscope.sinks.patch.evaluate import held_out
 from sinkscope.sinks.repetition.sequences import choose, encode, refuse_repeated, room
 from sinkscope.text.corpus import CorpusIndex, open_corpus
 
