@@ -30,11 +30,11 @@ from sinkscope.sinks.attack.vocabulary import (
     refuse_workers,
     repeat,
     round_trip,
-    vocabulary,
 )
 from sinkscope.sinks.first_token.ablation import Neuron, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.repetition.sequences import norms_after
+from sinkscope.sinks.first_token.walk import norms_after
+from sinkscope.sinks.tokens import vocabulary
 from sinkscope.text import resolve_bos
 from sinkscope.text.chat import chat_text
 

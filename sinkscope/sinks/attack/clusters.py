@@ -14,10 +14,11 @@ from torch import Tensor
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target, first_tensor
 from sinkscope.notation import neuron_name
-from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
+from sinkscope.sinks.attack.vocabulary import Columns, hold_layers, in_chunks, refuse_workers, shown
 from sinkscope.sinks.first_token.ablation import Neuron, flat_number, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.repetition.sequences import norms_after
+from sinkscope.sinks.first_token.walk import norms_after
+from sinkscope.sinks.tokens import draw, vocabulary
 from sinkscope.trace.run import trace
 
 _BEFORE = 16  # tokens of text before a token that stands at a later position

@@ -21,7 +21,6 @@ from sinkscope.measure import Setup
 from sinkscope.models.open import PartTarget, StreamTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
 from sinkscope.parallel import Pool, Tally, check_workers, finish
-from sinkscope.sinks.first_token.tokens import single_token
 from sinkscope.store import Folder, Keyed
 
 Pools = Mapping[int, Int[Tensor, " token"]]  # head -> the tokens of its cluster
@@ -148,17 +147,6 @@ Columns = dict[str, list[Any]]
 """What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""
 
 
-def vocabulary(target: Target, strings: Sequence[str] | None) -> list[int]:
-    """Ids of the strings; without strings every id that both the tokenizer and the embedding know.
-
-    Raises:
-        SinkscopeError: a string is not one token.
-    """
-    if strings:
-        return list(dict.fromkeys(single_token(target.tokenizer, s) for s in strings))
-    return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
-
-
 def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
     """Each token as text; where it is none by itself (part of a character), as the tokenizer spells it."""
     texts = [str(target.tokenizer.decode([i])) for i in ids]
@@ -166,12 +154,6 @@ def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
         text if text and "\ufffd" not in text else str(target.tokenizer.convert_ids_to_tokens(i))
         for text, i in zip(texts, ids, strict=True)
     )
-
-
-def draw(ids: list[int], count: int, seed: int) -> list[int]:
-    """Some of `ids`, in random order."""
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [ids[i] for i in order[:count]]
 
 
 @runtime_checkable

@@ -18,8 +18,7 @@ from sinkscope.notation import head_name, neuron_name
 from sinkscope.sinks.first_token.ablation import DRAWS
 from sinkscope.sinks.first_token.attribution import Attribution, Inputs, Keys, attribute
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
-from sinkscope.sinks.first_token.tokens import and_
-from sinkscope.sinks.first_token.walk import prefixes
+from sinkscope.sinks.tokens import and_, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 

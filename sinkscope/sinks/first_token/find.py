@@ -33,16 +33,14 @@ from sinkscope.sinks.first_token.anatomy import (
 )
 from sinkscope.sinks.first_token.effects import Edit, effects
 from sinkscope.sinks.first_token.sets import CausalSet, Found, causal_sets, later_set
-from sinkscope.sinks.first_token.tokens import and_, at_once_line, pick_tokens
 from sinkscope.sinks.first_token.walk import (
     SINK_RATIO,
     Repetition,
     Walk,
-    prefixes,
-    repeat_limit,
     repeat_until_half,
     walk_far_enough,
 )
+from sinkscope.sinks.tokens import and_, at_once_line, pick_tokens, prefixes, room
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
@@ -503,7 +501,7 @@ def find_sinks(
     ids = setup.ids
     if top_k > (width := setup.target.d_mlp):
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    limit = repeat_limit(setup.target, max_repeats)
+    limit = room(setup.target, max_repeats)
     words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
     setup.record(max_repeats=limit, unknown_tokens=_unknown(setup))
     whole = all_layers or setup.target.resident

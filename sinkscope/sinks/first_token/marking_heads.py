@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from sinkscope.models.target import Target
 from sinkscope.notation import head_names, neuron_names
 from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, columns, flat_number, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.tokens import first_tokens
+from sinkscope.sinks.tokens import first_tokens, percent
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
@@ -257,12 +258,12 @@ class First:
     id: int
     activation: float
     fires: bool
-    layer_drop: float | None
-    heads: tuple[int, ...]
-    kept: float | None
-    set_drop: float | None
-    control_drop: float | None
-    drops: tuple[float, ...]
+    layer_drop: float | None = None
+    heads: tuple[int, ...] = ()
+    kept: float | None = None
+    set_drop: float | None = None
+    control_drop: float | None = None
+    drops: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,8 +319,9 @@ class MarkingHeads(Result):
         beside = ""
         if lost and chance:
             beside = (
-                f": replacing them takes away {_percent(_median(lost))} of the mark, and replacing as many other "
-                f"heads takes away at most {_percent(_median(chance))} (median over tokens, largest of {DRAWS} draws)"
+                f": replacing them takes away {percent(median_high(lost))} of the mark, and replacing as many other "
+                f"heads takes away at most {percent(median_high(chance))} (median over tokens, "
+                f"largest of {DRAWS} draws)"
             )
         return f"The heads {names} mark the first token{beside}."
 
@@ -336,16 +338,15 @@ class MarkingHeads(Result):
             f"{len(fire)} of {len(self.first_tokens)} tokens make the sink fire when they stand first.",
         ]
         if self.layer_drops:
-            drops = ", ".join(f"layer {i} {_percent(d)}" for i, d in enumerate(self.layer_drops))
+            drops = ", ".join(f"layer {i} {percent(d)}" for i, d in enumerate(self.layer_drops))
             lines.append(
                 f"Replacing all heads of a layer takes away this share of the mark: {drops}; all layers together "
-                f"{_percent(self.all_drop)}."
+                f"{percent(self.all_drop)}."
             )
         if self.marking_layer is not None and self.answer == "single head":
-            lines.append(f"A single head suffices for {_percent(self.single_share)} of the first tokens.")
+            lines.append(f"A single head suffices for {percent(self.single_share)} of the first tokens.")
         elif self.marking_layer is not None:
-            sizes = sorted(len(f.heads) for f in fire if f.heads)
-            usual = sizes[len(sizes) // 2] if sizes else 0
+            usual = median_high([len(f.heads) for f in fire if f.heads] or [0])
             lines.append(f"No single head suffices for most first tokens; the median token needs {usual}.")
         return lines
 
@@ -427,17 +428,9 @@ def _measure(setup: Setup, bench: Replacement, words: list[int]) -> dict[str, An
         for i, one in enumerate(sets):
             one |= {"layer_drop": float(layer_drop[i, marking]), "drops": tuple(drops[i, marking].tolist())}
         carried = {"alone": alone.amax(0), "control": _later(setup, bench, marking, usual.mean(0))}
-    nothing: dict[str, Any] = {
-        "layer_drop": None,
-        "heads": (),
-        "kept": None,
-        "set_drop": None,
-        "control_drop": None,
-        "drops": (),
-    }
     rows = iter(sets)
     listed = tuple(
-        First(setup.tokenizer.decode([t]), t, a, f, **(next(rows, nothing) if f else nothing))
+        First(setup.tokenizer.decode([t]), t, a, f, **(next(rows, {}) if f else {}))
         for t, a, f in zip(firsts.tolist(), activation.tolist(), fires.tolist(), strict=True)
     )
     single = sum(len(s["heads"]) == 1 for s in sets) / len(sets) if sets else None
@@ -561,11 +554,3 @@ def _shape(g: Geometry, head: int, own: Bool[Tensor, " token"]) -> dict[str, flo
 
 def _number(value: Tensor) -> float | None:
     return None if math.isnan(float(value)) else float(value)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

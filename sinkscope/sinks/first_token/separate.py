@@ -16,7 +16,7 @@ from sinkscope.measure import Count, Option, Positive, Result, Setup, measuremen
 from sinkscope.models.experts import bind, gate_up
 from sinkscope.models.target import Target
 from sinkscope.notation import neuron_name, read_neuron
-from sinkscope.sinks.first_token.tokens import first_tokens
+from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.run import trace
 
 PER_TOKEN = 4  # later positions of one token at most, so that frequent words do not make up the class

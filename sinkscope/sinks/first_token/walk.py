@@ -17,6 +17,7 @@ from sinkscope.measure.setup import Setup
 from sinkscope.models.target import Target, first_tensor, on_output
 from sinkscope.sinks.first_token.ablation import LayerView, view_layer
 from sinkscope.sinks.first_token.effects import norm_of
+from sinkscope.trace.run import trace
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
@@ -214,23 +215,20 @@ def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
             return seen
 
 
-def repeat_limit(target: Target, asked: int | None) -> int:
-    """Largest number of repetitions: what was asked for; None: 1,024, or what the context holds.
-
-    Raises:
-        SinkscopeError: the context does not hold as many.
-    """
-    largest = (target.max_positions or 1 << 30) - 1
-    if asked is not None and asked > largest:
-        raise SinkscopeError(
-            f"--max-repeats {asked} does not fit the context of {target.max_positions} tokens; the largest is {largest}"
-        )
-    return min(1024, largest) if asked is None else asked
-
-
-def prefixes(made: Setup, tokens: Sequence[int]) -> list[int]:
-    """What stands before each repeated token: BOS; without BOS, another token of the text."""
-    return [int(made.ids[made.ids != t][0]) if made.bos is None else made.bos for t in tokens]
+def norms_after(
+    target: Target,
+    layer: int,
+    ids: Int[Tensor, "row pos"],
+    batch_size: int | None = None,
+    progress: Progress = silent,
+    what: str = "norms",
+) -> Float[Tensor, "row pos"]:
+    """Norm of the residual stream after a layer at every position; the passes end there."""
+    site, parts = f"blocks.{layer}.hook_resid_post", list[Tensor]()
+    for rows in ids.split(batch_size or len(ids)):
+        parts.append(trace(target, rows, [site], "norm")[site])
+        progress(what, sum(map(len, parts)), len(ids))
+    return torch.cat(parts)
 
 
 def until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:

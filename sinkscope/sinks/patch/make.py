@@ -24,9 +24,9 @@ from sinkscope.sinks.first_token.anatomy import received
 from sinkscope.sinks.first_token.effects import norm_of
 from sinkscope.sinks.first_token.find import RATE_EPS
 from sinkscope.sinks.first_token.sets import TOP, causal_sets
-from sinkscope.sinks.first_token.tokens import pick_tokens
-from sinkscope.sinks.first_token.walk import Walk, prefixes, repeat_limit, repeat_until_half, walk
+from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, walk
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
+from sinkscope.sinks.tokens import pick_tokens, prefixes, room
 from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -312,7 +312,7 @@ def make_patch(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
-    most = repeat_limit(target, max_repeats)
+    most = room(target, max_repeats)
     setup.record(max_repeats=most)
     fields: dict[str, Any] = {"limit": limit}
     seen = walk(target, setup.ids, whole=True, progress=setup.progress)

@@ -16,10 +16,10 @@ import torch
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
-from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
+from sinkscope.sinks.attack.vocabulary import Columns, hold_layers, in_chunks, refuse_workers, shown
 from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.tokens import at_once_line
-from sinkscope.sinks.repetition.sequences import norms_after, room
+from sinkscope.sinks.first_token.walk import norms_after
+from sinkscope.sinks.tokens import at_once_line, draw, room, vocabulary
 
 PILOT = 16  # tokens that say how long the first pass must be
 SHORTEST = 128  # repetitions of it, at least

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.models.target import Target, plain_weight
-from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
-from sinkscope.sinks.repetition.sequences import encode, known_token, refuse_repeated, room
+from sinkscope.models.target import Target
+from sinkscope.sinks.tokens import encode, known_token, pick_tokens, refuse_repeated, room, single_token
 from sinkscope.trace.attention import attention_rows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -161,14 +160,8 @@ def _run(target: Target, ids: Tensor, layers: list[int], keep: Callable[[int, Te
 def head_outputs(target: Target, layer: int) -> Tensor:
     """W_O of every head, `[head d_head d_model]`, float32."""
     with target.loaded(layer):
-        o: Any = target.sub(layer, target.adapter.o)
-        weight = plain_weight(o)
-        if weight is not None:
-            flat = weight if target.adapter.transposed_down else weight.T
-        else:  # quantised or adapted: ask the module what unit inputs write; not by calling it, since hooks are on it
-            eye = torch.eye(int(o.in_features), device=target.device, dtype=target.dtype)
-            flat = o.forward(eye) - o.forward(torch.zeros_like(eye[:1]))
-        return flat.float().unflatten(0, (target.n_heads, -1))
+        rows = target.rows_of(target.sub(layer, target.adapter.o), target.n_heads * target.head_width)
+        return rows.T.float().unflatten(0, (target.n_heads, -1))
 
 
 def rounding(target: Target, size: float) -> float:

@@ -22,7 +22,7 @@ from sinkscope.models.target import Target
 from sinkscope.notation import neuron_names
 from sinkscope.sinks.first_token.sets import causal_neurons
 from sinkscope.sinks.patch.evaluate import held_out
-from sinkscope.sinks.repetition.sequences import choose, encode, refuse_repeated, room
+from sinkscope.sinks.tokens import choose, encode, refuse_repeated, room
 from sinkscope.text.corpus import CorpusIndex, open_corpus
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3

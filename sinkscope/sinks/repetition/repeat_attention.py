@@ -14,9 +14,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results import cell
-from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
-from sinkscope.sinks.repetition.repeat import norms_in_batches
-from sinkscope.sinks.repetition.sequences import choose, repetitions, replaced_line
+from sinkscope.sinks.first_token.walk import SINK_RATIO, norms_after, walk
+from sinkscope.sinks.tokens import choose, repetitions, replaced_line
 from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
@@ -242,7 +241,7 @@ def repeat_attention(
     seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
     layer, kinds = seen.sink_layer(), None
     if layer is not None:
-        norms = norms_in_batches(setup, layer, ids, batch_size, "norms")
+        norms = norms_after(target, layer, ids, batch_size, setup.progress)
         kinds = _Kinds.of(norms, seen.first[layer], seen.typical[layer])
     keys, tail = _weights(kinds, ids.shape)
     shown = _shown(layer, target.n_layers) if layers is None else sorted(set(layers))
