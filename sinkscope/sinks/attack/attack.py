@@ -21,6 +21,7 @@ from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.clusters import clusters_of
 from sinkscope.sinks.attack.vocabulary import (
     Columns,
+    Work,
     coordinate,
     drawn_sequences,
     greedy,
@@ -182,7 +183,7 @@ def _norms(
 
 
 @dataclass(frozen=True)
-class NormWork:
+class NormWork(Work):
     """Norms of many batches, in whichever process: an item is the number of a batch.
 
     Attributes:
@@ -191,7 +192,6 @@ class NormWork:
         batches: what stands before the sequences, and the sequences.
     """
 
-    layer: int
     reference: float
     batches: tuple[tuple[tuple[int, ...], Tensor], ...]
 

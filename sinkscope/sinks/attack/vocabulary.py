@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -156,18 +156,19 @@ def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
     )
 
 
-@runtime_checkable
-class Work(Protocol):
-    """What is done to a chunk of items. It is pickled for other processes, so it holds no model."""
+@dataclass(frozen=True)
+class Work:
+    """What is done to a chunk of items. It is pickled for other processes, so it holds no model.
 
-    @property
-    def layer(self) -> int:
-        """The deepest layer it runs."""
-        ...
+    Attributes:
+        layer: the deepest layer it runs.
+    """
+
+    layer: int
 
     def __call__(self, target: Target, items: list[int]) -> Columns:
         """Columns with an entry per item."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,18 @@ def in_chunks(
     target = hold_layers(setup.target, work.layer)
     chunks = [Chunk(n, list(items[i : i + size])) for n, i in enumerate(range(0, len(items), size))]
     digest = hashlib.sha256(" ".join(map(str, items)).encode()).hexdigest()[:16]
-    decisive = {"what": what, **_decisive(setup), **settings, "chunk": size, "items": digest}
+    decisive = {
+        "what": what,
+        "model": fingerprint_of(setup.target),
+        "dtype": str(setup.target.dtype),
+        "bos": setup.bos,
+        "seed": setup.seed,
+        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
+        "texts": len(setup.ids),
+        **settings,
+        "chunk": size,
+        "items": digest,
+    }
     kept = Folder(resume, decisive, Done, option="--resume")
     pool = Pool(
         partial(_done, target, work),
@@ -279,15 +291,3 @@ def hold_layers(target: Target, layer: int) -> Target:
     if isinstance(target, StreamTarget):
         target.store.hold(layer + 1)
     return target
-
-
-def _decisive(setup: Setup) -> dict[str, Any]:
-    """What of a setup decides a table: the model, the text, BOS, the seed."""
-    return {
-        "model": fingerprint_of(setup.target),
-        "dtype": str(setup.target.dtype),
-        "bos": setup.bos,
-        "seed": setup.seed,
-        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
-        "texts": len(setup.ids),
-    }

@@ -166,13 +166,6 @@ def shares_of(
     return (change.mean(over) / span.mean(0 if each else (0, 1))).tolist()
 
 
-def random_sets(pool: Sequence[Any], size: int, seed: int) -> list[tuple[Any, ...]]:
-    """Random sets of a size, as controls; none where the pool is too small."""
-    generator = torch.Generator().manual_seed(seed)
-    draws = DRAWS if 0 < size <= len(pool) else 0
-    return [tuple(pool[int(i)] for i in torch.randperm(len(pool), generator=generator)[:size]) for _ in range(draws)]
-
-
 WRITES = 0.01  # neurons with less of the spike are backups, or have no part in it
 LARGE = 0.25  # so is what else a reading head's key holds
 SHOWN = 0.1  # a component without a role is a row of its own from this share on
@@ -324,8 +317,12 @@ class Steps:
         return self.first[self.places[typical, 0]], typical
 
     def sets(self, pool: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
-        """Random controls."""
-        return random_sets(pool, size, self.setup.seed)
+        """Random sets of a size, as controls; none where the pool is too small."""
+        generator = torch.Generator().manual_seed(self.setup.seed)
+        draws = DRAWS if 0 < size <= len(pool) else 0
+        return [
+            tuple(pool[int(i)] for i in torch.randperm(len(pool), generator=generator)[:size]) for _ in range(draws)
+        ]
 
     def heads(self, depth: int, without: Sequence[Component]) -> list[Component]:
         """Of the layers up to one, without these."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from sinkscope.console import Progress, silent
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Positive, Result, Setup, measurement
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, on_input
 from sinkscope.notation import head_names, neuron_names
 from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, columns, flat_number, view_layer
 from sinkscope.sinks.first_token.sets import causal_neurons
@@ -101,7 +101,7 @@ class Replacement:
         where[:1] = not later
         for start in range(0, len(ids), step):
             rows, edits = ids[start : start + step], replaced[start : start + step]
-            with target.hooks(*self.hooks(edits, where)):
+            with target.hooks(*replacing(target, self.means, edits, where)):
                 view = view_layer(target, self.sink_layer, rows, where.expand(len(rows), -1))
             flat = self.flat.to(view.post.device)
             out = view.post[:, flat].cpu() @ self.cols if len(flat) else view.mlp.cpu()
@@ -109,21 +109,25 @@ class Replacement:
             self.progress("heads", min(start + step, len(ids)), len(ids))
         return torch.cat(found)
 
-    def hooks(self, edits: Bool[Tensor, "row layer head"], where: Bool[Tensor, " pos"]) -> list[tuple[Any, str, Any]]:
-        """Hooks that replace the heads of `edits` at the positions of `where`, in a pass of as many rows."""
 
-        def hook(layer: int) -> Any:
-            def replace(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[object, object]:
-                z = args[0]
-                heads = z.reshape(len(edits), len(where), self.shape[1], -1)
-                chosen = edits[:, layer, None, :, None] & where[None, :, None, None]
-                mean = self.means[layer].to(z.device, z.dtype)
-                return (torch.where(chosen.to(z.device), mean, heads).reshape(z.shape), *args[1:]), kwargs
+def replacing(
+    target: Target,
+    means: Float[Tensor, "layer head d_head"],
+    edits: Bool[Tensor, "row layer head"],
+    where: Bool[Tensor, " pos"],
+) -> list[tuple[Any, str, Any]]:
+    """Hooks that put means in the place of the heads of `edits`, at the positions of `where`, in a pass of these rows."""
 
-            return replace
+    def hook(layer: int) -> Any:
+        def replace(z: Tensor) -> Tensor:
+            heads = z.reshape(len(edits), len(where), means.shape[1], -1)
+            chosen = edits[:, layer, None, :, None] & where[None, :, None, None]
+            return torch.where(chosen.to(z.device), means[layer].to(z.device, z.dtype), heads).reshape(z.shape)
 
-        used = edits.any(2).any(0).nonzero().flatten().tolist()
-        return [(self.target.sub(i, self.target.adapter.o), "pre", hook(i)) for i in used]
+        return on_input(replace)
+
+    used = edits.any(2).any(0).nonzero().flatten().tolist()
+    return [(target.sub(i, target.adapter.o), "pre", hook(i)) for i in used]
 
 
 @dataclass(frozen=True)

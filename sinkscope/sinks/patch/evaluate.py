@@ -50,6 +50,14 @@ class Change:
     difference: float
     se: float | None
 
+    @classmethod
+    def of(cls, before: float, after: float, samples: Float[Tensor, " n"], scale: float = 1.0) -> Change:
+        """With the standard error of the mean of the samples' differences, times `scale`."""
+        many = len(samples) > 1
+        return cls(
+            before, after, after - before, float(samples.std()) / math.sqrt(len(samples)) * scale if many else None
+        )
+
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
     """A `with` in which the edit acts, or nothing does."""
@@ -110,13 +118,7 @@ def losses(
 def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"]) -> Change:
     """Perplexities of paired pieces; the standard error is that of the mean loss difference, times the perplexity."""
     first, second = float(before.double().mean().exp()), float(after.double().mean().exp())
-    se = standard_error(after.double() - before.double())
-    return Change(first, second, second - first, None if se is None else se * second)
-
-
-def standard_error(samples: Float[Tensor, " n"]) -> float | None:
-    """Of the mean; None for fewer than two samples."""
-    return float(samples.std()) / math.sqrt(len(samples)) if len(samples) > 1 else None
+    return Change.of(first, second, after.double() - before.double(), second)
 
 
 _SEED = 1234  # of the examples before a question; the harness's own
@@ -267,7 +269,8 @@ def evaluate_patch(
     if asked is not None:
         measured = [asked.run(setup, e, shots, questions, batch_size) for e in edits]
         for key, before in measured[0].items():
-            scores.append(_score(*key, len(before), *(_paired(before, m[key]) for m in measured[1:])))
+            changes = (Change.of(float(before.mean()), float(m[key].mean()), m[key] - before) for m in measured[1:])
+            scores.append(_score(*key, len(before), *changes))
     return PatchEvaluation(
         scores=tuple(scores),
         neurons=tuple(site.numbers for site in edit.checked_sites),
@@ -298,24 +301,9 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
 
 
-def _paired(before: Tensor, after: Tensor) -> Change:
-    first, second = float(before.mean()), float(after.mean())
-    return Change(first, second, second - first, standard_error(after - before))
-
-
 def _score(task: str, metric: str, samples: int, patched: Change, control: Change) -> Score:
-    return Score(
-        task,
-        metric,
-        samples,
-        patched.before,
-        patched.after,
-        control.after,
-        patched.difference,
-        patched.se,
-        control.difference,
-        control.se,
-    )
+    numbers = patched.before, patched.after, control.after
+    return Score(task, metric, samples, *numbers, patched.difference, patched.se, control.difference, control.se)
 
 
 class Tasks:
