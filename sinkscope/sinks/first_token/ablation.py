@@ -7,7 +7,7 @@ hold this against real ablated passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.interventions.edits import NeuronSite
 from sinkscope.models.experts import activate, bind, gate_up
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.notation import neuron_name
 from sinkscope.sinks.first_token.effects import Edit, effects, norm_of
 
@@ -76,14 +76,11 @@ def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: T
     a, got = target.adapter, dict[str, Tensor]()
 
     def pick(tensor: Tensor) -> Tensor:
-        flat = tensor.reshape(-1, tensor.shape[-1])
-        return flat[where.reshape(-1).to(flat.device)].detach()
+        return tensor.reshape(-1, tensor.shape[-1])[where.reshape(-1).to(tensor.device)].detach()
 
-    def keeper(name: str, get: Any) -> Any:
-        def hook(_module: object, args: Any, _kwargs: Any, out: Any) -> None:
-            got[name] = pick(get(args, out))
-
-        return hook
+    def keep(module: Any, name: str, get: Callable[[Any], Tensor] = first_tensor, when: str = "post") -> None:
+        see = (on_input if when == "pre" else on_output)(lambda seen: got.update({name: pick(get(seen))}))
+        pairs.append((module, when, see))
 
     def experts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
         hidden, index, weights = map(pick, bind(args, kwargs))
@@ -97,21 +94,20 @@ def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: T
             post[rows, expert] = values.float() * weights[rows, slots, None].float()
         got["post"] = post.flatten(1)
 
-    whole = keeper("mlp", lambda _, out: first_tensor(out))
-    pairs: list[tuple[Any, str, Any]] = [(target.sub(layer, a.mlp), "post", whole)]
+    pairs: list[tuple[Any, str, Any]] = []
+    keep(target.sub(layer, a.mlp), "mlp")
     if target.is_mixture(layer):
         pairs.append((target.sub(layer, a.experts or ""), "post", experts))
         if target.has_shared(layer):
-            pairs.append((target.mlp_part(layer, "down"), "post", keeper("shared", lambda args, _: args[0])))
+            keep(target.mlp_part(layer, "down"), "shared", when="pre")
             if a.shared_gate is not None:
-                sigmoid = keeper("weight", lambda _, out: out.sigmoid())
-                pairs.append((target.sub(layer, a.shared_gate), "post", sigmoid))
+                keep(target.sub(layer, a.shared_gate), "weight", torch.sigmoid)
     else:
-        pairs.append((target.sub(layer, a.down), "post", keeper("post", lambda args, _: args[0])))
+        keep(target.sub(layer, a.down), "post", when="pre")
         if a.up is not None and (a.gate is not None or a.fused_gate_up):
-            half = (lambda _, out: out.chunk(2, -1)[1]) if a.fused_gate_up else (lambda _, out: out)
-            pairs.append((target.sub(layer, a.up), "post", keeper("up", half)))
-    pairs.append((target.layers[layer], "post", keeper("resid", lambda _, out: first_tensor(out))))
+            factors = 2 if a.fused_gate_up else 1  # the up factor comes last
+            keep(target.sub(layer, a.up), "up", lambda out: out.chunk(factors, -1)[-1])
+    keep(target.layers[layer], "resid")
     with target.hooks(*pairs, (target.layers[layer], "post", lambda *_: target.stop())):
         target.forward(ids)
     if "shared" in got:
@@ -340,7 +336,10 @@ def stage_neurons(
     top = found.top.tolist()
     pool = torch.tensor([n for n in found.contribution.nonzero().flatten().tolist() if n not in top])
     others = pool[torch.randperm(len(pool), generator=generator)[:DRAWS]].tolist()
-    drops = _drops_above(target, ids[:1, : at + 1], stage, [*top, *others], max(stage, upto))
+    edits = [Edit(zero=(Member(stage, *split(target, stage, n)).site,)) for n in (*top, *others)]
+    layer = max(stage, upto)
+    seen = effects(target, ids[:1, : at + 1], edits, at=at, upto=layer)
+    drops = (1 - seen.norms[..., layer] / seen.intact_norms[..., layer]).median(1).values.tolist()
     return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
 
 
@@ -417,13 +416,6 @@ def _prove_at(
         sets = draw(len(chosen))
         sites = tuple(Member(layer, *split(target, layer, int(n))).site for n in sets[0])
         return Proof(neurons, float(drops(chosen[None], first)), float(drops(sets, first).max()), sites, dims)
-
-
-def _drops_above(target: Target, texts: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:
-    """Drop of the last token's norm for each neuron of that or an earlier layer, zeroed by itself in a real pass."""
-    edits = [Edit(zero=(Member(stage, *split(target, stage, n)).site,)) for n in neurons]
-    seen = effects(target, texts, edits, at=texts.shape[1] - 1, upto=layer)
-    return (1 - seen.norms[..., layer] / seen.intact_norms[..., layer]).median(1).values.tolist()
 
 
 def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:

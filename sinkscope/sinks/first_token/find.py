@@ -503,20 +503,22 @@ def find_sinks(
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     limit = room(setup.target, max_repeats)
     words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
-    setup.record(max_repeats=limit, unknown_tokens=_unknown(setup))
+    unknown = getattr(setup.tokenizer, "unk_token_id", None)  # repeated unknowns would be a repeated token
+    share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
+    setup.record(max_repeats=limit, unknown_tokens=share)
     whole = all_layers or setup.target.resident
     proof, sets, repeated, at = Proof((), None, None, ()), Found((), (), ()), None, None
     while True:
         seen = walk_far_enough(setup, whole=whole)
-        target, layer, depth = setup.target, seen.sink_layer(), len(seen.first)
+        target, layer, depth, stages = setup.target, seen.sink_layer(), len(seen.first), seen.stages()
         heard, rate = _received(setup, depth) if whole else (received(target, ids, RATE_EPS, layers=depth), None)
         generator = torch.Generator().manual_seed(setup.seed)
-        if layer is not None and at != seen.stages():  # after reading on, often the same ones
-            at = seen.stages()
+        if layer is not None and at != stages:  # after reading on, often the same ones
+            at = stages
             repeated = repeat_until_half(
                 target, layer, words, prefixes(setup, words), limit, setup.progress, seen.shared
             )
-            proof = prove(target, ids, layer, top_k, generator, repeated.view, at, seen.shared)
+            proof = prove(target, ids, layer, top_k, generator, repeated.view, stages, seen.shared)
         if layer is not None:
             sets = causal_sets(target, ids, seen, proof.neurons, heard.heads(), generator)
         lost = sets.minimal.heads_lost if sets.minimal is not None else None
@@ -539,7 +541,7 @@ def find_sinks(
         neurons=(*proof.neurons, *(n for n in sets.added if n.site not in known)),
         set_drop=proof.set_drop,
         set_control_drop=proof.set_control_drop,
-        stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in seen.stages()),
+        stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in stages),
         residual_dims=proof.dims,
         first_token_norm=first,
         typical_norm=typical,
@@ -697,9 +699,3 @@ def _published(target: Target, layer: int | None, proof: Proof) -> Published | N
     if known.residual_dims:
         return Published(known.source, set(known.residual_dims) <= set(proof.dims))
     return None
-
-
-def _unknown(setup: Setup) -> float:
-    """Share of the typical text that the tokenizer does not know: repeated unknowns would be a repeated token."""
-    unknown = getattr(setup.tokenizer, "unk_token_id", None)
-    return 0.0 if unknown is None else float((setup.ids[:, 1:] == unknown).float().mean())

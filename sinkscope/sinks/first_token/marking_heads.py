@@ -116,7 +116,10 @@ def replacing(
     edits: Bool[Tensor, "row layer head"],
     where: Bool[Tensor, " pos"],
 ) -> list[tuple[Any, str, Any]]:
-    """Hooks that put means in the place of the heads of `edits`, at the positions of `where`, in a pass of these rows."""
+    """Hooks that put means in the place of the heads of `edits` at the positions of `where`, for a pass of these rows.
+
+    Used by every measurement that takes heads away, so that they all mean the same by it.
+    """
 
     def hook(layer: int) -> Any:
         def replace(z: Tensor) -> Tensor:

@@ -117,7 +117,8 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
     for layer in range(target.n_layers):
         parts = reaches(target, layer)
         reach = torch.cat([part.reach for part in parts])
-        z = _z(reach)
+        log = reach.clamp(min=1e-30).log()  # reaches of a layer lie many powers of ten apart
+        z = (log - log.mean()) / log.std(correction=0).clamp(min=1e-12)
         neurons += len(reach)
         layers.append(LayerReach(layer, float(reach.median()), float(reach.max()), float(z.max())))
         width = len(parts[0].reach)
@@ -129,12 +130,6 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
         setup.progress("layers", layer + 1, target.n_layers)
     best = sorted(found, key=lambda c: -c.reach)[:top_k]
     return NeuronScreen(candidates=tuple(best), layers=tuple(layers), neurons=neurons)
-
-
-def _z(reach: Float[Tensor, " neuron"]) -> Float[Tensor, " neuron"]:
-    """Standard deviations above the mean, of the logarithm: reaches of a layer lie many powers of ten apart."""
-    log = reach.clamp(min=1e-30).log()
-    return (log - log.mean()) / log.std(correction=0).clamp(min=1e-12)
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def after_attention(
         trace(target, ids[:1, :1], resid)
     except UnsupportedError:
         resid = [f"blocks.{layer}.hook_resid_pre", f"blocks.{layer}.hook_attn_out"]
-    found: dict[str, list[Tensor]] = {}
+    parts: list[list[Tensor]] = []
     order: list[Tensor] = []
     for start in range(0, len(ids), batch_size):
         rows = ids[start : start + batch_size]
@@ -150,21 +150,18 @@ def after_attention(
         ) -> None:
             experts.append(bind(args, kwargs)[0].detach())
 
-        pairs = [(target.sub(layer, a.experts or ""), "pre", keep)] if mixture else []
         sites = [f"blocks.{layer}.mlp.{name}" for _, name in names]
-        with target.hooks(*pairs):
+        with target.hooks(*([(target.sub(layer, a.experts or ""), "pre", keep)] if mixture else [])):
             got = trace(target, rows, [*resid, *sites])
-        parts = {"resid": sum(got[site].float() for site in resid)}
-        parts |= {name: got[site].float() for (name, _), site in zip(names, sites, strict=True)}
-        if mixture:
-            parts["hidden"] = experts[0].reshape(*rows.shape, -1).cpu()
-        for name, tensor in parts.items():
-            found.setdefault(name, []).append(torch.as_tensor(tensor)[row, pos])
+        seen = [torch.stack([got[site].float() for site in resid]).sum(0), *(got[site] for site in sites)]
+        seen += [hidden.reshape(*rows.shape, -1).cpu() for hidden in experts]
+        parts.append([tensor[row, pos] for tensor in seen])
         progress("sequences", start + len(rows), len(ids))
     back = torch.cat(order).argsort()
-    whole = {name: torch.cat(tensors)[back] for name, tensors in found.items()}
-    factors = tuple(Factor(name, None, whole[name]) for name, _ in names)
-    return After(whole["resid"], _experts(target, layer, whole["hidden"]) if mixture else factors)
+    stream, *read = (torch.cat(tensors)[back] for tensors in zip(*parts, strict=True))
+    if mixture:
+        return After(stream, _experts(target, layer, read[0]))
+    return After(stream, tuple(Factor(name, None, values) for (name, _), values in zip(names, read, strict=True)))
 
 
 def _experts(target: Target, layer: int, hidden: Float[Tensor, "n d_model"]) -> tuple[Factor, ...]:
@@ -394,7 +391,9 @@ def separability(
     space = Space.of(seen.resid, train)
     lda = space.plane("LDA", first)
     neurons, perfect, best = [], {}, {}
-    factors = seen.factors if neuron is None else [_only(f, neuron) for f in seen.factors if f.expert == expert]
+    factors = seen.factors
+    if neuron is not None:
+        factors = [replace(f, values=f.values[:, [neuron]]) for f in factors if f.expert == expert]
     for name in dict.fromkeys(factor.name for factor in factors):
         separator, best[name], found = _best_neuron([f for f in factors if f.name == name], labels)
         neurons.append(separator if neuron is None else replace(separator, neuron=neuron))
@@ -457,11 +456,6 @@ def _check_neuron(target: Target, layer: int, neuron: int | None, expert: int | 
         raise SinkscopeError(f"--expert {expert} is not in the layer: it has experts 0 to {count - 1}")
     if neuron >= (width := target.width(layer, expert)):
         raise SinkscopeError(f"--neuron {neuron} is not in the layer: it has neurons 0 to {width - 1}")
-
-
-def _only(factor: Factor, neuron: int) -> Factor:
-    """A factor of one neuron."""
-    return replace(factor, values=factor.values[:, [neuron]])
 
 
 def auroc(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:
@@ -558,15 +552,12 @@ def _plane(space: Space, method: Method, labels: _Labels) -> Separator:
     first, train, held = labels.first, labels.train, labels.held
     scores = space.plane(method, first).scores[:, None]
     chance = [auroc(space.plane(method, by).scores[held, None], by[held]) for by in labels.shuffled]
-    return Separator(
-        method,
-        None,
-        None,
-        float(auroc(scores[held], first[held])),
-        float(auroc(scores[train], first[train])),
-        float(margin(scores[held], first[held])),
-        float(torch.stack(chance).mean()),
+    out, there, gap = (
+        auroc(scores[held], first[held]),
+        auroc(scores[train], first[train]),
+        margin(scores[held], first[held]),
     )
+    return Separator(method, None, None, float(out), float(there), float(gap), float(torch.stack(chance).mean()))
 
 
 def _best_neuron(factors: Sequence[Factor], labels: _Labels) -> tuple[Separator, Tensor, int]:

@@ -349,8 +349,9 @@ def make_patch(
         HeldOutToken(setup.tokenizer.decode([w]), w, count, float(before[0]), float(after[0]), high.first_above(after))
         for (w, _, _), before, after in zip(reached[1::2], intact, patched, strict=True)
     )
+    after = _attention_to_first(target, high.layers[1:], verify, patch, batch_size)
     before = _attention_before(setup, high, verify, batch_size)
-    fields["later"] = _later_layers(target, high, (intact, patched), before, (verify, patch, batch_size))
+    fields["later"] = _later_layers(high, (intact, patched), (*before, after))
     ids = held_out(setup, pieces, length)
     read = [losses(target, ids, edit, batch_size, setup.progress) for edit in (None, patch)]
     change = fields["perplexity"] = perplexity_change(*read)
@@ -462,18 +463,12 @@ def _attention_before(setup: Setup, high: _Ceilings, rows: Tensor, batch_size: i
 
 
 def _later_layers(
-    target: Target,
     high: _Ceilings,
     norms: tuple[Float[Tensor, "row layer"], Float[Tensor, "row layer"]],
-    before: list[dict[int, float]],
-    patched: tuple[Tensor, SinkPatch, int],
+    attention: Sequence[dict[int, float]],
 ) -> tuple[LaterLayer, ...]:
-    """What repeated tokens are in each layer, from norms (intact and patched) and attention (`_attention_before`).
-
-    `patched` is rows, patch and batch size, for the attention under the patch.
-    """
+    """Repeated tokens in each layer: norms intact and patched; attention as in `_attention_before`, then patched."""
     sizes = [t.amax(0).tolist() for t in (high.ceilings[None], *norms)]
-    attention = [*before, _attention_to_first(target, high.layers[1:], *patched)]
     return tuple(
         LaterLayer(layer, *(n[i] for n in sizes), *((a[layer] for a in attention) if i else ()))
         for i, layer in enumerate(high.layers)
@@ -538,7 +533,8 @@ def _smallest(
         above, taken = high.first_above(norms.amax(0)), None
         if edit is not None and above is None:
             before.extend([] if before else _attention_before(setup, high, rows, batch_size))
-            later = _later_layers(target, high, (norms, norms), before, (rows, edit, batch_size))
+            after = _attention_to_first(target, high.layers[1:], rows, edit, batch_size)
+            later = _later_layers(high, (norms, norms), (*before, after))
             taken = next((one.layer for one in _still_taken(later)), None)
         tried.append(Tried(tuple(n.site for n in some), float(norms[:, 0].max()), above, taken))
         setup.progress("sets of neurons", len(tried), min(2**every, MOST + every))
