@@ -22,8 +22,7 @@ from sinkscope.notation import neuron_names
 from sinkscope.rate import Rate, wilson
 from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
-from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
 from sinkscope.text import text_rows
 from sinkscope.text.harmless import honest_repetition, source_code
 

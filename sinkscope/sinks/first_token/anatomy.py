@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sinkscope.console import Progress, silent
 from sinkscope.models.target import Target, on_input, plain_weight
-from sinkscope.sinks.first_token.ablation import Member
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
 from sinkscope.trace.attention import attention_rows
 
@@ -237,25 +236,25 @@ def maker(target: Target, ids: Int[Tensor, "text pos"], layer: int, without: Seq
 
 
 @torch.no_grad()
-def triggers(target: Target, ids: Int[Tensor, "row pos"], members: Sequence[Member]) -> tuple[Trigger, ...]:
+def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sequence[tuple[int, ...]]) -> tuple[Trigger, ...]:
     """How well the first token's input fits each neuron; empty for MLPs without a gate and for mixtures."""
     rows: list[Trigger] = []
     gate, up = target.adapter.gate, target.adapter.up
     if gate is None or up is None:
         return ()
-    for member in members:
-        if target.is_mixture(member.layer):
+    for layer, *_, neuron in sites:
+        if target.is_mixture(layer):
             continue
-        inputs = _read_by(target, ids, [member.layer], up).get(member.layer)
-        with target.loaded(member.layer):
-            weights = [plain_weight(target.sub(member.layer, path)) for path in (gate, up)]
+        inputs = _read_by(target, ids, [layer], up).get(layer)
+        with target.loaded(layer):
+            weights = [plain_weight(target.sub(layer, path)) for path in (gate, up)]
             if inputs is None or weights[0] is None or weights[1] is None:
                 continue
-            g, u = (w[member.neuron].float() for w in weights if w is not None)
+            g, u = (w[neuron].float() for w in weights if w is not None)
         best = (g.norm() * u.norm() + g @ u) / 2
         reached = (inputs @ g) * (inputs @ u) / (best * inputs.square().sum(-1))
         typical = float(reached[:, 1:].median())
-        rows.append(Trigger(member.layer, member.neuron, float(reached[:, 0].median()), typical))
+        rows.append(Trigger(layer, neuron, float(reached[:, 0].median()), typical))
     return tuple(rows)
 
 

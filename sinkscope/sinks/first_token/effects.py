@@ -18,6 +18,7 @@ from torch import Tensor
 from sinkscope.interventions.edits import expert_hook
 from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.notation import head_name
+from sinkscope.sinks.first_token.walk import norm_of
 from sinkscope.trace.attention import attention_rows
 
 Kind = Literal[
@@ -81,14 +82,6 @@ class Effects:
     attention: Float[Tensor, "edit text layer head"] | None
     intact_norms: Float[Tensor, "text layer"]
     intact_attention: Float[Tensor, "text layer head"] | None
-
-
-def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
-    """L2 of a residual stream, float32, without some of its dimensions."""
-    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
-    kept[list(without)] = False
-    resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms
-    return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
 
 
 @torch.no_grad()

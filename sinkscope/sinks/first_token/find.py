@@ -16,7 +16,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove
+from sinkscope.sinks.first_token.ablation import DRAWS, CausalSet, Found, Neuron, Proof, causal_sets, later_set, prove
 from sinkscope.sinks.first_token.anatomy import (
     HEADS,
     LOST,
@@ -32,7 +32,6 @@ from sinkscope.sinks.first_token.anatomy import (
     triggers,
 )
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.sets import CausalSet, Found, causal_sets, later_set
 from sinkscope.sinks.first_token.walk import (
     SINK_RATIO,
     Repetition,
@@ -585,7 +584,7 @@ def _spike(setup: Setup, seen: Walk, sets: Found, later: tuple[LaterSink, ...]) 
         ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
         plateau=(standing[0], standing[-1]),
         made_by="MLP" if stages else maker(setup.target, setup.ids[:2, :32], standing[0], seen.shared),
-        triggers=triggers(setup.target, setup.ids, () if sets.minimal is None else sets.minimal.sites),
+        triggers=triggers(setup.target, setup.ids, () if sets.minimal is None else sets.minimal.numbers),
         normalised=normalised(setup.target, setup.ids, standing, len(seen.first)),
     )
 

@@ -20,9 +20,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.output import read_text
-from sinkscope.sinks.first_token.ablation import flat_number, prove, view_layer
-from sinkscope.sinks.first_token.effects import norm_of
-from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
+from sinkscope.sinks.first_token.ablation import prove
+from sinkscope.sinks.first_token.walk import SINK_RATIO, flat_number, norm_of, view_layer, walk
 from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace

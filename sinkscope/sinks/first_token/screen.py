@@ -22,7 +22,8 @@ from torch import Tensor
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.experts import in_rows
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import Member, column_norms, gain_of
+from sinkscope.sinks.first_token.ablation import Member
+from sinkscope.sinks.first_token.walk import column_norms, gain_of
 
 _NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # before an MLP that lies beside the attention
 
