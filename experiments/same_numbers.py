@@ -206,6 +206,7 @@ def run(words: list[str]) -> dict[str, Any]:
     """Run one command in the current folder and return what is kept: the exit code and the result."""
     from sinkscope.cli import main
 
+    Path("result.json").unlink(missing_ok=True)  # a result of another kind would not be replaced
     said, noted = io.StringIO(), io.StringIO()
     Path("result.json").unlink(missing_ok=True)  # no command replaces the result of another
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(noted):

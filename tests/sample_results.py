@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from sinkscope.results import ModelInfo, Provenance
-from sinkscope.sinks.first_token.anatomy import Normalised, Trigger
+from sinkscope.sinks.first_token.ablation import CausalSet, Member, Neuron
+from sinkscope.sinks.first_token.anatomy import Carrier, Normalised, Trigger
 from sinkscope.sinks.first_token.find import (
     AttentionSink,
     FindSinks,
     FirstTokenAttention,
     LaterSink,
-    Neuron,
     NormSpike,
     Published,
     RepeatedToken,
@@ -21,8 +21,6 @@ from sinkscope.sinks.first_token.find import (
     SinkRate,
     Stage,
 )
-from sinkscope.sinks.first_token.received import Carrier
-from sinkscope.sinks.first_token.sets import CausalSet, Member
 
 NEURONS = (
     Neuron(2, None, 412, 905.0, 0.97, 0.93, 0.92, 0.004, True, 0.01, -0.2),

@@ -9,9 +9,9 @@ import torch
 from organisms import organism, shared_sink
 
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.ablation import LayerView, columns, prove
+from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.find import find_sinks
-from sinkscope.sinks.first_token.walk import view_layer
+from sinkscope.sinks.first_token.walk import LayerView, columns, view_layer
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.html import page
 from sinkscope.models.target import Target
 from sinkscope.results import Result
+from sinkscope.sinks.first_token.walk import norms_after
 from sinkscope.sinks.repetition.atlas import AtlasWork, SinkAtlas, _shared, sink_atlas
-from sinkscope.sinks.repetition.sequences import norms_after
 
 LIMIT = 160
 

@@ -16,8 +16,8 @@ import sinkscope as ss
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.attribution import Attribution, FixedNorm, attribute
 from sinkscope.sinks.first_token.circuit import Circuit, circuit
+from sinkscope.sinks.first_token.circuit_steps import Bench
 from sinkscope.sinks.first_token.effects import Component
-from sinkscope.sinks.first_token.path_patching import Bench
 from sinkscope.trace import queries_and_keys
 from sinkscope.trace.run import trace
 

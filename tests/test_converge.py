@@ -19,8 +19,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.repetition.converge import Convergence, convergence
-from sinkscope.sinks.repetition.distance import _same_from, _same_later, head_outputs, slope
+from sinkscope.sinks.repetition.converge import Convergence, _same_from, _same_later, convergence, head_outputs, slope
 from sinkscope.trace import trace
 
 IN_THEOREM = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "qwen3_moe")

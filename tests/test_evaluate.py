@@ -17,8 +17,7 @@ from sinkscope.interventions import SinkPatch
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch, random_patch
-from sinkscope.sinks.patch.loss import held_out, losses
+from sinkscope.sinks.patch.evaluate import PatchEvaluation, Score, evaluate_patch, held_out, losses, random_patch
 
 TASK = """task: tiny
 dataset_path: json

@@ -15,9 +15,17 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import columns, contribution_norms, norm_without, prove
+from sinkscope.sinks.first_token.ablation import prove
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, view_layer, walk
+from sinkscope.sinks.first_token.walk import (
+    Walk,
+    columns,
+    contribution_norms,
+    norm_without,
+    repeat_until_half,
+    view_layer,
+    walk,
+)
 from sinkscope.sinks.repetition.repeat import repeat_norms
 from sinkscope.trace.run import trace
 

@@ -20,8 +20,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.head_replacement import Replacement, geometry
-from sinkscope.sinks.first_token.marking_heads import MarkingHeads, marking_heads
+from sinkscope.sinks.first_token.marking_heads import MarkingHeads, Replacement, geometry, marking_heads
 from sinkscope.trace.run import trace
 
 ANSWER = {"sink": "single head", "late_mark": "single head", "spread": "several heads"}

@@ -19,7 +19,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import SinkPatch
 from sinkscope.results import Result
-from sinkscope.sinks.patch.loss import Change
+from sinkscope.sinks.patch.evaluate import Change
 from sinkscope.sinks.patch.make import PatchMade, make_patch
 
 

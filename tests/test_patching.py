@@ -17,7 +17,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import Ablate, SinkPatch
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.patch.loss import losses, perplexity_change
+from sinkscope.sinks.patch.evaluate import losses, perplexity_change
 from sinkscope.sinks.patch.make import PatchMade, make_patch
 from sinkscope.trace.run import trace
 

@@ -18,7 +18,7 @@ from sinkscope.cli import main
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
-from sinkscope.sinks.first_token.ablation import columns, norm_without, view_layer
+from sinkscope.sinks.first_token.walk import columns, norm_without, view_layer
 from sinkscope.sinks.repetition import repeat as module
 from sinkscope.sinks.repetition.repeat import RepeatNorms, repeat_norms
 from sinkscope.sinks.repetition.repeat_attention import TAIL, RepeatAttention, _edges, repeat_attention

@@ -21,8 +21,18 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.target import Target
 from sinkscope.results import Result
 from sinkscope.sinks.first_token import separate
-from sinkscope.sinks.first_token.samples import CLEAR, PER_TOKEN, Factor, after_attention, draw_samples
-from sinkscope.sinks.first_token.separate import Separability, Space, auroc, margin, separability
+from sinkscope.sinks.first_token.separate import (
+    CLEAR,
+    PER_TOKEN,
+    Factor,
+    Separability,
+    Space,
+    after_attention,
+    auroc,
+    draw_samples,
+    margin,
+    separability,
+)
 from sinkscope.trace.run import trace
 
 

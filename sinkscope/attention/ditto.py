@@ -17,7 +17,7 @@ from sinkscope.attention.texts import QueryHead
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.head_replacement import Replacement
+from sinkscope.sinks.first_token.marking_heads import Replacement, replacing
 from sinkscope.trace import attention_rows
 
 COPIES = (0, 1, 2, 4, 8, 16)  # of a unit before the one that is looked at
@@ -291,7 +291,7 @@ def _read(
     edit = torch.tensor([[[(i, head) in without for head in range(target.n_heads)] for i in range(target.n_layers)]])
 
     def forward(ids: Tensor) -> Tensor:
-        with target.hooks(*bench.hooks(edit, torch.arange(ids.shape[1]) > 0)):
+        with target.hooks(*replacing(target, bench.means, edit, torch.arange(ids.shape[1]) > 0)):
             return target.hf(input_ids=ids, use_cache=False).logits
 
     def copied(unit: Tensor) -> Tensor:  # one at a time, because vocabularies are large

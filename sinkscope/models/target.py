@@ -268,6 +268,16 @@ class Target:
             return out[:-1] - out[-1:]
 
     @torch.no_grad()
+    def rows_of(self, module: Any, width: int) -> Float[Tensor, "out d"]:
+        """What each output of a linear module of the model reads of its `width` inputs, without the bias."""
+        if (weight := plain_weight(module)) is not None:
+            return weight.T if self.adapter.transposed_down else weight  # such an architecture stores all of them so
+        # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
+        device = next(module.parameters()).device
+        out = module.forward(torch.eye(width + 1, width, device=device, dtype=self.dtype))
+        return (out[:-1] - out[-1:]).T
+
+    @torch.no_grad()
     def w_out_norms(self, layer: int, expert: int | None = None) -> Float[Tensor, " d_mlp"]:
         """L2 norm of every column of the down projection."""
         with self.loaded(layer):

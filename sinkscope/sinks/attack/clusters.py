@@ -12,23 +12,24 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.notation import neuron_name
-from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
-from sinkscope.sinks.first_token.ablation import Neuron, flat_number, view_layer
-from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.repetition.sequences import norms_after
+from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
+from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
+from sinkscope.sinks.first_token.marking_heads import replacing
+from sinkscope.sinks.first_token.walk import flat_number, norms_after, view_layer
+from sinkscope.sinks.tokens import draw, vocabulary
 from sinkscope.trace.run import trace
 
 _BEFORE = 16  # tokens of text before a token that stands at a later position
 
 
 @dataclass(frozen=True)
-class HeadWork:
+class HeadWork(Work):
     """For each token: how far the sink neuron fires by single heads (Yona et al. 2025, section 5.2, appendix B).
 
     Attributes:
-        layer: of the sink neuron.
+        layer: of the sink neuron; no deeper one is run.
         neuron: its number, in a mixture `expert * d_mlp + neuron`.
         reference: its activation at the first token of natural text; activations are shares of it.
         threshold: a share from which it fires.
@@ -37,7 +38,6 @@ class HeadWork:
         offset: it says "first" where `x @ direction + offset > 0`.
     """
 
-    layer: int
     neuron: int
     reference: float
     threshold: float
@@ -71,19 +71,12 @@ class HeadWork:
         """
         heads, ways = target.n_heads, target.n_heads + 2
         ids = torch.tensor(items).repeat_interleave(ways)[:, None]
-        width = len(self.mean) // heads
-        keep = torch.zeros(ways, len(self.mean), dtype=torch.bool, device=target.device)
-        keep[0] = True
-        for h in range(heads):
-            keep[2 + h, h * width : (h + 1) * width] = True
-
-        def edit(_m: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            z = args[0].view(len(items), ways, -1)
-            mean = self.mean.to(z)
-            return (torch.where(keep.to(z.device), z, mean).view_as(args[0]), *args[1:]), kwargs
-
+        lost = torch.cat([torch.zeros(1, heads), torch.ones(1, heads), 1 - torch.eye(heads)]).bool()
+        edits = replacing(
+            target, self.mean.view(1, heads, -1), lost.repeat(len(items), 1)[:, None], torch.ones(1).bool()
+        )
         after: list[Tensor] = []
-        with target.hooks((target.sub(0, target.adapter.o), "pre", edit), *after_attention(target, after)):
+        with target.hooks(*edits, *after_attention(target, after)):
             post = neuron_at(target, self.layer, self.neuron, ids)
         side = after[0][:, 0].float() @ self.direction.to(target.device) + self.offset > 0
         return (post / self.reference).view(len(items), ways).cpu(), side.view(len(items), ways)[:, 2:].cpu()
@@ -93,15 +86,13 @@ def after_attention(target: Target, kept: list[Tensor]) -> list[tuple[Any, str, 
     """Hooks that add to `kept` the stream after the attention of layer 0 (also where the MLP runs beside it)."""
     before: list[Tensor] = []
 
-    def keep_before(_m: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        before.append((args[0] if args else kwargs["hidden_states"]).detach().clone())
-
-    def keep_after(_m: object, _a: object, _k: object, out: Any) -> None:
+    def keep_after(out: Any) -> None:
         stream = before.pop()
         kept.append(stream + first_tensor(out).detach().view_as(stream))
 
     added = target.sub(0, target.adapter.post_attn_norm or target.adapter.attn)
-    return [(target.layers[0], "pre", keep_before), (added, "post", keep_after)]
+    keep_before = on_input(lambda stream: before.append(stream.detach().clone()))
+    return [(target.layers[0], "pre", keep_before), (added, "post", on_output(keep_after))]
 
 
 def neuron_at(target: Target, layer: int, neuron: int, ids: Int[Tensor, "row pos"]) -> Float[Tensor, " row_pos"]:
@@ -383,6 +374,8 @@ def clusters_of(
         settings={"threshold": threshold, "site": site.site},
     )
     counted, names = _assign(columns, threshold), shown(target, ids)
+    fired, every = sum(columns["sufficing"]), len(ids) * target.n_heads
+    sides = sum(columns["lda_fired"]) / max(fired, 1), sum(columns["lda_quiet"]) / max(every - fired, 1)
     return TokenClusters(
         neuron=site.site,
         ids=tuple(ids),
@@ -390,7 +383,7 @@ def clusters_of(
         **{name: tuple(columns[name]) for name in ("best", "sufficing", "intact", "background")},
         clusters=_clusters(names, counted["head"], columns["best"]),
         **counted,
-        lda=_lda(columns, len(ids) * target.n_heads),
+        lda=LdaSide(*sides) if 0 < fired < every else None,
         pairs=pairs_of(setup, layer, ids, counted["head"], threshold, sample, batch_size) if sample else None,
         **empty,
     )
@@ -420,13 +413,6 @@ def _clusters(names: Sequence[str], heads: Sequence[int | None], best: list[floa
         HeadCluster(head, len(mine), tuple(names[i] for _, i in sorted(mine)[:EXAMPLES])) for head, mine in of.items()
     ]
     return tuple(sorted(clusters, key=lambda c: (-c.tokens, c.head)))
-
-
-def _lda(columns: Columns, every: int) -> LdaSide | None:
-    fired = sum(columns["sufficing"])
-    if not 0 < fired < every:
-        return None
-    return LdaSide(sum(columns["lda_fired"]) / fired, sum(columns["lda_quiet"]) / (every - fired))
 
 
 def pairs_of(

@@ -20,11 +20,9 @@ from sinkscope.measure import Hidden, Option, Positive, Result, Setup, measureme
 from sinkscope.models.target import Target
 from sinkscope.notation import neuron_names
 from sinkscope.rate import Rate, wilson
-from sinkscope.sinks.attack.attack import SUCCESS, refuse_no_lengths
-from sinkscope.sinks.attack.trials import Context, Trials, make_trials
+from sinkscope.sinks.attack.attack import SUCCESS, Context, Trials, make_trials, refuse_no_lengths
 from sinkscope.sinks.attack.vocabulary import drawn_sequences, repeat
-from sinkscope.sinks.first_token.ablation import Neuron
-from sinkscope.sinks.first_token.sets import causal_neurons
+from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
 from sinkscope.text import honest_repetition, source_code, text_rows
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)

@@ -21,7 +21,6 @@ from sinkscope.measure import Setup
 from sinkscope.models.open import PartTarget, StreamTarget, fingerprint_of, open_target
 from sinkscope.models.target import Target
 from sinkscope.parallel import Pool, Tally, check_workers, finish
-from sinkscope.sinks.first_token.tokens import single_token
 from sinkscope.store import Folder, Keyed
 
 Pools = Mapping[int, Int[Tensor, " token"]]  # head -> the tokens of its cluster
@@ -148,17 +147,6 @@ Columns = dict[str, list[Any]]
 """What a chunk gives: a list per column, an entry per item of the chunk; only what JSON knows."""
 
 
-def vocabulary(target: Target, strings: Sequence[str] | None) -> list[int]:
-    """Ids of the strings; without strings every id that both the tokenizer and the embedding know.
-
-    Raises:
-        SinkscopeError: a string is not one token.
-    """
-    if strings:
-        return list(dict.fromkeys(single_token(target.tokenizer, s) for s in strings))
-    return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
-
-
 def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
     """Each token as text; where it is none by itself (part of a character), as the tokenizer spells it."""
     texts = [str(target.tokenizer.decode([i])) for i in ids]
@@ -168,24 +156,19 @@ def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
     )
 
 
-def draw(ids: list[int], count: int, seed: int) -> list[int]:
-    """Some of `ids`, in random order."""
-    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
-    return [ids[i] for i in order[:count]]
+@dataclass(frozen=True)
+class Work:
+    """What is done to a chunk of items. It is pickled for other processes, so it holds no model.
 
+    Attributes:
+        layer: the deepest layer it runs.
+    """
 
-@runtime_checkable
-class Work(Protocol):
-    """What is done to a chunk of items. It is pickled for other processes, so it holds no model."""
-
-    @property
-    def layer(self) -> int:
-        """The deepest layer it runs."""
-        ...
+    layer: int
 
     def __call__(self, target: Target, items: list[int]) -> Columns:
         """Columns with an entry per item."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -242,7 +225,18 @@ def in_chunks(
     target = hold_layers(setup.target, work.layer)
     chunks = [Chunk(n, list(items[i : i + size])) for n, i in enumerate(range(0, len(items), size))]
     digest = hashlib.sha256(" ".join(map(str, items)).encode()).hexdigest()[:16]
-    decisive = {"what": what, **_decisive(setup), **settings, "chunk": size, "items": digest}
+    decisive = {
+        "what": what,
+        "model": fingerprint_of(setup.target),
+        "dtype": str(setup.target.dtype),
+        "bos": setup.bos,
+        "seed": setup.seed,
+        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
+        "texts": len(setup.ids),
+        **settings,
+        "chunk": size,
+        "items": digest,
+    }
     kept = Folder(resume, decisive, Done, option="--resume")
     pool = Pool(
         partial(_done, target, work),
@@ -294,15 +288,3 @@ def hold_layers(target: Target, layer: int) -> Target:
     if isinstance(target, StreamTarget):
         target.store.hold(layer + 1)
     return target
-
-
-def _decisive(setup: Setup) -> dict[str, Any]:
-    """What of a setup decides a table: the model, the text, BOS, the seed."""
-    return {
-        "model": fingerprint_of(setup.target),
-        "dtype": str(setup.target.dtype),
-        "bos": setup.bos,
-        "seed": setup.seed,
-        "text": hashlib.sha256(setup.text.encode()).hexdigest()[:16],
-        "texts": len(setup.ids),
-    }

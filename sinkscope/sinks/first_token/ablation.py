@@ -1,206 +1,83 @@
-"""Neurons of a layer: what each writes at chosen positions, and what zeroing it takes away, against random draws.
+"""The neurons that make the sink: what zeroing each of them takes away, and the smallest set that takes the sink away.
 
 The down projection is linear, so what ablation does *at the same layer* needs no second forward pass: the neurons'
 columns are taken from the MLP's output before whatever norm stands between it and the residual stream. The tests
-hold this against real ablated passes.
+hold this against real ablated passes. What ablation does in later layers, and to attention, comes from real passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import combinations
+from math import comb
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkscope.models.experts import activate, bind, gate_up
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.first_token.effects import Edit, effects, norm_of
+from sinkscope.interventions import Ablate
+from sinkscope.measure import Setup
+from sinkscope.models.target import Target
+from sinkscope.notation import neuron_name
+from sinkscope.sinks.first_token.anatomy import LOST, losses
+from sinkscope.sinks.first_token.effects import Edit, effects
+from sinkscope.sinks.first_token.walk import (
+    SINK_RATIO,
+    STAGE_OUTLIER,
+    LayerView,
+    Walk,
+    columns,
+    contribution_norms,
+    neutral_values,
+    neutral_view,
+    norm_of,
+    norm_without,
+    reach,
+    spike_dims,
+    split,
+    view_layer,
+    walk,
+)
 
 DRAWS = 20  # random sets of as many neurons that every ablation is held against
 CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
-
-
-def numbers(layer: int, expert: int | None, neuron: int) -> tuple[int, ...]:
-    """(layer, neuron) or (layer, expert, neuron), as interventions take a neuron."""
-    return (layer, neuron) if expert is None else (layer, expert, neuron)
+Sites = tuple[tuple[int, ...], ...]
+ROUNDS = 4  # times that the model may repair itself before the search ends
+TOP = 8  # candidates, where nothing else is asked for
+WIDE = 64  # candidates of the sink layer that are tried together where the first few do not suffice
+_TRIED = 128  # sets of one size that are tried at most
+_TOKENS = 32  # of the text in which attention is compared
 
 
 @dataclass(frozen=True)
-class LayerView:
-    """A layer at `n` positions.
-
-    Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert come behind all of these.
-
-    Attributes:
-        resid: residual stream after the layer.
-        mlp: output of the down projection(s), before any norm behind it.
-        post: `hook_post`; in a mixture times the weight in `routing`.
-        up: output of the up projection, the linear factor; None where there is no such factor, and in a mixture.
-        routing: weight of every expert, 0 for those not chosen, and last that of a shared one, if there is one; None
-            where the layer is no mixture.
-    """
+class Member:
+    """A neuron; expert is None where the layer is no mixture, and for a neuron of a shared expert."""
 
     layer: int
-    resid: Float[Tensor, "n d_model"]
-    mlp: Float[Tensor, "n d_model"]
-    post: Float[Tensor, "n neuron"]
-    up: Float[Tensor, "n neuron"] | None = None
-    routing: Float[Tensor, "n expert"] | None = None
+    expert: int | None
+    neuron: int
 
+    @classmethod
+    def of(cls, site: Sequence[int]) -> Member:
+        """The neuron that interventions take as (layer, neuron) or (layer, expert, neuron)."""
+        return cls(site[0], site[1] if len(site) == 3 else None, site[-1])
 
-@torch.no_grad()
-def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: Tensor) -> LayerView:
-    """The layer at the positions marked in `where` (`[row pos]`, bool), from a pass that ends there."""
-    a, got = target.adapter, dict[str, Tensor]()
+    @property
+    def site(self) -> tuple[int, ...]:
+        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
+        return (self.layer, self.neuron) if self.expert is None else (self.layer, self.expert, self.neuron)
 
-    def pick(tensor: Tensor) -> Tensor:
-        flat = tensor.reshape(-1, tensor.shape[-1])
-        return flat[where.reshape(-1).to(flat.device)].detach()
-
-    def keeper(name: str, get: Any) -> Any:
-        def hook(_module: object, args: Any, _kwargs: Any, out: Any) -> None:
-            got[name] = pick(get(args, out))
-
-        return hook
-
-    def experts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
-        hidden, index, weights = map(pick, bind(args, kwargs))
-        width, count = target.d_mlp, int(module.num_experts)
-        post = torch.zeros(len(hidden), count, width, device=hidden.device)
-        routing = torch.zeros(len(hidden), count + 1, device=hidden.device)  # one more: "no expert" under sharding
-        got["routing"] = routing.scatter(1, index, weights.float())[:, :count]
-        for expert in index.unique().tolist():
-            rows, slots = (index == expert).nonzero(as_tuple=True)
-            values = activate(module, *gate_up(module, expert, hidden[rows]))
-            post[rows, expert] = values.float() * weights[rows, slots, None].float()
-        got["post"] = post.flatten(1)
-
-    whole = keeper("mlp", lambda _, out: first_tensor(out))
-    pairs: list[tuple[Any, str, Any]] = [(target.sub(layer, a.mlp), "post", whole)]
-    if target.is_mixture(layer):
-        pairs.append((target.sub(layer, a.experts or ""), "post", experts))
-        if target.has_shared(layer):
-            pairs.append((target.mlp_part(layer, "down"), "post", keeper("shared", lambda args, _: args[0])))
-            if a.shared_gate is not None:
-                sigmoid = keeper("weight", lambda _, out: out.sigmoid())
-                pairs.append((target.sub(layer, a.shared_gate), "post", sigmoid))
-    else:
-        pairs.append((target.sub(layer, a.down), "post", keeper("post", lambda args, _: args[0])))
-        if a.up is not None and (a.gate is not None or a.fused_gate_up):
-            half = (lambda _, out: out.chunk(2, -1)[1]) if a.fused_gate_up else (lambda _, out: out)
-            pairs.append((target.sub(layer, a.up), "post", keeper("up", half)))
-    pairs.append((target.layers[layer], "post", keeper("resid", lambda _, out: first_tensor(out))))
-    with target.hooks(*pairs, (target.layers[layer], "post", lambda *_: target.stop())):
-        target.forward(ids)
-    if "shared" in got:
-        shared = got.pop("shared").float()
-        weight = got.pop("weight", torch.ones_like(shared[:, :1])).float()
-        got["post"] = torch.cat([got["post"], shared * weight], 1)
-        got["routing"] = torch.cat([got["routing"], weight], 1)
-    return LayerView(layer, **{name: tensor.float() for name, tensor in got.items()})
-
-
-@torch.no_grad()
-def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
-    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
-    layer, out = view.layer, torch.zeros_like(view.post)
-    experts = [*range(target.n_experts(layer)), *([None] if target.has_mlp(layer, None) else [])]
-    for expert in experts:
-        start = flat_number(target, layer, expert, 0)
-        part = slice(start, start + target.width(layer, expert))
-        if bool(view.post[:, part].any()):  # norms are read of those experts only that write anything
-            out[:, part] = view.post[:, part].abs() * target.w_out_norms(layer, expert).float()
-    return out
-
-
-@torch.no_grad()
-def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
-    """What candidates are ranked by: contribution norms, the median over the positions.
-
-    Where a norm stands behind the MLP (Gemma 2, OLMo 2) its gain counts: it can let one residual dimension through
-    and hold others back, and a neuron that writes much into the latter makes no spike.
-    """
-    path = target.adapter.post_mlp_norm
-    if path is None:
-        return contribution_norms(target, view).median(0).values
-    ones = torch.ones(1, target.d_model, device=view.post.device, dtype=target.dtype)
-    gain = target.sub(view.layer, path)(ones)[0].float()
-    width = target.d_mlp
-    parts = [
-        (columns(target, view.layer, torch.arange(i, min(i + 1024, width))) * gain).norm(dim=-1)
-        for i in range(0, width, 1024)
-    ]
-    return view.post.abs().median(0).values * torch.cat(parts)
-
-
-@torch.no_grad()
-def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
-    """Columns of the down projection for flat neuron numbers, float32."""
-    ids = neurons.tolist()
-    if not target.is_mixture(layer):
-        return target.w_out(layer, ids).float()
-    sites = [split(target, layer, n) for n in ids]
-    return torch.cat([target.w_out(layer, [neuron], expert).float() for expert, neuron in sites])
-
-
-@torch.no_grad()
-def norm_without(
-    target: Target,
-    view: LayerView,
-    neurons: Int[Tensor, "draw k"],
-    cols: Float[Tensor, "draw k d_model"],
-    without: Sequence[int] = (),
-) -> Float[Tensor, "draw n"]:
-    """Norm of the residual stream after the layer, at every position, with each set of neurons zeroed.
-
-    Residual dimensions in `without` are left out of the norm.
-    """
-    written = torch.einsum("ndk,dkm->dnm", view.post[:, neurons], cols)  # n draw k, draw k d_model
-    path = target.adapter.post_mlp_norm
-    if path is None:
-        resid = view.resid - written
-    else:
-        norm, dtype = target.sub(view.layer, path), target.dtype
-        resid = view.resid - norm(view.mlp.to(dtype)).float() + norm((view.mlp - written).to(dtype)).float()
-    return norm_of(resid, without)
-
-
-def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
-    """Massive activations of the first token: |a| > 100 and > 1000 x the median |hidden state| (Sun et al. 2024).
-
-    Args:
-        first: residual stream of the first token, `[d_model]`.
-        typical: residual stream of all positions of the layer, `[n d_model]`.
-    """
-    size = first.abs()
-    hit = (size > 100) & (size > 1000 * typical.abs().median())
-    return sorted(hit.nonzero().flatten().tolist(), key=lambda d: -size[d].item())
-
-
-def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
-    """(expert, neuron) of a flat number; expert is None where the layer is no mixture, and for a shared expert."""
-    first = target.n_experts(layer) * target.d_mlp  # of those that have no expert's number
-    if target.has_mlp(layer, None) and neuron >= first:
-        return None, neuron - first
-    return divmod(neuron, target.d_mlp)
-
-
-def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:
-    """The number of a neuron in a `LayerView`."""
-    return (target.n_experts(layer) if expert is None else expert) * target.d_mlp + neuron
+    def __str__(self) -> str:
+        return neuron_name(self.layer, self.expert, self.neuron)
 
 
 @dataclass(frozen=True)
-class Neuron:
+class Neuron(Member):
     """One candidate; drops are shares of the norm at the sink layer that vanish when it is zeroed.
 
     Attributes:
-        layer: where it is.
-        expert: None where the layer is no mixture of experts, and for a neuron of a shared expert.
-        neuron: its number in the MLP (in the expert).
         contribution_norm: norm of what the neuron writes at the first token, `hook_post[j] * W_out[j]`.
         share: contribution norm over the norm of the MLP's output at the first token.
         ablation_drop: share of the first token's norm that is lost when the neuron is zeroed.
@@ -211,9 +88,6 @@ class Neuron:
         neutral_up: median output of the up projection there; None where there is no such factor.
     """
 
-    layer: int
-    expert: int | None
-    neuron: int
     contribution_norm: float
     share: float
     ablation_drop: float
@@ -222,11 +96,6 @@ class Neuron:
     causal: bool
     neutral_post: float
     neutral_up: float | None
-
-    @property
-    def site(self) -> tuple[int, ...]:
-        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
-        return numbers(self.layer, self.expert, self.neuron)
 
 
 @dataclass(frozen=True)
@@ -320,7 +189,10 @@ def stage_neurons(
     top = found.top.tolist()
     pool = torch.tensor([n for n in found.contribution.nonzero().flatten().tolist() if n not in top])
     others = pool[torch.randperm(len(pool), generator=generator)[:DRAWS]].tolist()
-    drops = _drops_above(target, ids[:1, : at + 1], stage, [*top, *others], max(stage, upto))
+    edits = [Edit(zero=(Member(stage, *split(target, stage, n)).site,)) for n in (*top, *others)]
+    layer = max(stage, upto)
+    seen = effects(target, ids[:1, : at + 1], edits, at=at, upto=layer)
+    drops = (1 - seen.norms[..., layer] / seen.intact_norms[..., layer]).median(1).values.tolist()
     return found.proven(drops[: len(top)], None, max(drops[len(top) :], default=0.0))
 
 
@@ -395,32 +267,313 @@ def _prove_at(
         if not len(chosen):
             return Proof(neurons, None, None, (), dims)
         sets = draw(len(chosen))
-        sites = tuple(numbers(layer, *split(target, layer, int(n))) for n in sets[0])
+        sites = tuple(Member(layer, *split(target, layer, int(n))).site for n in sets[0])
         return Proof(neurons, float(drops(chosen[None], first)), float(drops(sets, first).max()), sites, dims)
 
 
-def _drops_above(target: Target, texts: Tensor, stage: int, neurons: list[int], layer: int) -> list[float]:
-    """Drop of the last token's norm for each neuron of that or an earlier layer, zeroed by itself in a real pass."""
-    sites = [numbers(stage, *split(target, stage, n)) for n in neurons]
-    seen = effects(target, texts, [Edit(zero=(s,)) for s in sites], at=texts.shape[1] - 1, upto=layer)
-    return (1 - seen.norms[..., layer] / seen.intact_norms[..., layer]).median(1).values.tolist()
+@dataclass(frozen=True)
+class CausalSet:
+    """Neurons that make the spike together, and what zeroing all of them takes away.
+
+    Attributes:
+        sites: the neurons.
+        drop_sink_layer: share of the first token's norm at the sink layer that goes with them.
+        drop_last_layer: the same at the last layer after which the norm stands out.
+        drop_attention: share of the attention to the first token that goes with them, over the heads of the sink
+            behind the sink layer; None: there are no such heads among the layers read.
+        heads_lost: share of these heads that lose at least half of it.
+        control: the largest of these drops among 20 random sets of as many neurons of the same layers.
+        kind: "minimal": the smallest set found that takes the spike away; "partial": the best set found, which does
+            not; "backup": neurons of the minimal set that write a spike only when the others are silent. Its drops are
+            against the state with the others silent.
+    """
+
+    sites: tuple[Member, ...]
+    drop_sink_layer: float
+    drop_last_layer: float
+    drop_attention: float | None
+    heads_lost: float | None
+    control: float
+    kind: Literal["minimal", "partial", "backup"]
+
+    @property
+    def verified(self) -> bool:
+        """Whether its effect on the norm is larger than every effect of the random sets."""
+        return min(self.drop_sink_layer, self.drop_last_layer) > self.control
+
+    @property
+    def numbers(self) -> Sites:
+        """The sites as interventions take them."""
+        return tuple(member.site for member in self.sites)
 
 
-def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:
-    """The layer on typical text, first tokens left out; as many positions as 64 MB of activations allow."""
-    where = torch.ones_like(ids, dtype=torch.bool)
-    where[:, 0] = False
-    experts = int(getattr(target.config, "num_local_experts", None) or getattr(target.config, "num_experts", None) or 1)
-    rows = max(1, (1 << 24) // (target.d_mlp * experts * ids.shape[1]))
-    return view_layer(target, layer, ids[:rows], where[:rows])
+@dataclass(frozen=True)
+class Found:
+    """What the search found: the sets, the neurons it added to the candidates, and what it did not try."""
+
+    sets: tuple[CausalSet, ...]
+    added: tuple[Neuron, ...]
+    not_tried: tuple[str, ...]
+
+    @property
+    def minimal(self) -> CausalSet | None:
+        """The smallest set that takes the spike away."""
+        return next((s for s in self.sets if s.kind == "minimal"), None)
+
+    def members(self, candidates: Sequence[Neuron]) -> tuple[Neuron, ...]:
+        """Its neurons; empty where no set takes the spike away."""
+        sites = () if self.minimal is None else self.minimal.numbers
+        return tuple(n for n in (*candidates, *self.added) if n.site in sites)
 
 
-def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, float | None]:
-    """Median `hook_post` of a neuron on typical text, and of its up factor where there is one: what a patch writes."""
-    expert, _ = split(target, text.layer, flat)
-    post = text.post[:, flat]
-    if text.routing is not None:  # what the expert itself gives, where it was asked; the last weight is a shared one's
-        expert = -1 if expert is None else expert
-        asked = text.routing[:, expert] > 0
-        post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
-    return float(post.median()), None if text.up is None else float(text.up[:, flat].median())
+class _Search:
+    """Norms of the last token of `texts` under sets of silent neurons, and whether the spike is gone.
+
+    The spike is made in `layer`, and the norm stands out up to layer `last`.
+    """
+
+    def __init__(self, target: Target, texts: Tensor, seen: Walk, layer: int, last: int) -> None:
+        self.target, self.texts, self.seen, self.layer, self.last = target, texts, seen, layer, max(layer, last)
+        self.not_tried: list[str] = []
+        self.intact: Tensor = torch.empty(0)  # from the first pass on
+
+    def norms(self, sets: Sequence[Sites]) -> Float[Tensor, "set layer"]:
+        """Median over texts, for each set."""
+        edits = [Edit(zero=tuple(s)) for s in sets]
+        at = self.texts.shape[1] - 1
+        seen = effects(self.target, self.texts, edits, at=at, upto=self.last, without=self.seen.shared)
+        norms = seen.norms.quantile(0.5, dim=1) if sets else seen.norms[:, 0]
+        self.intact = seen.intact_norms.quantile(0.5, dim=0)
+        return norms
+
+    def drops(self, norms: Float[Tensor, "set layer"], layer: int) -> list[float]:
+        """Share of the intact norm that is gone at a layer."""
+        return (1 - norms[:, layer] / self.intact[layer]).tolist()
+
+    def gone(self, norms: Float[Tensor, "set layer"], *layers: int) -> list[bool]:
+        """Whether the norm stands out no more at these layers, and most of what stood out is gone."""
+        at = torch.tensor(layers)
+        usual = torch.tensor(self.seen.usual)[at]
+        low = norms[:, at] <= SINK_RATIO * usual
+        most = self.intact[at] - norms[:, at] >= LOST * (self.intact[at] - usual)
+        return (low & most).all(1).tolist()
+
+    def smallest(self, sites: Sites, *layers: int) -> Sites | None:
+        """The smallest of the sets tried that takes the spike away at these layers; None if none does."""
+        for size in range(1, len(sites) + 1):
+            if comb(len(sites), size) > _TRIED:
+                self.not_tried.append(
+                    f"of {len(sites)} candidates, only some of the sets with {size} neurons or more were tried"
+                )
+                break
+            if found := self._best(list(combinations(sites, size)), *layers):
+                return found
+        else:
+            return None
+        prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
+        gone = self.gone(self.norms(prefixes), *layers)
+        chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
+        while chosen is not None and len(chosen) > 1:  # leave out what is missed least, as long as the spike stays away
+            fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
+            if fewer is None:
+                break
+            chosen = fewer
+        return chosen
+
+    def _best(self, sets: list[Sites], *layers: int) -> Sites | None:
+        """Of the sets that take the spike away, the one that takes most; None if none does."""
+        norms = self.norms(sets)
+        drops = self.drops(norms, layers[-1])
+        good = [i for i, gone in enumerate(self.gone(norms, *layers)) if gone]
+        return sets[max(good, key=lambda i: drops[i])] if good else None
+
+
+def causal_sets(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    seen: Walk,
+    neurons: Sequence[Neuron],
+    heads: Sequence[tuple[int, int]],
+    generator: torch.Generator,
+) -> Found:
+    """Search for the smallest set of neurons that makes the spike, and for backups that take over.
+
+    The candidates are silenced alone, together, in every combination as long as these are few, and else by leaving one
+    out at a time. If the spike comes back in a later layer when a set is silent, the neurons that bring it back join
+    the candidates.
+
+    Args:
+        target: the model.
+        ids: typical text, position 0 the first token.
+        seen: the walk that found the stages.
+        neurons: candidates of all stages.
+        heads: (layer, head) that attend to the first token.
+        generator: of the random sets.
+    """
+    layer = seen.sink_layer()
+    if layer is None:
+        return Found((), (), ())
+    search = _Search(target, ids[:, 0].unique()[:4, None], seen, layer, seen.standing()[-1])
+    sites: Sites = tuple(n.site for n in neurons if n.layer <= search.last)
+    added: list[Neuron] = []
+    chosen, backups = search.smallest(sites, layer, search.last), Sites()
+    here = chosen or search.smallest(sites, layer)
+    if here is None:  # more neurons of the sink layer than the first candidates
+        wide = stage_neurons(target, ids, layer, WIDE, generator)
+        sites = tuple(dict.fromkeys([*sites, *(n.site for n in wide)]))
+        here = search.smallest(sites, layer)
+        chosen = None if here is None else search.smallest(sites, layer, search.last)
+        added += [n for n in wide if here is not None and n.site in (*here, *(chosen or ()))]
+    if here is not None and chosen is None:
+        chosen, backups, brought = _with_backups(search, ids, here, generator)
+        added += brought
+    read = _Read(target, ids[:1, :_TOKENS], 0, [(i, head) for i, head in heads if i > layer])
+    sets = _measured(search, chosen, here or sites, sites, backups, read, generator)
+    kept = {s for one in sets for s in one.numbers} | {n.site for n in neurons}
+    return Found(sets, tuple(n for n in added if n.site in kept), tuple(search.not_tried))
+
+
+def _with_backups(
+    search: _Search, ids: Tensor, here: Sites, generator: torch.Generator
+) -> tuple[Sites | None, Sites, list[Neuron]]:
+    """The smallest set with the neurons that bring the spike back when `here` is silent; these; and all that did."""
+    backups, added = Sites(), list[Neuron]()
+    for _ in range(ROUNDS):
+        silent = (*here, *backups)
+        with Ablate(sites=silent).on(search.target):
+            again = walk(search.target, ids, whole=True, upto=search.last)
+            stages = [i for i in again.stages() if i > search.layer]
+            brought = [n for i in stages for n in stage_neurons(search.target, ids, i, 4, generator)]
+        brought = [n for n in brought if n.site not in silent]
+        added += brought
+        sites = tuple(n.site for n in brought)
+        if chosen := search.smallest((*silent, *sites), search.layer, search.last) if sites else None:
+            return chosen, tuple(s for s in chosen if s not in here), added
+        if not sites:
+            break
+        backups = (*backups, *sites)
+    search.not_tried.append(f"neurons that bring the spike back were searched in {ROUNDS} rounds")
+    return None, backups, added
+
+
+def causal_neurons(made: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
+    """Sink layer and its causal neurons; (None, ()) for a model without a spike that an MLP makes.
+
+    Where no neuron is causal by itself, because others stand in for it, these are the neurons of the smallest set.
+    """
+    asked = ("causal neurons", made.seed, len(made.ids))
+    if asked not in made.memory:
+        seen = walk(made.target, made.ids, whole=made.target.resident)
+        made.memory[asked] = seen.sink_layer(), _causal_neurons(made, seen)
+    return made.memory[asked]
+
+
+def _causal_neurons(made: Setup, seen: Walk) -> tuple[Neuron, ...]:
+    target, ids, generator = made.target, made.ids, torch.Generator().manual_seed(made.seed)
+    if (layer := seen.sink_layer()) is None:
+        return ()
+    proof = prove(target, ids, layer, TOP, generator)
+    return proof.causal or causal_sets(target, ids, seen, proof.neurons, [], generator).members(proof.neurons)
+
+
+def later_set(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    place: tuple[int, int],
+    seen: Walk,
+    heads: Sequence[tuple[int, int]],
+    generator: torch.Generator,
+) -> CausalSet | None:
+    """The smallest set that makes the spike of a later position `(row, position)`; None: no MLP makes it."""
+    row, at = place
+    writes = torch.stack([norms[row, at] for norms in seen.mlp_norms])
+    outlying = writes > STAGE_OUTLIER * torch.tensor(seen.mlp_typical)
+    if not bool(outlying.any()):
+        return None
+    layer = int(torch.where(outlying, writes, 0).argmax())
+    high = [i for i, norms in enumerate(seen.norms) if norms[row, at] > SINK_RATIO * seen.usual[i]]
+    search = _Search(target, ids[row : row + 1, : at + 1], seen, layer, max(high, default=layer))
+    found = stage_neurons(target, ids[row : row + 1, : at + 1], layer, TOP, generator, at=at)
+    sites = tuple(n.site for n in found)
+    chosen = search.smallest(sites, layer, search.last)
+    read = _Read(target, ids[row : row + 1], at, [(i, head) for i, head in heads if i > layer])
+    sets = _measured(search, chosen, sites[:1], sites, (), read, generator)
+    return sets[0] if sets else None
+
+
+class _Read(NamedTuple):
+    """Where attention is compared: a text, the position in it, and the heads that attend to it."""
+
+    target: Target
+    text: Tensor
+    at: int
+    heads: list[tuple[int, int]]
+
+    def lost(self, sets: Sequence[Sites]) -> tuple[list[float], list[float]]:
+        """Per set, the share of heads that lose half of their attention, and the mean drop; empty without heads."""
+        if not self.heads:
+            return [], []
+        edits = [Edit(zero=s) for s in sets]
+        seen = effects(self.target, self.text, edits, at=self.at, upto=max(self.heads)[0], attention=True)
+        assert seen.attention is not None and seen.intact_attention is not None
+        return losses(seen.attention, seen.intact_attention, self.heads)
+
+    def grown(self, chosen: Sites, sites: Sites) -> Sites:
+        """The set and those of the other candidates that attention needs as well."""
+        extra = [s for s in sites if s not in chosen]
+        while extra:
+            fewer = [[s for s in extra if s != out] for out in extra]
+            shares = self.lost([(*chosen, *some) for some in fewer])[0]
+            if max(shares) < LOST:
+                break
+            extra = fewer[shares.index(max(shares))]
+        return (*chosen, *extra)
+
+
+def _measured(
+    search: _Search,
+    chosen: Sites | None,
+    best: Sites,
+    sites: Sites,
+    backups: Sites,
+    read: _Read,
+    generator: torch.Generator,
+) -> tuple[CausalSet, ...]:
+    """The sets with their effects and controls; the minimal one grows where attention asks for more neurons."""
+    kind = "partial" if chosen is None else "minimal"
+    chosen = best if chosen is None else chosen
+    draws = [_random(search.target, chosen, {*sites, *backups, *chosen}, generator) for _ in range(DRAWS)]
+    heads, drops = read.lost([chosen, *draws, (*chosen, *(s for s in sites if s not in chosen))])
+    if heads and kind == "minimal" and heads[0] < LOST <= heads[-1]:
+        chosen = read.grown(chosen, sites)
+        draws = [_random(search.target, chosen, {*sites, *backups}, generator) for _ in range(DRAWS)]
+        heads, drops = read.lost([chosen, *draws])
+    norms = search.norms([chosen, *draws])
+    at_sink, at_last = search.drops(norms, search.layer), search.drops(norms, search.last)
+    first = CausalSet(
+        tuple(map(Member.of, chosen)),
+        at_sink[0],
+        at_last[0],
+        drops[0] if drops else None,
+        heads[0] if heads else None,
+        max(*at_sink[1:], *at_last[1:], *drops[1 : DRAWS + 1]),
+        kind,
+    )
+    if not first.verified:
+        return ()
+    if kind == "partial" or not backups:
+        return (first,)
+    without = search.norms([tuple(s for s in chosen if s not in backups)])[0]
+    drop = [float(1 - norms[0, i] / without[i]) for i in (search.layer, search.last)]
+    return first, CausalSet(tuple(map(Member.of, backups)), drop[0], drop[1], None, None, first.control, "backup")
+
+
+def _random(target: Target, sites: Sites, taken: set[tuple[int, ...]], generator: torch.Generator) -> Sites:
+    """As many other neurons of the same layers (and experts)."""
+    drawn: list[tuple[int, ...]] = []
+    for site in sites:
+        width = target.width(site[0], *site[1:-1])
+        others = [(*site[:-1], n) for n in range(width) if (*site[:-1], n) not in {*taken, *drawn}]
+        others = others or [(*site[:-1], n) for n in range(width) if (*site[:-1], n) not in sites]
+        drawn.append(others[int(torch.randint(len(others), (1,), generator=generator))])
+    return tuple(drawn)

@@ -1,4 +1,4 @@
-"""The anatomy of a norm spike (Sun, Canziani, LeCun, Zhu 2026): its maker, its trigger, and what norms make of it."""
+"""The anatomy of a sink: which heads attend to it, what carries it to them, and what makes its norm spike."""
 
 from __future__ import annotations
 
@@ -7,12 +7,187 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from sinkscope.models.target import Target, plain_weight
-from sinkscope.sinks.first_token.effects import Edit, effects, writers
-from sinkscope.sinks.first_token.sets import CausalSet
+from sinkscope.console import Progress, silent
+from sinkscope.models.target import Target, on_input, plain_weight
+from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
+from sinkscope.trace.attention import attention_rows
+
+QUERIES = 16  # later queries that a position needs: the last ones receive much from heads that look at themselves
+HEADS = 2  # heads that a sink needs at least, and
+SHARE = 0.01  # ... the share of all heads
+LATER_SHARE = 0.05  # of a position other than the first: a head that likes one word is no sink
+SEEN = 3  # times that a later token has to be met before it is judged
+LOST = 0.5  # a head has lost a sink if this share of its attention is gone
+
+
+@dataclass(frozen=True)
+class Received:
+    """Which heads attend to which positions, of texts `ids`.
+
+    Attributes:
+        ids: the texts, `[text pos]`.
+        eps: the bar.
+        above: whether the mean attention over all queries from the position on exceeds `eps`; without the last
+            positions of the texts, which too few queries see.
+        learned: the same of the learned sink logit of each head.
+    """
+
+    ids: Int[Tensor, "text pos"]
+    eps: float
+    above: Bool[Tensor, "layer head text at"]
+    learned: Bool[Tensor, "layer head text"]
+
+    @property
+    def rate(self) -> float:
+        """The sink rate of position 0: the share of (layer, head) above eps, averaged over texts."""
+        return float(self.above[..., 0].float().mean())
+
+    def heads(self) -> list[tuple[int, int]]:
+        """(layer, head) that attend to the first token in most texts; empty where they are too few for a sink."""
+        return _enough(self.above[..., 0].float().mean(-1) >= 0.5)
+
+    def learned_heads(self) -> list[tuple[int, int]]:
+        """(layer, head) whose learned sink logit takes that much in most texts; empty where they are too few."""
+        return _enough(self.learned.float().mean(-1) >= 0.5)
+
+    def later(self) -> list[tuple[int | None, int, float]]:
+        """What receives attention behind the first position: (token, first position met, share of heads).
+
+        The token is None for a position that receives it whatever stands there.
+        """
+        seen = self.ids[:, : self.above.shape[-1]]
+        tokens: dict[int | None, tuple[int, float]] = {}
+        for token in seen[:, 1:].unique().tolist():
+            where = seen == token
+            where[:, 0] = False
+            if share := _share(self.above[:, :, where]):
+                tokens[token] = (int(where.any(0).nonzero()[0]), share)
+        found = [(token, *rest) for token, rest in tokens.items()]
+        others = ~torch.isin(seen, torch.tensor([t for t in tokens if t is not None]))
+        for at in range(1, seen.shape[1]):
+            if share := _share(self.above[:, :, others[:, at], at]):
+                found.append((None, at, share))
+        return sorted(found, key=lambda place: -place[2])
+
+
+def _share(above: Bool[Tensor, "layer head n"]) -> float:
+    """Share of heads above the bar in most of `n` cases; 0 where the cases or the heads are too few for a sink."""
+    steady = above.float().mean(-1) >= 0.5
+    share = float(steady.float().mean())
+    return share if above.shape[-1] >= SEEN and int(steady.sum()) >= HEADS and share >= LATER_SHARE else 0.0
+
+
+def _enough(steady: Bool[Tensor, "layer head"]) -> list[tuple[int, int]]:
+    heads = [(int(layer), int(head)) for layer, head in steady.nonzero().tolist()]
+    return heads if len(heads) >= HEADS and len(heads) >= SHARE * steady.numel() else []
+
+
+@torch.no_grad()
+def received(
+    target: Target,
+    ids: Int[Tensor, "text pos"],
+    eps: float,
+    *,
+    layers: int | None = None,
+    progress: Progress = silent,
+    batch: int = 8,
+) -> Received:
+    """Run texts and note which heads attend to which position.
+
+    The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024).
+
+    Args:
+        target: the model.
+        ids: texts of equal length.
+        eps: 0.3 in the paper.
+        layers: number of layers that are run; None: all.
+        progress: told of each batch.
+        batch: texts that run together.
+    """
+    count, length = target.n_layers if layers is None else layers, ids.shape[1]
+    places = max(1, length - QUERIES)
+    above = torch.zeros(count, target.n_heads, len(ids), places, dtype=torch.bool)
+    learned = torch.zeros(count, target.n_heads, len(ids), dtype=torch.bool)
+    for start in range(0, len(ids), batch):
+        rows = ids[start : start + batch]
+        part = slice(start, start + len(rows))
+
+        def note(layer: int, _first: int, probs: Tensor, texts: slice = part) -> None:
+            mean = probs.sum(-2)[..., :places] / torch.arange(length, length - places, -1, device=probs.device)
+            above[layer, :, texts] = (mean > eps).transpose(0, 1).cpu()
+            if target.adapter.learned_sinks:
+                learned[layer, :, texts] = (1 - probs.sum(-1).mean(-1) > eps).transpose(0, 1).cpu()
+
+        end = target.hooks((target.layers[count - 1], "post", lambda *_: target.stop()))
+        with attention_rows(target, note, layers=list(range(count)), rows_per_chunk=length), end:
+            target.forward(rows)
+        progress("sink rate", min(start + batch, len(ids)), len(ids))
+    return Received(ids, eps, above, learned)
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """A candidate for what the heads of a sink read.
+
+    Attributes:
+        name: "spike", "attention of layer 0", "position embedding" and so on.
+        heads_lost: share of the heads of the sink that lose at least half of their attention to the first token
+            without it.
+        drop: share of their attention to the first token that goes, averaged over heads.
+    """
+
+    name: str
+    heads_lost: float
+    drop: float
+
+
+def losses(
+    attention: Float[Tensor, "edit text layer head"],
+    intact: Float[Tensor, "text layer head"],
+    heads: Sequence[tuple[int, int]],
+) -> tuple[list[float], list[float]]:
+    """Per edit the share of `heads` that lose half of their attention to the first token, and the mean drop."""
+    layer, head = torch.tensor(heads).T
+    drops = 1 - attention[:, :, layer, head].median(1).values / intact[:, layer, head].median(0).values
+    return (drops >= LOST).float().mean(1).tolist(), drops.mean(1).tolist()
+
+
+def carriers(
+    target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
+) -> list[Carrier]:
+    """Each component replaced at the position by what it writes at a later one: whose absence ends the sink?
+
+    "position" is what is left when everything that is written at the position is replaced.
+    """
+    last = max(layer for layer, _ in heads)
+    parts = writers(target, last)
+    biases = [Component("key bias", i) for i in range(last + 1) if has_key_bias(target, i)]
+    sets = [(c,) for c in parts] + ([tuple(biases)] if biases else [])
+    edits = [Edit(swap=some) for some in (*sets, tuple(parts))]
+    source = (at + ids.shape[1]) // 2
+    seen = effects(target, ids, edits, at=at, source=source, upto=last, attention=True)
+    assert seen.attention is not None and seen.intact_attention is not None
+    lost, drops = losses(seen.attention, seen.intact_attention, heads)
+    names = ["key bias" if s[0].kind == "key bias" else str(s[0]) for s in sets]
+    found = [Carrier(*row) for row in zip(names, lost, drops, strict=False)]
+    return [*found, Carrier("position", 1 - lost[-1], 1 - drops[-1])]
+
+
+def carried_by(found: Sequence[Carrier]) -> str | None:
+    """What most heads of the sink need, of several the one nearest to the heads; None: no single component.
+
+    What an attention layer or an MLP writes without making a spike is called the mark.
+    """
+    needed = [c.name for c in found if c.heads_lost >= LOST]
+    if "key bias" in needed:
+        return "key bias"
+    if any("layer" in name for name in needed):
+        return "mark"
+    return next((name for name in needed if "embed" in name), next(iter(needed), None))
+
 
 _HELD = 0.9  # share of the squared norm that counts as all of it
 _TOKENS = 32  # typical tokens that the first one is held against
@@ -61,25 +236,25 @@ def maker(target: Target, ids: Int[Tensor, "text pos"], layer: int, without: Seq
 
 
 @torch.no_grad()
-def triggers(target: Target, ids: Int[Tensor, "row pos"], found: CausalSet | None) -> tuple[Trigger, ...]:
-    """How well the first token's input fits each neuron of a set; empty for MLPs without a gate and for mixtures."""
+def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sequence[tuple[int, ...]]) -> tuple[Trigger, ...]:
+    """How well the first token's input fits each neuron; empty for MLPs without a gate and for mixtures."""
     rows: list[Trigger] = []
     gate, up = target.adapter.gate, target.adapter.up
-    if found is None or gate is None or up is None:
+    if gate is None or up is None:
         return ()
-    for member in found.sites:
-        if target.is_mixture(member.layer):
+    for layer, *_, neuron in sites:
+        if target.is_mixture(layer):
             continue
-        inputs = _input_of(target, ids, member.layer, up)
-        with target.loaded(member.layer):
-            weights = [plain_weight(target.sub(member.layer, path)) for path in (gate, up)]
+        inputs = _read_by(target, ids, [layer], up).get(layer)
+        with target.loaded(layer):
+            weights = [plain_weight(target.sub(layer, path)) for path in (gate, up)]
             if inputs is None or weights[0] is None or weights[1] is None:
                 continue
-            g, u = (w[member.neuron].float() for w in weights if w is not None)
+            g, u = (w[neuron].float() for w in weights if w is not None)
         best = (g.norm() * u.norm() + g @ u) / 2
         reached = (inputs @ g) * (inputs @ u) / (best * inputs.square().sum(-1))
         typical = float(reached[:, 1:].median())
-        rows.append(Trigger(member.layer, member.neuron, float(reached[:, 0].median()), typical))
+        rows.append(Trigger(layer, neuron, float(reached[:, 0].median()), typical))
     return tuple(rows)
 
 
@@ -91,21 +266,7 @@ def normalised(target: Target, ids: Int[Tensor, "row pos"], standing: Sequence[i
     """
     path = target.adapter.k or target.adapter.fused_qkv
     layers = [i + 1 for i in standing if i + 1 < depth]
-    seen: dict[int, Tensor] = {}
-
-    def keep(layer: int) -> Any:
-        def hook(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            held = args[0] if args else next(iter(kwargs.values()))
-            seen[layer] = held.detach().reshape(*some.shape, -1).float()
-
-        return hook
-
-    some = ids[:1, : _TOKENS + 1]
-    if not layers or path is None:
-        return None
-    end = (target.layers[layers[-1]], "post", lambda *_: target.stop())
-    with target.hooks(*((target.sub(i, path), "pre", keep(i)) for i in layers), end):
-        target.forward(some)
+    seen = _read_by(target, ids[:1, : _TOKENS + 1], layers, path) if layers and path else {}
     if not seen:
         return None
     stacked = torch.stack([seen[i][0] for i in sorted(seen)])  # layer pos d_model
@@ -124,13 +285,16 @@ def _holding(vectors: Float[Tensor, "... d_model"]) -> Int[Tensor, ...]:
     return (squares.cumsum(-1) < _HELD * squares.sum(-1, keepdim=True)).sum(-1) + 1
 
 
-def _input_of(target: Target, ids: Tensor, layer: int, path: str) -> Tensor | None:
-    held: list[Tensor] = []
+def _read_by(
+    target: Target, ids: Int[Tensor, "row pos"], layers: Sequence[int], path: str
+) -> dict[int, Float[Tensor, "row pos d"]]:
+    """What a part of each of these layers reads; a part that a bridge replaces reads nothing."""
+    seen: dict[int, Tensor] = {}
 
-    def keep(_module: object, args: tuple[Any, ...], _kwargs: object) -> None:
-        held.append(args[0].detach().reshape(*ids.shape, -1).float())
-        target.stop()
+    def keep(layer: int) -> Any:
+        return on_input(lambda read: seen.update({layer: read.detach().reshape(*ids.shape, -1).float()}))
 
-    with target.hooks((target.sub(layer, path), "pre", keep)):
+    end = (target.layers[max(layers)], "post", lambda *_: target.stop())
+    with target.hooks(*((target.sub(i, path), "pre", keep(i)) for i in layers), end):
         target.forward(ids)
-    return held[0] if held else None
+    return seen

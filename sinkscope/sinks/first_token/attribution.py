@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.models.experts import activate, bind, gate_up
-from sinkscope.models.target import Target, first_tensor, plain_weight
+from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.sinks.first_token.effects import Component
 from sinkscope.trace.attention import Attention, alone, listening
 
@@ -193,14 +193,14 @@ class _Run:
     def keep(self, name: str, when: str = "pre") -> Any:
         """A hook that keeps a module's input or output."""
 
-        def pre(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def pre(read: Tensor) -> None:
             if not self.nested:
-                self.seen[name] = self.at(args[0] if args else kwargs["hidden_states"])
+                self.seen[name] = self.at(read)
 
-        def post(_module: object, _args: object, _kwargs: object, out: Any) -> None:
+        def post(out: Any) -> None:
             self.seen[name] = self.at(first_tensor(out))
 
-        return pre if when == "pre" else post
+        return on_input(pre) if when == "pre" else on_output(post)
 
     def hooks(self, layer: int) -> list[tuple[Any, str, Any]]:
         """Of one layer, in the order in which they must act."""
@@ -329,7 +329,7 @@ class _Run:
                 if len(site) == 3:
                     return gate_up(experts, site[1], y.to(experts.gate_up_proj.dtype), [site[2]])
                 which = torch.tensor([site[1]])
-                parts = [_rows(t.mlp_part(layer, n), which, a.transposed_down, t.d_model) for n in ("gate", "up")]
+                parts = [_rows(t, t.mlp_part(layer, n), which) for n in ("gate", "up")]
                 return [y @ weight.T + bias for weight, bias in parts]
 
             def of_experts(y: Tensor) -> list[Tensor]:
@@ -342,7 +342,7 @@ class _Run:
             wanted = [(a.up, order), (a.up, order + t.d_mlp)]
         else:
             wanted = [(path, order) for path in (a.gate, a.up) if path]
-        maps = [_rows(t.sub(layer, path or ""), which, a.transposed_down, t.d_model) for path, which in wanted]
+        maps = [_rows(t, t.sub(layer, path or ""), which) for path, which in wanted]
         act = _activation(t)
         post = (lambda gate, up: act(up)) if len(maps) == 1 else (lambda gate, up: act(gate) * up)
         return lambda y: [y @ weight.T + bias for weight, bias in maps], post
@@ -420,16 +420,10 @@ def _at_fixed_scale(module: Any, args: tuple[Tensor, ...], _kwargs: object, out:
     return torch.cat([y[:1], fixed(x[1:]) + fixed.bias]).to(out.dtype)
 
 
-def _rows(module: Any, which: Tensor, transposed: bool, width: int) -> tuple[Tensor, Tensor]:
-    """Rows of a projection's weight, float32, and its bias there; of a quantised one asked by unit inputs."""
-    weight = plain_weight(module)
-    dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    device = next(module.parameters()).device
-    bias = module.forward(torch.zeros(1, width, dtype=dtype, device=device))[0, which].float()
-    if weight is not None:
-        return (weight[:, which].T if transposed else weight[which]).float(), bias
-    eye = torch.eye(width, dtype=dtype, device=device)
-    return (module.forward(eye)[:, which].float() - bias).T, bias
+def _rows(target: Target, module: Any, which: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of a projection's weight, float32, and its bias there."""
+    nothing = torch.zeros(1, target.d_model, dtype=target.dtype, device=next(module.parameters()).device)
+    return target.rows_of(module, target.d_model)[which].float(), module.forward(nothing)[0, which].float()
 
 
 def _activation(target: Target) -> Callable[[Tensor], Tensor]:

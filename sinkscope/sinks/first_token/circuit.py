@@ -9,7 +9,7 @@ from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.notation import neuron_name
 from sinkscope.sinks.first_token.circuit_steps import READS, Attended, Marking, Step, Steps
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-from sinkscope.sinks.first_token.tokens import and_
+from sinkscope.sinks.tokens import and_, percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Circuit(Result):
         """The circuit in one sentence, with the control beside it."""
         a, logits = self.attention, ""
         if self.learned_logits is not None and a is None:
-            logits = f" (learned sink logits take {_percent(self.learned_logits)} of all attention)"
+            logits = f" (learned sink logits take {percent(self.learned_logits)} of all attention)"
         if self.sink_layer is None and self.spike_by is None and a is None:
             return f"No circuit: no MLP raises the first token's norm, and no head attends to the first token{logits}."
         made = "No MLP raises the first token's norm, but heads attend to it"
@@ -93,10 +93,10 @@ class Circuit(Result):
         marks = next(m for m in self.marking if m.place == "first token")
         control = ""
         if marks.necessity_control is not None:
-            control = f", and at most {_percent(marks.necessity_control)} without as many random heads"
+            control = f", and at most {percent(marks.necessity_control)} without as many random heads"
         return (
             f"{by} write{writes} the first token's spike because {and_(marks.by)} mark{'s' * (len(marks.by) == 1)} it: "
-            f"without {'this mark' if len(marks.by) == 1 else 'these marks'} {_percent(marks.necessity)} of the spike "
+            f"without {'this mark' if len(marks.by) == 1 else 'these marks'} {percent(marks.necessity)} of the spike "
             f"is lost{control}"
         )
 
@@ -112,7 +112,7 @@ class Circuit(Result):
         lines = []
         for m in self.marking:
             what = "What the keys need" if m.place == "keys" else f"Mark of the {m.place}"
-            lost = f"without {'it' if len(m.components) == 1 else 'them'} {_percent(m.necessity)} is lost"
+            lost = f"without {'it' if len(m.components) == 1 else 'them'} {percent(m.necessity)} is lost"
             lines.append(f"{what}: {and_(m.components)} {said[m.relation]}; {lost}.")
         if self.repeated is not None:
             lines.append(f"The repetition is {self.repeated!r}, {self.repeats} times.")
@@ -121,14 +121,10 @@ class Circuit(Result):
             heads = "1 head gives" if many == 1 else f"{many} heads give"
             lines.append(f"{heads} the first token at least {READS} of the attention of later tokens.")
         if self.learned_logits is not None and self.attention is not None:
-            lines.append(f"Learned sink logits take {_percent(self.learned_logits)} of the attention of all heads.")
+            lines.append(f"Learned sink logits take {percent(self.learned_logits)} of the attention of all heads.")
         if self.error is not None:
             lines.append(f"Shares sum to the model's own inputs up to {self.error:.0e} of the largest.")
         return lines
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
 
 
 def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:

@@ -6,7 +6,7 @@ therefore read once for any number of edits, and every value that is written com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -16,8 +16,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions.edits import expert_hook
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.notation import head_name
+from sinkscope.sinks.first_token.walk import norm_of
 from sinkscope.trace.attention import attention_rows
 
 Kind = Literal[
@@ -83,14 +84,6 @@ class Effects:
     intact_attention: Float[Tensor, "text layer head"] | None
 
 
-def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
-    """L2 of a residual stream, float32, without some of its dimensions."""
-    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
-    kept[list(without)] = False
-    resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms
-    return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
-
-
 @torch.no_grad()
 def effects(
     target: Target,
@@ -146,12 +139,10 @@ class _Pass:
         """Norms `[edit text layer]` and attention `[edit text layer head]`, the intact texts first."""
         target, last = self.target, self.target.n_layers - 1 if upto is None else upto
         norms: list[Tensor] = []
-        shape = (len(self.ids), target.n_layers, target.n_heads)
-        received = torch.zeros(shape)
+        received = torch.zeros(len(self.ids), target.n_layers, target.n_heads)
 
-        def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
-            resid = first_tensor(out)[:, self.at]
-            norms.append(norm_of(resid, self.without))
+        def layer_done(out: Any) -> None:
+            norms.append(norm_of(first_tensor(out)[:, self.at], self.without))
             if len(norms) > last:
                 target.stop()
 
@@ -163,7 +154,7 @@ class _Pass:
             if attention:
                 stack.enter_context(attention_rows(target, rows))
             stack.enter_context(target.hooks(*self._hooks()))
-            stack.enter_context(target.hooks(*((layer, "post", layer_done) for layer in target.layers)))
+            stack.enter_context(target.hooks(*((layer, "post", on_output(layer_done)) for layer in target.layers)))
             target.forward(self.ids)
         stacked = torch.stack(norms, -1).cpu().unflatten(0, (-1, self.texts))
         return stacked, received[:, : last + 1].unflatten(0, (-1, self.texts)) if attention else None
@@ -202,23 +193,19 @@ class _Pass:
             experts = self.target.sub(layer, self.target.adapter.experts or "")
             return experts, "post", expert_hook(expert, order, "post", zeroed)
 
-        def before(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            post = args[0].clone()
-            post[..., order] = zeroed(post[..., order])
-            return (post, *args[1:]), kwargs
+        def before(post: Tensor) -> Tensor:
+            return post.index_copy(-1, torch.tensor(order, device=post.device), zeroed(post[..., order]))
 
-        return self.target.mlp_part(layer, "down"), "pre", before
+        return self.target.mlp_part(layer, "down"), "pre", on_input(before)
 
     def _add(self, layer: int, several: list[tuple[int, Tensor]]) -> tuple[Any, str, Any]:
-        def after(_module: object, _args: object, _kwargs: object, out: Any) -> Any:
-            first = first_tensor(out)
-            whole = first.reshape(len(self.ids), -1, first.shape[-1]).clone()
+        def written(tensor: Tensor) -> Tensor:
+            whole = tensor.reshape(len(self.ids), -1, tensor.shape[-1]).clone()
             for number, vectors in several:
                 whole[self._rows(number), self.at] += vectors.to(whole.device, whole.dtype)
-            new = whole.reshape(first.shape)
-            return (new, *out[1:]) if isinstance(out, tuple) else new
+            return whole.reshape(tensor.shape)
 
-        return self.target.sub(layer, self.target.adapter.mlp), "post", after
+        return self.target.sub(layer, self.target.adapter.mlp), "post", _on_hidden(written)
 
     def _swap(self, component: Component, numbers: list[int]) -> list[tuple[Any, str, Any]]:
         target, adapter, kind, layer = self.target, self.target.adapter, component.kind, component.layer or 0
@@ -231,57 +218,51 @@ class _Pass:
                 whole[some, self.at] = whole[: self.texts, self.source]
             return whole.reshape(tensor.shape)
 
-        def after(_module: object, _args: object, _kwargs: object, out: Any) -> Any:
-            new = replaced(first_tensor(out))
-            return (new, *out[1:]) if isinstance(out, tuple) else new
+        def unbiased(out: Tensor) -> Tensor:
+            new, bias = out.clone(), _bias(target.sub(layer, adapter.k or ""))
+            for some in rows:
+                new[some] -= 0 if bias is None else bias
+            return new
 
-        if kind == "token embedding":
-            return [(target.embedding, "post", after)]
+        def one_head(z: Tensor) -> Tensor:
+            heads = list(z.chunk(target.n_heads, -1))
+            heads[component.head or 0] = replaced(heads[component.head or 0])
+            return torch.cat(heads, -1)
+
         if kind == "position embedding":
             return self._positions(rows)
-        if kind == "attention":
-            return [(target.sub(layer, adapter.attn), "post", after)]
-        if kind == "mlp":
-            return [(target.sub(layer, adapter.mlp), "post", after)]
         if kind == "head":
-            width, head = 0, component.head or 0
-
-            def one_head(_module: object, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-                nonlocal width
-                z = args[0].clone()
-                width = z.shape[-1] // target.n_heads
-                part = slice(head * width, (head + 1) * width)
-                z[..., part] = replaced(z[..., part])
-                return (z, *args[1:]), kwargs
-
-            return [(target.sub(layer, adapter.o), "pre", one_head)]
-        return [(target.sub(layer, adapter.k or ""), "post", _without_bias(rows))]
+            return [(target.sub(layer, adapter.o), "pre", on_input(one_head))]
+        if kind == "key bias":
+            return [(target.sub(layer, adapter.k or ""), "post", on_output(unbiased))]
+        writer = {"attention": adapter.attn, "mlp": adapter.mlp}.get(kind)
+        return [(target.embedding if writer is None else target.sub(layer, writer), "post", _on_hidden(replaced))]
 
     def _positions(self, rows: list[slice]) -> list[tuple[Any, str, Any]]:
         """The learned position embedding is what the first layer gets beyond the token embedding."""
         held: dict[str, Tensor] = {}
 
-        def embedded(_module: object, _args: object, _kwargs: object, out: Any) -> None:
+        def embedded(out: Any) -> None:
             held["tokens"] = first_tensor(out).detach()[: self.texts].clone()
 
-        def before(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            hidden = (args[0] if args else kwargs["hidden_states"]).clone()
+        def before(entering: Tensor) -> Tensor:
+            hidden = entering.clone()
             places = hidden[: self.texts] - held["tokens"]
             for some in rows:
                 hidden[some, self.at] += places[:, self.source] - places[:, self.at]
-            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+            return hidden
 
-        return [(self.target.embedding, "post", embedded), (self.target.layers[0], "pre", before)]
+        return [(self.target.embedding, "post", on_output(embedded)), (self.target.layers[0], "pre", on_input(before))]
 
 
-def _without_bias(rows: list[slice]) -> Any:
-    def after(module: Any, _args: object, _kwargs: object, out: Tensor) -> Tensor:
-        new = out.clone()
-        for some in rows:
-            new[some] -= getattr(getattr(module, "original_component", module), "bias", 0)
-        return new
+def _on_hidden(change: Callable[[Tensor], Tensor]) -> Any:
+    """A forward hook that puts something else in the place of the hidden states that a module returns."""
 
-    return after
+    def changed(out: Any) -> Any:
+        new = change(first_tensor(out))
+        return (new, *out[1:]) if isinstance(out, tuple) else new
+
+    return on_output(changed)
 
 
 def writers(target: Target, count: int) -> list[Component]:
@@ -294,7 +275,9 @@ def writers(target: Target, count: int) -> list[Component]:
 
 def has_key_bias(target: Target, layer: int) -> bool:
     """Whether the keys of a layer have a bias of their own that can be taken away (not one of a fused projection)."""
-    if target.adapter.k is None:
-        return False
-    module = target.sub(layer, target.adapter.k)
-    return getattr(getattr(module, "original_component", module), "bias", None) is not None
+    return target.adapter.k is not None and _bias(target.sub(layer, target.adapter.k)) is not None
+
+
+def _bias(module: Any) -> Tensor | None:
+    """Of a linear module, also below a bridge's wrapper."""
+    return getattr(getattr(module, "original_component", module), "bias", None)

@@ -16,22 +16,30 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.names import published_for
 from sinkscope.models.target import Target
-from sinkscope.notation import neuron_name
-from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, Proof, prove
-from sinkscope.sinks.first_token.anatomy import Normalised, Trigger, maker, normalised, triggers
+from sinkscope.sinks.first_token.ablation import DRAWS, CausalSet, Found, Neuron, Proof, causal_sets, later_set, prove
+from sinkscope.sinks.first_token.anatomy import (
+    HEADS,
+    LOST,
+    Carrier,
+    Normalised,
+    Received,
+    Trigger,
+    carried_by,
+    carriers,
+    maker,
+    normalised,
+    received,
+    triggers,
+)
 from sinkscope.sinks.first_token.effects import Edit, effects
-from sinkscope.sinks.first_token.received import HEADS, LOST, Carrier, Received, carried_by, carriers, received
-from sinkscope.sinks.first_token.sets import CausalSet, Found, causal_sets, later_set
-from sinkscope.sinks.first_token.tokens import and_, at_once_line, pick_tokens
 from sinkscope.sinks.first_token.walk import (
     SINK_RATIO,
     Repetition,
     Walk,
-    prefixes,
-    repeat_limit,
     repeat_until_half,
     walk_far_enough,
 )
+from sinkscope.sinks.tokens import and_, at_once_line, pick_tokens, prefixes, room
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
@@ -264,7 +272,7 @@ class FindSinks(Result):
         if sink is None:
             return f"Norm spike without an attention sink{self._among()}: {self._made()}."
         rate = f"{sink.rate:.0%} of the heads attend to " + (
-            "their learned sink logits" if sink.carried_by == "learned logits" else _places(sink)
+            "their learned sink logits" if sink.carried_by == "learned logits" else _place(sink.positions[0])
         )
         if spike is None:
             return f"Attention sink without a norm spike: {rate}, and {_carried(sink)}."
@@ -416,15 +424,12 @@ class FindSinks(Result):
 
 def _members(found: CausalSet) -> str:
     """The neurons of a set, such as "L1.N3 and L1.N4"."""
-    return and_([neuron_name(m.layer, m.expert, m.neuron) for m in found.sites])
-
-
-def _places(sink: AttentionSink) -> str:
-    first = sink.positions[0]
-    return "the first token" if first.position == 0 else _place(first)
+    return and_(found.sites)
 
 
 def _place(found: SinkPosition) -> str:
+    if found.position == 0:
+        return "the first token"
     return f"{found.token!r} wherever it stands" if found.token else f"position {found.position}, whatever stands there"
 
 
@@ -495,22 +500,24 @@ def find_sinks(
     ids = setup.ids
     if top_k > (width := setup.target.d_mlp):
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
-    limit = repeat_limit(setup.target, max_repeats)
+    limit = room(setup.target, max_repeats)
     words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
-    setup.record(max_repeats=limit, unknown_tokens=_unknown(setup))
+    unknown = getattr(setup.tokenizer, "unk_token_id", None)  # repeated unknowns would be a repeated token
+    share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
+    setup.record(max_repeats=limit, unknown_tokens=share)
     whole = all_layers or setup.target.resident
     proof, sets, repeated, at = Proof((), None, None, ()), Found((), (), ()), None, None
     while True:
         seen = walk_far_enough(setup, whole=whole)
-        target, layer, depth = setup.target, seen.sink_layer(), len(seen.first)
+        target, layer, depth, stages = setup.target, seen.sink_layer(), len(seen.first), seen.stages()
         heard, rate = _received(setup, depth) if whole else (received(target, ids, RATE_EPS, layers=depth), None)
         generator = torch.Generator().manual_seed(setup.seed)
-        if layer is not None and at != seen.stages():  # after reading on, often the same ones
-            at = seen.stages()
+        if layer is not None and at != stages:  # after reading on, often the same ones
+            at = stages
             repeated = repeat_until_half(
                 target, layer, words, prefixes(setup, words), limit, setup.progress, seen.shared
             )
-            proof = prove(target, ids, layer, top_k, generator, repeated.view, at, seen.shared)
+            proof = prove(target, ids, layer, top_k, generator, repeated.view, stages, seen.shared)
         if layer is not None:
             sets = causal_sets(target, ids, seen, proof.neurons, heard.heads(), generator)
         lost = sets.minimal.heads_lost if sets.minimal is not None else None
@@ -518,6 +525,8 @@ def find_sinks(
             break
         whole = True  # what was found does not carry the attention to the first token: read on
     known = {n.site for n in proof.neurons}
+    unread = [None] * (seen.n_layers - depth)
+    first, low, typical, high = ((*norms, *unread) for norms in (seen.first, *zip(*seen.typical, strict=True)))
     later = _later(setup, seen, heard, generator)
     spike = _spike(setup, seen, sets, later)
     return FindSinks(
@@ -531,12 +540,12 @@ def find_sinks(
         neurons=(*proof.neurons, *(n for n in sets.added if n.site not in known)),
         set_drop=proof.set_drop,
         set_control_drop=proof.set_control_drop,
-        stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in seen.stages()),
+        stages=tuple(Stage(i, seen.mlp_first[i] / max(seen.first)) for i in stages),
         residual_dims=proof.dims,
-        first_token_norm=_padded(seen, seen.first),
-        typical_norm=_padded(seen, [t[1] for t in seen.typical]),
-        typical_low=_padded(seen, [t[0] for t in seen.typical]),
-        typical_high=_padded(seen, [t[2] for t in seen.typical]),
+        first_token_norm=first,
+        typical_norm=typical,
+        typical_low=low,
+        typical_high=high,
         layers_read=depth,
         notebook_rule_layer=seen.notebook_layer(),
         repeats=_repeats(target, words, repeated, limit),
@@ -575,7 +584,7 @@ def _spike(setup: Setup, seen: Walk, sets: Found, later: tuple[LaterSink, ...]) 
         ratio=max(a / max(b, LEAST) for a, b in zip(seen.spike, seen.usual, strict=True)),
         plateau=(standing[0], standing[-1]),
         made_by="MLP" if stages else maker(setup.target, setup.ids[:2, :32], standing[0], seen.shared),
-        triggers=triggers(setup.target, setup.ids, sets.minimal),
+        triggers=triggers(setup.target, setup.ids, () if sets.minimal is None else sets.minimal.numbers),
         normalised=normalised(setup.target, setup.ids, standing, len(seen.first)),
     )
 
@@ -689,13 +698,3 @@ def _published(target: Target, layer: int | None, proof: Proof) -> Published | N
     if known.residual_dims:
         return Published(known.source, set(known.residual_dims) <= set(proof.dims))
     return None
-
-
-def _unknown(setup: Setup) -> float:
-    """Share of the typical text that the tokenizer does not know: repeated unknowns would be a repeated token."""
-    unknown = getattr(setup.tokenizer, "unk_token_id", None)
-    return 0.0 if unknown is None else float((setup.ids[:, 1:] == unknown).float().mean())
-
-
-def _padded(seen: Walk, values: list[float]) -> tuple[float | None, ...]:
-    return (*values, *[None] * (seen.n_layers - len(values)))

@@ -5,18 +5,197 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from sinkscope.console import Progress, silent
+from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Positive, Result, Setup, measurement
+from sinkscope.models.target import Target, on_input
 from sinkscope.notation import head_names, neuron_names
-from sinkscope.sinks.first_token.ablation import DRAWS
-from sinkscope.sinks.first_token.head_replacement import Geometry, Replacement, geometry
-from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.tokens import first_tokens
+from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, causal_neurons
+from sinkscope.sinks.first_token.walk import columns, flat_number, view_layer
+from sinkscope.sinks.tokens import first_tokens, percent
+from sinkscope.trace.attention import attention_rows, queries_and_keys
+from sinkscope.trace.run import trace
+
+_HELD = 1 << 26  # numbers of one activation of the sink layer in memory at a time
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A model whose heads' outputs can be replaced by their means over later positions of typical text.
+
+    Attributes:
+        target: the model.
+        sink_layer: where the sink neurons are; heads up to there can be replaced.
+        means: of `hook_z` of every head of layers 0 to the sink layer.
+        flat: the sink neurons (numbered as in a `LayerView`); none: the whole MLP stands for them.
+        cols: what each of them writes when its `hook_post` is 1.
+        batch_size: rows of a pass; None: as many as a bounded memory allows.
+        progress: told of the rows done.
+    """
+
+    target: Target
+    sink_layer: int
+    means: Float[Tensor, "layer head d_head"]
+    flat: Int[Tensor, " neuron"]
+    cols: Float[Tensor, "neuron d_model"]
+    batch_size: int | None = None
+    progress: Progress = silent
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        sink_layer: int,
+        neurons: Sequence[Neuron],
+        ids: Int[Tensor, "row pos"],
+        batch_size: int | None = None,
+        progress: Progress = silent,
+    ) -> Replacement:
+        """With means over later positions of `ids`, position 0 the first token."""
+        sites = [f"blocks.{i}.attn.hook_z" for i in range(sink_layer + 1)]
+        got = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))
+        here = [n for n in neurons if n.layer == sink_layer]
+        flat = torch.tensor([flat_number(target, n.layer, n.expert, n.neuron) for n in here], dtype=torch.long)
+        with target.loaded(sink_layer):
+            cols = columns(target, sink_layer, flat).cpu() if here else torch.zeros(0, target.d_model)
+        means = torch.stack([got[site].mean(0) for site in sites])
+        return cls(target, sink_layer, means, flat, cols, batch_size, progress)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and heads that can be replaced."""
+        return self.means.shape[0], self.means.shape[1]
+
+    def at(self, layer: int, chosen: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
+        """Edits of one layer."""
+        out = torch.zeros(*chosen.shape[:-1], *self.shape, dtype=torch.bool)
+        out[..., layer, :] = chosen
+        return out
+
+    def written(
+        self,
+        ids: Int[Tensor, "row pos"],
+        replaced: Bool[Tensor, "row layer head"],
+        later: bool = False,
+    ) -> Float[Tensor, "row seen d_model"]:
+        """What the sink neurons write together, with heads replaced.
+
+        Args:
+            ids: sequences.
+            replaced: the heads that give their mean instead of their output, per row.
+            later: replace and look at all positions but the first; else at the first only.
+        """
+        target, found = self.target, []
+        experts = max(1, target.n_experts(self.sink_layer))
+        fitting = _HELD // (target.d_mlp * experts) if self.batch_size is None else self.batch_size
+        step = max(1, fitting // ids.shape[1])
+        where = torch.zeros(ids.shape[1], dtype=torch.bool)
+        where[1:] = later
+        where[:1] = not later
+        for start in range(0, len(ids), step):
+            rows, edits = ids[start : start + step], replaced[start : start + step]
+            with target.hooks(*replacing(target, self.means, edits, where)):
+                view = view_layer(target, self.sink_layer, rows, where.expand(len(rows), -1))
+            flat = self.flat.to(view.post.device)
+            out = view.post[:, flat].cpu() @ self.cols if len(flat) else view.mlp.cpu()
+            found.append(out.unflatten(0, (len(rows), -1)))
+            self.progress("heads", min(start + step, len(ids)), len(ids))
+        return torch.cat(found)
+
+
+def replacing(
+    target: Target,
+    means: Float[Tensor, "layer head d_head"],
+    edits: Bool[Tensor, "row layer head"],
+    where: Bool[Tensor, " pos"],
+) -> list[tuple[Any, str, Any]]:
+    """Hooks that put means in the place of the heads of `edits` at the positions of `where`, for a pass of these rows.
+
+    Used by every measurement that takes heads away, so that they all mean the same by it.
+    """
+
+    def hook(layer: int) -> Any:
+        def replace(z: Tensor) -> Tensor:
+            heads = z.reshape(len(edits), len(where), means.shape[1], -1)
+            chosen = edits[:, layer, None, :, None] & where[None, :, None, None]
+            return torch.where(chosen.to(z.device), means[layer].to(z.device, z.dtype), heads).reshape(z.shape)
+
+        return on_input(replace)
+
+    used = edits.any(2).any(0).nonzero().flatten().tolist()
+    return [(target.sub(i, target.adapter.o), "pre", hook(i)) for i in used]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Queries and keys of the heads of a layer on typical text, later positions; NaN where there is no such pair.
+
+    Attributes:
+        own: cosine of query and key of one position; rotary does not change it.
+        same: of a query and an earlier key of the same token, before and after rotary.
+        other: of a query and an earlier key of another token, before and after rotary.
+        attention: attention of a position to itself, over what uniform attention would give it; 1 is indifferent.
+    """
+
+    own: Float[Tensor, "head token"]
+    same: tuple[Float[Tensor, " head"], Float[Tensor, " head"]]
+    other: tuple[Float[Tensor, " head"], Float[Tensor, " head"]]
+    attention: Float[Tensor, "head token"]
+
+
+@torch.no_grad()
+def geometry(
+    target: Target, ids: Int[Tensor, "row pos"], layers: list[int]
+) -> tuple[dict[int, Geometry], Int[Tensor, " token"]]:
+    """Per layer, and the tokens (later positions of `ids`, row by row) that `own` and `attention` speak of.
+
+    Cosines are NaN where queries and keys cannot be had (see `queries_and_keys`).
+    """
+    later = ids[:, 1:]
+    below = torch.ones(later.shape[1], later.shape[1], dtype=torch.bool).tril(-1)
+    equal = (later[:, :, None] == later[:, None, :]) & below
+    unequal = (later[:, :, None] != later[:, None, :]) & below
+    cosines: dict[tuple[int, bool], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def see(layer: int, rotated: bool, query: Tensor, key: Tensor) -> None:
+        unit_q = torch.nn.functional.normalize(query[:, :, 1:].float(), dim=-1)
+        unit_k = torch.nn.functional.normalize(key[:, :, 1:].float(), dim=-1)
+        unit_k = unit_k.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        cos = (unit_q @ unit_k.transpose(-1, -2)).transpose(0, 1).cpu()  # head row query key
+        own = cos.diagonal(dim1=-2, dim2=-1).flatten(1)
+        cosines[layer, rotated] = (own, cos[:, equal].mean(1), cos[:, unequal].mean(1))
+
+    selfs: dict[int, list[Tensor]] = {i: [] for i in layers}
+
+    def look(layer: int, first: int, probs: Tensor) -> None:
+        places = torch.arange(probs.shape[2], device=probs.device)
+        own = probs[:, :, places, first + places] * (first + 1 + places)
+        selfs[layer].append(own.cpu())
+
+    stop = (target.layers[max(layers)], "post", lambda *_: target.stop())
+    try:
+        with queries_and_keys(target, see, layers), target.hooks(stop):
+            target.forward(ids)
+    except UnsupportedError:
+        nothing = torch.full((target.n_heads,), torch.nan)
+        missing = (nothing[:, None].expand(-1, later.numel()), nothing, nothing)
+        cosines = {(i, rotated): missing for i in layers for rotated in (False, True)}
+    with attention_rows(target, look, layers=layers), target.hooks(stop):
+        target.forward(ids)
+    found = {}
+    for i in layers:
+        (own, same, other), (_, same_after, other_after) = cosines[i, False], cosines[i, True]
+        ratio = torch.cat(selfs[i], 2)[:, :, 1:].transpose(0, 1).flatten(1)
+        found[i] = Geometry(own, (same, same_after), (other, other_after), ratio)
+    return found, later.flatten()
+
 
 HALF = 0.5  # of the sink neurons' activation: below it the sink counts as gone, from it on as there
 
@@ -86,12 +265,12 @@ class First:
     id: int
     activation: float
     fires: bool
-    layer_drop: float | None
-    heads: tuple[int, ...]
-    kept: float | None
-    set_drop: float | None
-    control_drop: float | None
-    drops: tuple[float, ...]
+    layer_drop: float | None = None
+    heads: tuple[int, ...] = ()
+    kept: float | None = None
+    set_drop: float | None = None
+    control_drop: float | None = None
+    drops: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +326,9 @@ class MarkingHeads(Result):
         beside = ""
         if lost and chance:
             beside = (
-                f": replacing them takes away {_percent(_median(lost))} of the mark, and replacing as many other "
-                f"heads takes away at most {_percent(_median(chance))} (median over tokens, largest of {DRAWS} draws)"
+                f": replacing them takes away {percent(median_high(lost))} of the mark, and replacing as many other "
+                f"heads takes away at most {percent(median_high(chance))} (median over tokens, "
+                f"largest of {DRAWS} draws)"
             )
         return f"The heads {names} mark the first token{beside}."
 
@@ -165,16 +345,15 @@ class MarkingHeads(Result):
             f"{len(fire)} of {len(self.first_tokens)} tokens make the sink fire when they stand first.",
         ]
         if self.layer_drops:
-            drops = ", ".join(f"layer {i} {_percent(d)}" for i, d in enumerate(self.layer_drops))
+            drops = ", ".join(f"layer {i} {percent(d)}" for i, d in enumerate(self.layer_drops))
             lines.append(
                 f"Replacing all heads of a layer takes away this share of the mark: {drops}; all layers together "
-                f"{_percent(self.all_drop)}."
+                f"{percent(self.all_drop)}."
             )
         if self.marking_layer is not None and self.answer == "single head":
-            lines.append(f"A single head suffices for {_percent(self.single_share)} of the first tokens.")
+            lines.append(f"A single head suffices for {percent(self.single_share)} of the first tokens.")
         elif self.marking_layer is not None:
-            sizes = sorted(len(f.heads) for f in fire if f.heads)
-            usual = sizes[len(sizes) // 2] if sizes else 0
+            usual = median_high([len(f.heads) for f in fire if f.heads] or [0])
             lines.append(f"No single head suffices for most first tokens; the median token needs {usual}.")
         return lines
 
@@ -256,17 +435,9 @@ def _measure(setup: Setup, bench: Replacement, words: list[int]) -> dict[str, An
         for i, one in enumerate(sets):
             one |= {"layer_drop": float(layer_drop[i, marking]), "drops": tuple(drops[i, marking].tolist())}
         carried = {"alone": alone.amax(0), "control": _later(setup, bench, marking, usual.mean(0))}
-    nothing: dict[str, Any] = {
-        "layer_drop": None,
-        "heads": (),
-        "kept": None,
-        "set_drop": None,
-        "control_drop": None,
-        "drops": (),
-    }
     rows = iter(sets)
     listed = tuple(
-        First(setup.tokenizer.decode([t]), t, a, f, **(next(rows, nothing) if f else nothing))
+        First(setup.tokenizer.decode([t]), t, a, f, **(next(rows, {}) if f else {}))
         for t, a, f in zip(firsts.tolist(), activation.tolist(), fires.tolist(), strict=True)
     )
     single = sum(len(s["heads"]) == 1 for s in sets) / len(sets) if sets else None
@@ -390,11 +561,3 @@ def _shape(g: Geometry, head: int, own: Bool[Tensor, " token"]) -> dict[str, flo
 
 def _number(value: Tensor) -> float | None:
     return None if math.isnan(float(value)) else float(value)
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]

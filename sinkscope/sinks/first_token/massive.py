@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar
 
@@ -13,9 +14,8 @@ from torch import Tensor
 
 from sinkscope.errors import UnsupportedError
 from sinkscope.measure import Progress, Result, Setup, measurement
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.first_token.ablation import spike_dims
-from sinkscope.sinks.first_token.walk import SINK_RATIO
+from sinkscope.models.target import Target, first_tensor, on_output
+from sinkscope.sinks.first_token.walk import SINK_RATIO, spike_dims
 from sinkscope.text import text_rows
 from sinkscope.trace.run import Site, resolve
 
@@ -221,7 +221,7 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
     cosines: list[Tensor] = []
     values: dict[int, ValueDrain] = {}
 
-    def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
+    def layer_done(out: Any) -> None:
         resid = first_tensor(out).detach().float()
         norm, flat = resid.norm(dim=-1), resid.abs().flatten(1)
         top, mid = flat.topk(3).values.mean(0).tolist(), flat.median(1).values.mean().item()
@@ -234,19 +234,15 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
         cosines.append(torch.cosine_similarity(resid, resid[:, :1], dim=-1).cpu())
         progress("with BOS" if bos else "without BOS", len(layers), target.n_layers)
 
-    def take(site: Site, layer: int) -> Any:
-        def value(_m: object, _a: object, _k: object, out: Any) -> None:
-            size = site.cut(out).detach().float().norm(dim=-1)  # row pos kv_head
-            sink, others = size[:, 0].mean(0), size[:, 1:].flatten(0, 1).mean(0)
-            ratio = (sink / others)[others > 0].mean().item() if bool((others > 0).any()) else None
-            values[layer] = ValueDrain(layer, tuple(sink.tolist()), tuple(others.tolist()), ratio)
+    def value(out: Any, site: Site, layer: int) -> None:
+        size = site.cut(out).detach().float().norm(dim=-1)  # row pos kv_head
+        sink, others = size[:, 0].mean(0), size[:, 1:].flatten(0, 1).mean(0)
+        ratio = (sink / others)[others > 0].mean().item() if bool((others > 0).any()) else None
+        values[layer] = ValueDrain(layer, tuple(sink.tolist()), tuple(others.tolist()), ratio)
 
-        return value
-
-    pairs = [(layer, "post", layer_done) for layer in target.layers]
-    pairs += [
-        (s.module, "post", take(s, s.layer)) for s in _values(target) if s.module is not None and s.layer is not None
-    ]
+    pairs: list[tuple[Any, str, Any]] = [(layer, "post", on_output(layer_done)) for layer in target.layers]
+    for site, layer in _values(target):
+        pairs.append((site.module, "post", on_output(partial(value, site=site, layer=layer))))
     with target.hooks(*pairs):
         target.forward(ids)
     stack = torch.stack(norms)  # layer row pos
@@ -260,9 +256,9 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
     )
 
 
-def _values(target: Target) -> list[Site]:
+def _values(target: Target) -> list[tuple[Site, int]]:
     try:
-        return resolve(target, ["blocks.*.attn.hook_v"])
+        return [(s, s.layer) for s in resolve(target, ["blocks.*.attn.hook_v"]) if s.layer is not None]
     except UnsupportedError:
         return []
 

@@ -20,9 +20,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
 from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.output import read_text
-from sinkscope.sinks.first_token.ablation import flat_number, prove, view_layer
-from sinkscope.sinks.first_token.effects import norm_of
-from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
+from sinkscope.sinks.first_token.ablation import prove
+from sinkscope.sinks.first_token.walk import SINK_RATIO, flat_number, norm_of, view_layer, walk
 from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
@@ -320,13 +319,16 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
         given = str(tokenizer.decode(setup.ids[0, int(setup.bos is not None) :]))
     if not given.strip():
         raise SinkscopeError("the text is empty: give at least one word")
-    text, begin = (_template(tokenizer, given, setup.target.name), None) if chat else (given, setup.bos)
+    text, begin, inside = given, setup.bos, (0, len(given))
+    if chat:  # the user's words stand inside of the filled template, which may have trimmed them
+        text, begin = chat_text(tokenizer, [{"role": "user", "content": given}], setup.target.name), None
+        start = max(0, text.find(given.strip()))
+        inside = (start, start + len(given.strip()))
     ids, ends = _tokenized(tokenizer, text)
     if ids and all(i == getattr(tokenizer, "unk_token_id", None) for i in ids):
         raise SinkscopeError("the tokenizer of this model knows nothing of the text: give another one")
     if chat and setup.bos is None and ids[:1] == [own]:  # --no-bos
         ids, ends = ids[1:], ends[1:]
-    inside = _place(text, given) if chat else (0, len(text))
     found = [TextToken(str(tokenizer.decode([begin])), begin, "BOS")] if begin not in (None, *ids[:1]) else []
     last = 0
     for i, end in zip(ids, ends, strict=True):
@@ -341,22 +343,6 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
             kind = "delimiter" if _delimits(spelled) else "word"
         found.append(TextToken(spelled, i, kind))
     return found
-
-
-def _template(tokenizer: Any, words: str, name: str) -> str:
-    """The user's words in the chat template.
-
-    Raises:
-        SinkscopeError: there is no template, or it fails.
-    """
-    return chat_text(tokenizer, [{"role": "user", "content": words}], name)
-
-
-def _place(text: str, words: str) -> tuple[int, int]:
-    """Where the user's words stand in the filled template, which may have trimmed them."""
-    inner = words.strip()
-    start = max(0, text.find(inner))
-    return start, start + len(inner)
 
 
 def _tokenized(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
@@ -386,10 +372,6 @@ def _pass(
 ) -> tuple[Float[Tensor, "layer pos"], Float[Tensor, "layer head pos"]]:
     """Norm after each layer, and per head the sum of the attention that each position gets from later queries."""
     target = setup.target
-
-    def norms(resid: Tensor) -> Tensor:
-        return norm_of(resid, without)
-
     total = torch.zeros(target.n_layers, target.n_heads, ids.shape[1])
 
     def add(layer: int, first: int, probs: Tensor) -> None:
@@ -397,8 +379,8 @@ def _pass(
         setup.progress("layers", layer + 1, target.n_layers)
 
     with attention_rows(target, add):
-        got = trace(target, ids, ["blocks.*.hook_resid_post"], norms)
-    return torch.cat([got[f"blocks.{i}.hook_resid_post"] for i in range(target.n_layers)]), total
+        got = trace(target, ids, ["blocks.*.hook_resid_post"], lambda resid: norm_of(resid, without))
+    return torch.cat(list(got.values())), total
 
 
 def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, ...]]) -> list[NeuronValues]:

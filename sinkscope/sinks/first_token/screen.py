@@ -21,29 +21,23 @@ from torch import Tensor
 
 from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.models.experts import in_rows
-from sinkscope.models.target import Target, plain_weight
-from sinkscope.notation import neuron_name
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.ablation import Member
+from sinkscope.sinks.first_token.walk import column_norms, gain_of
 
 _NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # before an MLP that lies beside the attention
-_ROWS = 1024  # columns of the down projection at a time
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Candidate(Member):
     """A neuron that its weights let write much.
 
     Attributes:
-        layer: where it is.
-        expert: None where the layer is no mixture of experts.
-        neuron: its number in the MLP (in the expert).
         reach: largest norm that the neuron can write for a normalised input.
         z: standard deviations of log(reach) above the mean of its layer.
         cosine: cosine between the neuron's gate row and its up row; None without a gate.
     """
 
-    layer: int
-    expert: int | None
-    neuron: int
     reach: float
     z: float
     cosine: float | None
@@ -78,9 +72,9 @@ class NeuronScreen(Result):
     def conclusion(self) -> str:
         """The first candidate, beside the one after it, and what the ranking does not say."""
         first, *others = self.candidates
-        beside = f"; the next is {_name(others[0])} with {others[0].reach:.4g}" if others else ""
+        beside = f"; the next is {others[0]} with {others[0].reach:.4g}" if others else ""
         return (
-            f"By its weights alone, {_name(first)} can write most: a norm of up to {first.reach:.4g}, {first.z:.1f} "
+            f"By its weights alone, {first} can write most: a norm of up to {first.reach:.4g}, {first.z:.1f} "
             f"standard deviations above its layer{beside}; only find-sinks without --screen shows whether any makes a "
             "sink."
         )
@@ -93,10 +87,6 @@ class NeuronScreen(Result):
             f"{self.neurons:,} neurons of {len(self.layers)} layers were ranked without a forward pass.",
             f"The first {len(self.candidates)} are in {where}.",
         ]
-
-
-def _name(c: Candidate) -> str:
-    return neuron_name(c.layer, c.expert, c.neuron)
 
 
 @measurement(
@@ -128,7 +118,8 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
     for layer in range(target.n_layers):
         parts = reaches(target, layer)
         reach = torch.cat([part.reach for part in parts])
-        z = _z(reach)
+        log = reach.clamp(min=1e-30).log()  # reaches of a layer lie many powers of ten apart
+        z = (log - log.mean()) / log.std(correction=0).clamp(min=1e-12)
         neurons += len(reach)
         layers.append(LayerReach(layer, float(reach.median()), float(reach.max()), float(z.max())))
         width = len(parts[0].reach)
@@ -140,12 +131,6 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
         setup.progress("layers", layer + 1, target.n_layers)
     best = sorted(found, key=lambda c: -c.reach)[:top_k]
     return NeuronScreen(candidates=tuple(best), layers=tuple(layers), neurons=neurons)
-
-
-def _z(reach: Float[Tensor, " neuron"]) -> Float[Tensor, " neuron"]:
-    """Standard deviations above the mean, of the logarithm: reaches of a layer lie many powers of ten apart."""
-    log = reach.clamp(min=1e-30).log()
-    return (log - log.mean()) / log.std(correction=0).clamp(min=1e-12)
 
 
 @dataclass(frozen=True)
@@ -172,7 +157,7 @@ def reaches(target: Target, layer: int) -> list[Reaches]:
         for expert, rows in _rows(target, layer):
             inside = [before(part.float()) for part in rows]
             lengths = [part.norm(dim=-1) for part in inside]
-            columns = _column_norms(target, layer, expert).float()
+            columns = column_norms(target, layer, expert).float()
             if len(rows) == 1:
                 found.append(Reaches(expert, (math.sqrt(size) * lengths[0] * columns).cpu(), None))
                 continue
@@ -191,17 +176,8 @@ def _rows(target: Target, layer: int) -> Iterator[tuple[int | None, list[Tensor]
             yield expert, [weight for weight, _ in in_rows(module, expert)]
     if not target.has_mlp(layer, None):
         return
-    rows = [_linear_rows(target, target.mlp_part(layer, name)) for name in ("gate", "up") if getattr(a, name)]
+    rows = [target.rows_of(target.mlp_part(layer, name), target.d_model) for name in ("gate", "up") if getattr(a, name)]
     yield None, list(rows[0].chunk(2)) if a.fused_gate_up else rows
-
-
-def _linear_rows(target: Target, module: Any) -> Float[Tensor, "out d_model"]:
-    """What each output of a linear module reads."""
-    if (weight := plain_weight(module)) is not None:
-        return weight.T if target.adapter.transposed_down else weight  # such an architecture stores all of them so
-    eye = torch.eye(target.d_model + 1, target.d_model, device=target.device, dtype=target.dtype)
-    out = module(eye)  # quantised or adapted weights: the module itself is asked; the last row gives its bias
-    return (out[:-1] - out[-1:]).T
 
 
 def _effective(target: Target, layer: int) -> Any:
@@ -211,7 +187,7 @@ def _effective(target: Target, layer: int) -> Any:
     if path == target.adapter.mlp:  # it reads the residual stream itself
         return lambda rows: rows
     norm: Any = target.sub(layer, path) if path else next(getattr(module, n) for n in _NORMS if hasattr(module, n))
-    gain = _gain(target, norm)
+    gain = gain_of(target, norm)
     lifted = norm(torch.ones(1, target.d_model, device=target.device, dtype=target.dtype))[0].float()
     centred = bool((lifted - gain).abs().max() > 0.5 * gain.abs().max())  # ones have no length left without their mean
 
@@ -220,23 +196,3 @@ def _effective(target: Target, layer: int) -> Any:
         return scaled - scaled.mean(-1, keepdim=True) if centred else scaled
 
     return act
-
-
-def _gain(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
-    """What a norm multiplies each dimension by, however it stores that: asked of a vector with mean 0 and square 1."""
-    signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
-    signs[1::2] = -1
-    up, down = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
-    return (up - down) / 2 * signs.float()
-
-
-def _column_norms(target: Target, layer: int, expert: int | None) -> Float[Tensor, " neuron"]:
-    """Norms of the columns of the down projection, with the gain of the norm behind the MLP where there is one."""
-    path = target.adapter.post_mlp_norm
-    if path is None:
-        return target.w_out_norms(layer, expert)
-    gain = _gain(target, target.sub(layer, path))
-    some = (
-        target.w_out(layer, part.tolist(), expert) for part in torch.arange(target.width(layer, expert)).split(_ROWS)
-    )
-    return torch.cat([(columns.float() * gain).norm(dim=-1) for columns in some])

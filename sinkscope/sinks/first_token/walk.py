@@ -1,9 +1,9 @@
-"""What the sink does to the model: norms up the layers, at repetitions, and attention to the first token."""
+"""What the layers show: norms up the layers, one layer at chosen positions, and norms at repetitions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target, first_tensor
-from sinkscope.sinks.first_token.ablation import LayerView, view_layer
-from sinkscope.sinks.first_token.effects import norm_of
+from sinkscope.models.experts import activate, bind, gate_up
+from sinkscope.models.target import Target, first_tensor, on_input, on_output
+from sinkscope.trace.run import trace
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
 STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
@@ -27,6 +27,14 @@ SINK_RATIO = 3.0  # a spike: the first token's norm is this many times the typic
 # as they are of one cluster), and must not hide the first one.
 _SAMPLE = 64  # positions of typical text whose activations are kept for that comparison
 _SHARED = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
+
+
+def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
+    """L2 of a residual stream, float32, without some of its dimensions."""
+    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
+    kept[list(without)] = False
+    resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms
+    return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
 
 
 @dataclass
@@ -160,13 +168,11 @@ def walk(
         progress: told of each layer.
     """
     seen = Walk(target.n_layers)
-    pairs: list[tuple[Any, str, Any]] = []
-    adapter = target.adapter
 
-    def mlp_raw(_m: object, _a: object, _k: object, out: Any) -> None:
+    def mlp_raw(out: Any) -> None:
         seen.raw_first.append(_norms(first_tensor(out), ids.shape)[:, 0].median().item())
 
-    def mlp_added(_m: object, _a: object, _k: object, out: Any) -> None:
+    def mlp_added(out: Any) -> None:
         added = first_tensor(out).detach().reshape(*ids.shape, -1).float()
         seen.written.append(added[:, 0].mean(0).cpu())
         seen.sample.append(added[:, 1:].flatten(0, 1)[:_SAMPLE].cpu())
@@ -175,7 +181,7 @@ def walk(
         seen.mlp_first.append(norms[:, 0].median().item())
         seen.mlp_typical.append(norms[:, 1:].flatten().median().item())
 
-    def layer_done(_m: object, _a: object, _k: object, out: Any) -> None:
+    def layer_done(out: Any) -> None:
         resid = first_tensor(out).detach()
         norms = _norms(resid, ids.shape)
         if not bool(norms.isfinite().all()):
@@ -196,11 +202,9 @@ def walk(
         if len(seen.first) - 1 == upto or (not whole and seen.flat()):
             target.stop()
 
-    for i in range(len(target.layers)):
-        added = target.sub(i, adapter.post_mlp_norm or adapter.mlp)
-        pairs += [(target.sub(i, adapter.mlp), "post", mlp_raw), (added, "post", mlp_added)]
-        pairs.append((target.layers[i], "post", layer_done))
-    with target.hooks(*pairs):
+    a = target.adapter
+    seers = ((a.mlp, on_output(mlp_raw)), (a.post_mlp_norm or a.mlp, on_output(mlp_added)), ("", on_output(layer_done)))
+    with target.hooks(*((target.sub(i, path), "post", see) for i in range(target.n_layers) for path, see in seers)):
         target.forward(ids)
     return seen
 
@@ -218,23 +222,219 @@ def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
             return seen
 
 
-def repeat_limit(target: Target, asked: int | None) -> int:
-    """Largest number of repetitions: what was asked for; None: 1,024, or what the context holds.
+@dataclass(frozen=True)
+class LayerView:
+    """A layer at `n` positions.
 
-    Raises:
-        SinkscopeError: the context does not hold as many.
+    Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert come behind all of these.
+
+    Attributes:
+        resid: residual stream after the layer.
+        mlp: output of the down projection(s), before any norm behind it.
+        post: `hook_post`; in a mixture times the weight in `routing`.
+        up: output of the up projection, the linear factor; None where there is no such factor, and in a mixture.
+        routing: weight of every expert, 0 for those not chosen, and last that of a shared one, if there is one; None
+            where the layer is no mixture.
     """
-    largest = (target.max_positions or 1 << 30) - 1
-    if asked is not None and asked > largest:
-        raise SinkscopeError(
-            f"--max-repeats {asked} does not fit the context of {target.max_positions} tokens; the largest is {largest}"
-        )
-    return min(1024, largest) if asked is None else asked
+
+    layer: int
+    resid: Float[Tensor, "n d_model"]
+    mlp: Float[Tensor, "n d_model"]
+    post: Float[Tensor, "n neuron"]
+    up: Float[Tensor, "n neuron"] | None = None
+    routing: Float[Tensor, "n expert"] | None = None
 
 
-def prefixes(made: Setup, tokens: Sequence[int]) -> list[int]:
-    """What stands before each repeated token: BOS; without BOS, another token of the text."""
-    return [int(made.ids[made.ids != t][0]) if made.bos is None else made.bos for t in tokens]
+@torch.no_grad()
+def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: Tensor) -> LayerView:
+    """The layer at the positions marked in `where` (`[row pos]`, bool), from a pass that ends there."""
+    a, got = target.adapter, dict[str, Tensor]()
+
+    def pick(tensor: Tensor) -> Tensor:
+        return tensor.reshape(-1, tensor.shape[-1])[where.reshape(-1).to(tensor.device)].detach()
+
+    def keep(module: Any, name: str, get: Callable[[Any], Tensor] = first_tensor, when: str = "post") -> None:
+        see = (on_input if when == "pre" else on_output)(lambda seen: got.update({name: pick(get(seen))}))
+        pairs.append((module, when, see))
+
+    def experts(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
+        hidden, index, weights = map(pick, bind(args, kwargs))
+        width, count = target.d_mlp, int(module.num_experts)
+        post = torch.zeros(len(hidden), count, width, device=hidden.device)
+        routing = torch.zeros(len(hidden), count + 1, device=hidden.device)  # one more: "no expert" under sharding
+        got["routing"] = routing.scatter(1, index, weights.float())[:, :count]
+        for expert in index.unique().tolist():
+            rows, slots = (index == expert).nonzero(as_tuple=True)
+            values = activate(module, *gate_up(module, expert, hidden[rows]))
+            post[rows, expert] = values.float() * weights[rows, slots, None].float()
+        got["post"] = post.flatten(1)
+
+    pairs: list[tuple[Any, str, Any]] = []
+    keep(target.sub(layer, a.mlp), "mlp")
+    if target.is_mixture(layer):
+        pairs.append((target.sub(layer, a.experts or ""), "post", experts))
+        if target.has_shared(layer):
+            keep(target.mlp_part(layer, "down"), "shared", when="pre")
+            if a.shared_gate is not None:
+                keep(target.sub(layer, a.shared_gate), "weight", torch.sigmoid)
+    else:
+        keep(target.sub(layer, a.down), "post", when="pre")
+        if a.up is not None and (a.gate is not None or a.fused_gate_up):
+            factors = 2 if a.fused_gate_up else 1  # the up factor comes last
+            keep(target.sub(layer, a.up), "up", lambda out: out.chunk(factors, -1)[-1])
+    keep(target.layers[layer], "resid")
+    with target.hooks(*pairs, (target.layers[layer], "post", lambda *_: target.stop())):
+        target.forward(ids)
+    if "shared" in got:
+        shared = got.pop("shared").float()
+        weight = got.pop("weight", torch.ones_like(shared[:, :1])).float()
+        got["post"] = torch.cat([got["post"], shared * weight], 1)
+        got["routing"] = torch.cat([got["routing"], weight], 1)
+    return LayerView(layer, **{name: tensor.float() for name, tensor in got.items()})
+
+
+@torch.no_grad()
+def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neuron"]:
+    """Norm of `hook_post[j] * W_out[j]` for every neuron (Yona et al. 2025, section 4.2)."""
+    layer, out = view.layer, torch.zeros_like(view.post)
+    experts = [*range(target.n_experts(layer)), *([None] if target.has_mlp(layer, None) else [])]
+    for expert in experts:
+        start = flat_number(target, layer, expert, 0)
+        part = slice(start, start + target.width(layer, expert))
+        if bool(view.post[:, part].any()):  # norms are read of those experts only that write anything
+            out[:, part] = view.post[:, part].abs() * target.w_out_norms(layer, expert).float()
+    return out
+
+
+@torch.no_grad()
+def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
+    """What candidates are ranked by: contribution norms, the median over the positions.
+
+    Where a norm stands behind the MLP (Gemma 2, OLMo 2) its gain counts: it can let one residual dimension through
+    and hold others back, and a neuron that writes much into the latter makes no spike.
+    """
+    if target.adapter.post_mlp_norm is None:
+        return contribution_norms(target, view).median(0).values
+    return view.post.abs().median(0).values * column_norms(target, view.layer)
+
+
+def column_norms(target: Target, layer: int, expert: int | None = None) -> Float[Tensor, " neuron"]:
+    """Norms of the columns of the down projection, with the gain of the norm behind the MLP where there is one."""
+    path = target.adapter.post_mlp_norm
+    if path is None:
+        return target.w_out_norms(layer, expert)
+    gain = gain_of(target, target.sub(layer, path))
+    some = (
+        target.w_out(layer, part.tolist(), expert) for part in torch.arange(target.width(layer, expert)).split(1024)
+    )
+    return torch.cat([(columns.float() * gain).norm(dim=-1) for columns in some])
+
+
+def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
+    """What a norm multiplies each dimension by, however it stores that: asked of a vector with mean 0 and square 1."""
+    signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
+    signs[1::2] = -1
+    up, down = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
+    return (up - down) / 2 * signs.float()
+
+
+@torch.no_grad()
+def columns(target: Target, layer: int, neurons: Int[Tensor, " k"]) -> Float[Tensor, "k d_model"]:
+    """Columns of the down projection for flat neuron numbers, float32."""
+    ids = neurons.tolist()
+    if not target.is_mixture(layer):
+        return target.w_out(layer, ids).float()
+    sites = [split(target, layer, n) for n in ids]
+    return torch.cat([target.w_out(layer, [neuron], expert).float() for expert, neuron in sites])
+
+
+@torch.no_grad()
+def norm_without(
+    target: Target,
+    view: LayerView,
+    neurons: Int[Tensor, "draw k"],
+    cols: Float[Tensor, "draw k d_model"],
+    without: Sequence[int] = (),
+) -> Float[Tensor, "draw n"]:
+    """Norm of the residual stream after the layer, at every position, with each set of neurons zeroed.
+
+    Residual dimensions in `without` are left out of the norm.
+    """
+    written = torch.einsum("ndk,dkm->dnm", view.post[:, neurons], cols)  # n draw k, draw k d_model
+    path = target.adapter.post_mlp_norm
+    if path is None:
+        resid = view.resid - written
+    else:
+        norm, dtype = target.sub(view.layer, path), target.dtype
+        resid = view.resid - norm(view.mlp.to(dtype)).float() + norm((view.mlp - written).to(dtype)).float()
+    return norm_of(resid, without)
+
+
+def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
+    """Massive activations of the first token: |a| > 100 and > 1000 x the median |hidden state| (Sun et al. 2024).
+
+    Args:
+        first: residual stream of the first token, `[d_model]`.
+        typical: residual stream of all positions of the layer, `[n d_model]`.
+    """
+    size = first.abs()
+    hit = (size > 100) & (size > 1000 * typical.abs().median())
+    return sorted(hit.nonzero().flatten().tolist(), key=lambda d: -size[d].item())
+
+
+def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
+    """(expert, neuron) of a flat number; expert is None where the layer is no mixture, and for a shared expert."""
+    first = target.n_experts(layer) * target.d_mlp  # of those that have no expert's number
+    if target.has_mlp(layer, None) and neuron >= first:
+        return None, neuron - first
+    return divmod(neuron, target.d_mlp)
+
+
+def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> int:
+    """The number of a neuron in a `LayerView`."""
+    return (target.n_experts(layer) if expert is None else expert) * target.d_mlp + neuron
+
+
+def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:
+    """The layer on typical text, first tokens left out; as many positions as 64 MB of activations allow."""
+    where = torch.ones_like(ids, dtype=torch.bool)
+    where[:, 0] = False
+    experts = int(getattr(target.config, "num_local_experts", None) or getattr(target.config, "num_experts", None) or 1)
+    rows = max(1, (1 << 24) // (target.d_mlp * experts * ids.shape[1]))
+    return view_layer(target, layer, ids[:rows], where[:rows])
+
+
+def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, float | None]:
+    """Median `hook_post` of a neuron on typical text, and of its up factor where there is one: what a patch writes."""
+    expert, _ = split(target, text.layer, flat)
+    post = text.post[:, flat]
+    if text.routing is not None:  # what the expert itself gives, where it was asked; the last weight is a shared one's
+        expert = -1 if expert is None else expert
+        asked = text.routing[:, expert] > 0
+        post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
+    return float(post.median()), None if text.up is None else float(text.up[:, flat].median())
+
+
+def norms_after(
+    target: Target,
+    layer: int,
+    ids: Int[Tensor, "row pos"],
+    batch_size: int | None = None,
+    progress: Progress = silent,
+    what: str = "norms",
+) -> Float[Tensor, "row pos"]:
+    """Norm of the residual stream after a layer at every position; the passes end there."""
+    site, parts = f"blocks.{layer}.hook_resid_post", list[Tensor]()
+    for rows in ids.split(batch_size or len(ids)):
+        parts.append(trace(target, rows, [site], "norm")[site])
+        progress(what, sum(map(len, parts)), len(ids))
+    return torch.cat(parts)
+
+
+def until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
+    """The first number of repetitions whose norm reaches half of the first token's; None: it never does."""
+    reached = (norms >= first / 2).nonzero().flatten()
+    return int(reached[0]) + 1 if len(reached) else None
 
 
 @dataclass(frozen=True)
@@ -281,15 +481,11 @@ def repeat_until_half(
             ids[0, 0] = prefixes[i]
             where = torch.zeros_like(ids, dtype=torch.bool)
             where[0, -1] = True
-            norms: list[Tensor] = []
-
-            def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
-                norms.append(norm_of(first_tensor(out)[0], without).cpu())
-
-            with target.hooks((target.layers[layer], "post", keep)):
+            resids: list[Tensor] = []
+            with target.hooks((target.layers[layer], "post", on_output(resids.append))):
                 views[i] = view_layer(target, layer, ids, where)
-            above = (norms[0][1:] >= norms[0][0] / 2).nonzero().flatten()
-            found[i] = int(above[0]) + 1 if len(above) else None
+            norms = norm_of(first_tensor(resids[0])[0], without)
+            found[i] = until_half(norms[1:], norms[0])
         progress("repetitions", length, max_repeats)
         if length >= max_repeats or all(n is not None for n in found.values()):
             break

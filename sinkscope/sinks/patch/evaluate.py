@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -16,16 +17,109 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
+from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.edits import NeuronSite
 from sinkscope.interventions.sink_patch import SinkPatch
-from sinkscope.measure import Count, Option, Positive, Result, Setup, measurement
-from sinkscope.sinks.first_token.ablation import flat_number, neutral_values, neutral_view, numbers
-from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, standard_error, under
+from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
+from sinkscope.models.target import Target
+from sinkscope.sinks.first_token.walk import flat_number, neutral_values, neutral_view
+from sinkscope.text import text_rows
+
+CHARACTERS = 8  # of a token, at most: as in `text_rows`
+
+
+@dataclass(frozen=True)
+class Change:
+    """A quantity with and without an edit, over paired samples.
+
+    Attributes:
+        before: without.
+        after: with.
+        difference: after - before.
+        se: standard error of the difference, from the differences of the samples; None for a single one.
+    """
+
+    before: float
+    after: float
+    difference: float
+    se: float | None
+
+    @classmethod
+    def of(cls, before: float, after: float, samples: Float[Tensor, " n"], scale: float = 1.0) -> Change:
+        """With the standard error of the mean of the samples' differences, times `scale`."""
+        many = len(samples) > 1
+        return cls(
+            before, after, after - before, float(samples.std()) / math.sqrt(len(samples)) * scale if many else None
+        )
+
+
+def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
+    """A `with` in which the edit acts, or nothing does."""
+    return nullcontext() if edit is None else edit.on(target)
+
+
+def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> Int[Tensor, "row pos"]:
+    """Pieces of the typical text behind the part that neutral values are taken from.
+
+    Raises:
+        SinkscopeError: the text is too short for two pieces of 8 tokens.
+    """
+    tokenizer = made.target.tokenizer
+    rest = made.text[CHARACTERS * texts * PIECE :]
+    bos = made.bos
+    length = min(length, made.target.max_positions or length)
+    # A short text gives short pieces rather than none.
+    count = len(tokenizer(rest[: CHARACTERS * pieces * length], add_special_tokens=False, verbose=False)["input_ids"])
+    length = min(length, count // 2 + (bos is not None))
+    if length < 8:
+        raise SinkscopeError(
+            f"the text has {len(made.text)} characters, and the first {CHARACTERS * texts * PIECE} of them are used to "
+            "measure neutral values: give a longer --text, so that something is held out"
+        )
+    return text_rows(tokenizer, rest, pieces, length, bos)
+
+
+@torch.no_grad()
+def losses(
+    target: Target,
+    ids: Int[Tensor, "row pos"],
+    edit: Intervention | None = None,
+    batch_size: int = 8,
+    progress: Progress = silent,
+) -> Float[Tensor, " row"]:
+    """Mean next-token loss of each piece in nats; what the first token predicts is left out, no patch touches it.
+
+    Args:
+        target: the model, whole.
+        ids: pieces of text.
+        edit: what to act under.
+        batch_size: pieces at a time.
+        progress: told of every batch.
+    """
+    out: list[Tensor] = []
+    for start in range(0, len(ids), batch_size):
+        rows = ids[start : start + batch_size].to(target.device)
+        with under(edit, target):
+            logits = target.hf(input_ids=rows, use_cache=False).logits
+        each = functional.cross_entropy(
+            logits[:, 1:-1].float().transpose(1, 2), rows[:, 2:].to(logits.device), reduction="none"
+        )
+        out.append(each.mean(1).cpu())
+        progress("perplexity", min(start + batch_size, len(ids)), len(ids))
+    return torch.cat(out)
+
+
+def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"]) -> Change:
+    """Perplexities of paired pieces; the standard error is that of the mean loss difference, times the perplexity."""
+    first, second = float(before.double().mean().exp()), float(after.double().mean().exp())
+    return Change.of(first, second, after.double() - before.double(), second)
+
 
 _SEED = 1234  # of the examples before a question; the harness's own
 
@@ -175,11 +269,12 @@ def evaluate_patch(
     if asked is not None:
         measured = [asked.run(setup, e, shots, questions, batch_size) for e in edits]
         for key, before in measured[0].items():
-            scores.append(_score(*key, len(before), *(_paired(before, m[key]) for m in measured[1:])))
+            changes = (Change.of(float(before.mean()), float(m[key].mean()), m[key] - before) for m in measured[1:])
+            scores.append(_score(*key, len(before), *changes))
     return PatchEvaluation(
         scores=tuple(scores),
-        neurons=tuple(numbers(s.layer, s.expert, s.neuron) for s in edit.checked_sites),
-        random_neurons=tuple(numbers(s.layer, s.expert, s.neuron) for s in control.checked_sites),
+        neurons=tuple(site.numbers for site in edit.checked_sites),
+        random_neurons=tuple(site.numbers for site in control.checked_sites),
         shots={} if asked is None else asked.shots,
     )
 
@@ -206,24 +301,9 @@ def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
     return SinkPatch(sites=tuple(calibrated), site=patch.site, value=patch.value, calibrated=calibrated)
 
 
-def _paired(before: Tensor, after: Tensor) -> Change:
-    first, second = float(before.mean()), float(after.mean())
-    return Change(first, second, second - first, standard_error(after - before))
-
-
 def _score(task: str, metric: str, samples: int, patched: Change, control: Change) -> Score:
-    return Score(
-        task,
-        metric,
-        samples,
-        patched.before,
-        patched.after,
-        control.after,
-        patched.difference,
-        patched.se,
-        control.difference,
-        control.se,
-    )
+    numbers = patched.before, patched.after, control.after
+    return Score(task, metric, samples, *numbers, patched.difference, patched.se, control.difference, control.se)
 
 
 class Tasks:

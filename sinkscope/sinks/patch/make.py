@@ -17,42 +17,32 @@ from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
-from sinkscope.models.target import Target, first_tensor
+from sinkscope.models.target import Target
 from sinkscope.notation import neuron_names
-from sinkscope.sinks.first_token.ablation import Neuron, numbers, prove
-from sinkscope.sinks.first_token.effects import norm_of
+from sinkscope.sinks.first_token.ablation import TOP, Member, Neuron, causal_sets, prove
+from sinkscope.sinks.first_token.anatomy import received
 from sinkscope.sinks.first_token.find import RATE_EPS
-from sinkscope.sinks.first_token.received import received
-from sinkscope.sinks.first_token.sets import causal_sets
-from sinkscope.sinks.first_token.tokens import pick_tokens
-from sinkscope.sinks.first_token.walk import Walk, prefixes, repeat_limit, repeat_until_half, walk
-from sinkscope.sinks.patch.loss import Change, held_out, losses, perplexity_change, under
+from sinkscope.sinks.first_token.walk import Walk, norm_of, repeat_until_half, walk
+from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
+from sinkscope.sinks.tokens import pick_tokens, prefixes, room
 from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
+from sinkscope.trace.run import trace
 
 HEADROOM = 1.5  # times the 95 % line: one position of ordinary text in twenty lies above that line anyway
 # Of the first token's norm, in later layers: a model that copies well is sure of a repeated token, and its last layers
 # raise the norm a little for that reason, far below a sink.
 SLACK = 0.03
-TOP_K = 8
 MOST = 256  # sets that are tried, smaller ones first, before neurons are left out of the whole set one at a time
 TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
 Verdict = Literal["made", "not-repaired", "refused", "no-sink", "no-repeats"]
 
 
 @dataclass(frozen=True)
-class PatchedNeuron:
+class PatchedNeuron(Member):
     """A neuron of the patch and its neutral value, the median of `hook_post` on typical text."""
 
-    layer: int
-    expert: int | None
-    neuron: int
     calibrated: float
-
-    @property
-    def site(self) -> tuple[int, ...]:
-        """(layer, neuron) or (layer, expert, neuron), as interventions take it."""
-        return numbers(self.layer, self.expert, self.neuron)
 
 
 @dataclass(frozen=True)
@@ -320,7 +310,7 @@ def make_patch(
         sinkscope patch make --model llama-2-7b --out patch.json
     """
     target = setup.target
-    most = repeat_limit(target, max_repeats)
+    most = room(target, max_repeats)
     setup.record(max_repeats=most)
     fields: dict[str, Any] = {"limit": limit}
     seen = walk(target, setup.ids, whole=True, progress=setup.progress)
@@ -357,8 +347,9 @@ def make_patch(
         HeldOutToken(setup.tokenizer.decode([w]), w, count, float(before[0]), float(after[0]), high.first_above(after))
         for (w, _, _), before, after in zip(reached[1::2], intact, patched, strict=True)
     )
+    after = _attention_to_first(target, high.layers[1:], verify, patch, batch_size)
     before = _attention_before(setup, high, verify, batch_size)
-    fields["later"] = _later_layers(target, high, (intact, patched), before, (verify, patch, batch_size))
+    fields["later"] = _later_layers(high, (intact, patched), (*before, after))
     ids = held_out(setup, pieces, length)
     read = [losses(target, ids, edit, batch_size, setup.progress) for edit in (None, patch)]
     change = fields["perplexity"] = perplexity_change(*read)
@@ -457,20 +448,10 @@ def largest_norms(
     target: Target, high: _Ceilings, rows: Int[Tensor, "row pos"], edit: Intervention | None, batch_size: int
 ) -> Float[Tensor, "row layer"]:
     """Per row, the largest norm of the residual stream at positions behind the first, after each of the layers."""
-    found: list[Tensor] = []
-    for batch in rows.split(batch_size):
-        norms: list[Tensor] = []
-
-        def keep(_m: object, _a: object, _k: object, out: Any, norms: list[Tensor] = norms) -> None:
-            norm = norm_of(first_tensor(out), high.without)
-            norms.append(norm[:, 1:].amax(1).cpu())
-            if len(norms) == len(high.layers):
-                target.stop()
-
-        with under(edit, target), target.hooks(*((target.layers[i], "post", keep) for i in high.layers)):
-            target.forward(batch)
-        found.append(torch.stack(norms, 1))
-    return torch.cat(found)
+    sites = [f"blocks.{i}.hook_resid_post" for i in high.layers]
+    with under(edit, target):
+        got = trace(target, rows, sites, lambda r: norm_of(r, high.without)[:, 1:].amax(1), batch_size=batch_size)
+    return torch.stack([got[site] for site in sites], 1)
 
 
 def _attention_before(setup: Setup, high: _Ceilings, rows: Tensor, batch_size: int) -> list[dict[int, float]]:
@@ -480,18 +461,12 @@ def _attention_before(setup: Setup, high: _Ceilings, rows: Tensor, batch_size: i
 
 
 def _later_layers(
-    target: Target,
     high: _Ceilings,
     norms: tuple[Float[Tensor, "row layer"], Float[Tensor, "row layer"]],
-    before: list[dict[int, float]],
-    patched: tuple[Tensor, SinkPatch, int],
+    attention: Sequence[dict[int, float]],
 ) -> tuple[LaterLayer, ...]:
-    """What repeated tokens are in each layer, from norms (intact and patched) and attention (`_attention_before`).
-
-    `patched` is rows, patch and batch size, for the attention under the patch.
-    """
+    """Repeated tokens in each layer: norms intact and patched; attention as in `_attention_before`, then patched."""
     sizes = [t.amax(0).tolist() for t in (high.ceilings[None], *norms)]
-    attention = [*before, _attention_to_first(target, high.layers[1:], *patched)]
     return tuple(
         LaterLayer(layer, *(n[i] for n in sizes), *((a[layer] for a in attention) if i else ()))
         for i, layer in enumerate(high.layers)
@@ -532,13 +507,10 @@ def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
     """The smallest causal set, largest contribution first; where none takes the spike away, every causal neuron."""
     target, layer, generator = setup.target, seen.sink_layer(), torch.Generator().manual_seed(setup.seed)
     assert layer is not None
-    proof = prove(target, setup.ids, layer, TOP_K, generator, None, seen.stages(), seen.shared)
+    proof = prove(target, setup.ids, layer, TOP, generator, None, seen.stages(), seen.shared)
     heads = received(target, setup.ids, RATE_EPS).heads()
     found = causal_sets(target, setup.ids, seen, proof.neurons, heads, generator)
-    known = {n.site: n for n in (*found.added, *proof.neurons)}
-    members = () if found.minimal is None else found.minimal.numbers
-    chosen = [known[site] for site in members] or list(proof.causal)
-    return sorted(chosen, key=lambda n: -n.contribution_norm)
+    return sorted(found.members(proof.neurons) or proof.causal, key=lambda n: -n.contribution_norm)
 
 
 def _smallest(
@@ -559,7 +531,8 @@ def _smallest(
         above, taken = high.first_above(norms.amax(0)), None
         if edit is not None and above is None:
             before.extend([] if before else _attention_before(setup, high, rows, batch_size))
-            later = _later_layers(target, high, (norms, norms), before, (rows, edit, batch_size))
+            after = _attention_to_first(target, high.layers[1:], rows, edit, batch_size)
+            later = _later_layers(high, (norms, norms), (*before, after))
             taken = next((one.layer for one in _still_taken(later)), None)
         tried.append(Tried(tuple(n.site for n in some), float(norms[:, 0].max()), above, taken))
         setup.progress("sets of neurons", len(tried), min(2**every, MOST + every))

@@ -16,10 +16,10 @@ import torch
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.sinks.attack.clusters import clusters_of
-from sinkscope.sinks.attack.vocabulary import Columns, draw, hold_layers, in_chunks, refuse_workers, shown, vocabulary
-from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.first_token.tokens import at_once_line
-from sinkscope.sinks.repetition.sequences import norms_after, room
+from sinkscope.sinks.attack.vocabulary import Columns, Work, hold_layers, in_chunks, refuse_workers, shown
+from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.first_token.walk import norms_after, until_half
+from sinkscope.sinks.tokens import at_once_line, draw, room, vocabulary
 
 PILOT = 16  # tokens that say how long the first pass must be
 SHORTEST = 128  # repetitions of it, at least
@@ -59,7 +59,7 @@ draw();
 
 
 @dataclass(frozen=True)
-class AtlasWork:
+class AtlasWork(Work):
     """For each token the first number of repetitions that makes a sink.
 
     Attributes:
@@ -71,7 +71,6 @@ class AtlasWork:
         batch_size: positions per pass.
     """
 
-    layer: int
     first: int
     other: int
     length: int
@@ -90,10 +89,8 @@ class AtlasWork:
                 norm = norms_after(target, self.layer, torch.tensor([self.row(items[i], length) for i in part]))
                 share = norm[:, 1:] / norm[:, :1]
                 for i, row in zip(part, share, strict=True):
-                    above = (row >= 0.5).nonzero().flatten()
-                    at = int(above[0]) if len(above) else None
-                    repeats[i] = None if at is None else at + 1
-                    reached[i] = round(float(row.max() if at is None else row[at]), 4)
+                    repeats[i] = n = until_half(row, 1.0)
+                    reached[i] = round(float(row.max() if n is None else row[n - 1]), 4)
             left = [i for i in left if repeats[i] is None]
             if length >= self.max_repeats:
                 break

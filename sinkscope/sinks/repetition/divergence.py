@@ -20,9 +20,9 @@ from sinkscope.interventions.decode import greedy, repeat_probabilities
 from sinkscope.measure import PIECE, Count, Option, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.notation import neuron_names
-from sinkscope.sinks.first_token.sets import causal_neurons
-from sinkscope.sinks.patch.loss import held_out
-from sinkscope.sinks.repetition.sequences import choose, encode, refuse_repeated, room
+from sinkscope.sinks.first_token.ablation import causal_neurons
+from sinkscope.sinks.patch.evaluate import held_out
+from sinkscope.sinks.tokens import choose, encode, refuse_repeated, room
 from sinkscope.text.corpus import CorpusIndex, open_corpus
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3

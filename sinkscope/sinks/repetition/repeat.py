@@ -9,7 +9,6 @@ from statistics import median
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions import Ablate
@@ -17,18 +16,8 @@ from sinkscope.measure import Positive, Result, Setup, measurement
 from sinkscope.notation import neuron_names
 from sinkscope.results import cell
 from sinkscope.sinks.first_token.ablation import prove
-from sinkscope.sinks.first_token.tokens import at_once_line
-from sinkscope.sinks.first_token.walk import walk
-from sinkscope.sinks.repetition.sequences import (
-    CYCLE,
-    Repetitions,
-    choose,
-    norms_after,
-    repetitions,
-    replaced_line,
-    single_words,
-    until_half,
-)
+from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
+from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words
 
 Sites = tuple[tuple[int, ...], ...]
 POINTS = 1024  # of a curve; longer ones are thinned, `repeats` is read before that
@@ -256,7 +245,7 @@ def repeat_norms(
     norms: dict[str, Tensor] = {}
     for name, sites in zeroed.items():
         with Ablate(sites=list(sites)).on(target) if sites else nullcontext():
-            norms[name] = norms_in_batches(setup, layer, asked.ids, batch_size, f"repetitions, {name}")
+            norms[name] = norms_after(target, layer, asked.ids, batch_size, setup.progress, f"repetitions, {name}")
     low, typical, high = seen.typical[layer]
     return RepeatNorms(
         sink_layer=layer,
@@ -271,17 +260,6 @@ def repeat_norms(
         ),
         **found,
     )
-
-
-def norms_in_batches(
-    setup: Setup, layer: int, ids: Int[Tensor, "row pos"], batch_size: int, what: str
-) -> Float[Tensor, "row pos"]:
-    """Norm of the residual stream after a layer, and progress under the name `what`."""
-    parts = []
-    for part in ids.split(batch_size):
-        parts.append(norms_after(setup.target, layer, part))
-        setup.progress(what, min(len(parts) * batch_size, len(ids)), len(ids))
-    return torch.cat(parts)
 
 
 def _conditions(setup: Setup, layer: int) -> tuple[Sites, dict[str, Sites]]:

@@ -14,9 +14,8 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Positive, Result, Setup, measurement
 from sinkscope.models.target import Target
 from sinkscope.results import cell
-from sinkscope.sinks.first_token.walk import SINK_RATIO, walk
-from sinkscope.sinks.repetition.repeat import norms_in_batches
-from sinkscope.sinks.repetition.sequences import choose, repetitions, replaced_line
+from sinkscope.sinks.first_token.walk import SINK_RATIO, norms_after, until_half, walk
+from sinkscope.sinks.tokens import choose, repetitions, replaced_line
 from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
@@ -38,7 +37,7 @@ class Picture:
     cells: tuple[tuple[float, ...], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Attended:
     """One sequence. Lists have an entry per layer; means are over queries and heads.
 
@@ -64,17 +63,17 @@ class Attended:
 
     label: str
     repeats: int | None
-    high: int | None
-    uniform: float | None
+    high: int | None = None
+    uniform: float | None = None
     first: tuple[float, ...]
-    mass: tuple[float, ...] | None
+    mass: tuple[float, ...] | None = None
     first_rate: tuple[float, ...]
-    mass_rate: tuple[float, ...] | None
+    mass_rate: tuple[float, ...] | None = None
     tail: int
-    tail_uniform: float | None
+    tail_uniform: float | None = None
     tail_first: tuple[float, ...] | None
-    tail_mass: tuple[float, ...] | None
-    tail_ratio: tuple[float, ...] | None
+    tail_mass: tuple[float, ...] | None = None
+    tail_ratio: tuple[float, ...] | None = None
     pictures: tuple[Picture, ...]
 
 
@@ -240,18 +239,17 @@ def repeat_attention(
     ids = torch.cat([natural, torch.cat([asked.ids, natural[:, -TAIL:].expand(len(words), -1)], 1)])
 
     seen = walk(target, setup.ids, whole=target.resident, progress=setup.progress)
-    layer, kinds = seen.sink_layer(), None
+    layer, norms, halves = seen.sink_layer(), torch.zeros(ids.shape), [None] * len(ids)
     if layer is not None:
-        norms = norms_in_batches(setup, layer, ids, batch_size, "norms")
-        kinds = _Kinds.of(norms, seen.first[layer], seen.typical[layer])
-    keys, tail = _weights(kinds, ids.shape)
+        norms = norms_after(target, layer, ids, batch_size, setup.progress)
+        halves = [None, *(until_half(row[asked.start : -TAIL], seen.first[layer]) for row in norms[1:])]
+    keys, tail = _weights(norms, None if layer is None else seen.typical[layer])
     shown = _shown(layer, target.n_layers) if layers is None else sorted(set(layers))
-    edges, parts = _edges(length), list[Sums]()
-    for start in range(0, len(ids), batch_size):
-        rows = slice(start, start + batch_size)
-        parts.append(attention_sums(target, ids[rows], keys[rows], _mean_of(tail[rows]), shown, edges))
-        setup.progress("attention", min(start + batch_size, len(ids)), len(ids))
-    sums = Sums(*(torch.cat([getattr(part, name) for part in parts]) for name in ("mean", "tail", "cells")))
+    edges, parts = _edges(length), list[tuple[Tensor, Tensor, Tensor]]()
+    for rows, sets, late in zip(*(part.split(batch_size) for part in (ids, keys, _mean_of(tail))), strict=True):
+        parts.append(attention_sums(target, rows, sets, late, shown, edges))
+        setup.progress("attention", min(len(parts) * batch_size, len(ids)), len(ids))
+    sums = [torch.cat(part) for part in zip(*parts, strict=True)]
     setup.record(max_repeats=asked.count, layers=shown, eps=EPS)
     return RepeatAttention(
         sink_layer=layer,
@@ -260,25 +258,10 @@ def repeat_attention(
         edges=edges,
         replaced=replaced,
         sequences=tuple(
-            _attended(label, row, sums, kinds, tail[row], shown, asked.start)
+            _attended({"label": label, "repeats": halves[row]}, [s[row] for s in sums], keys[row, 1:], tail[row], shown)
             for row, label in enumerate(("natural text", *asked.labels))
         ),
     )
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What attention to each set of keys came to.
-
-    Attributes:
-        mean: over all queries.
-        tail: over the weighted queries.
-        cells: share that the queries of a bin give to the keys of a bin, mean over heads, for the layers shown.
-    """
-
-    mean: Float[Tensor, "row set layer head"]
-    tail: Float[Tensor, "row set layer head"]
-    cells: Float[Tensor, "row shown bin bin"]
 
 
 @torch.no_grad()
@@ -289,8 +272,10 @@ def attention_sums(
     tail: Float[Tensor, "row pos"],
     shown: list[int],
     edges: tuple[int, ...],
-) -> Sums:
-    """One pass over all layers; nothing of size query x key is kept.
+) -> tuple[
+    Float[Tensor, "row set layer head"], Float[Tensor, "row set layer head"], Float[Tensor, "row shown bin bin"]
+]:
+    """What attention to each set of keys comes to in one pass over all layers; nothing of size query x key is kept.
 
     Args:
         target: the model.
@@ -299,6 +284,10 @@ def attention_sums(
         tail: weights of queries, for a second mean beside that over all.
         shown: layers of the pictures.
         edges: first position of every bin, and the length.
+
+    Returns:
+        The mean over all queries, that over the weighted queries, and the share that the queries of a bin give to the
+        keys of a bin, mean over heads, for the layers shown.
     """
     count, length = ids.shape
     mean = torch.zeros(count, keys.shape[1], target.n_layers, target.n_heads)
@@ -318,35 +307,25 @@ def attention_sums(
 
     with attention_rows(target, add, rows_per_chunk=_ROWS):
         target.forward(ids)
-    return Sums(mean, late, cells / member.sum(0)[:, None])
+    return mean, late, cells / member.sum(0)[:, None]
 
 
-@dataclass(frozen=True)
-class _Kinds:
-    """What the norm at the sink layer makes of each position."""
+def _weights(
+    norms: Float[Tensor, "row pos"], typical: tuple[float, float, float] | None
+) -> tuple[Float[Tensor, "row set pos"], Bool[Tensor, "row pos"]]:
+    """Sets of keys (first; all high ones; the mean of high ones and of ordinary ones before the tail), and the tail.
 
-    half: Bool[Tensor, "row pos"]  # at least half of the first token's
-    high: Bool[Tensor, "row pos"]
-    ordinary: Bool[Tensor, "row pos"]
-
-    @classmethod
-    def of(cls, norms: Float[Tensor, "row pos"], first: float, typical: tuple[float, float, float]) -> _Kinds:
-        """Against the first token's norm and the 5 %, median and 95 % of the typical one."""
-        high = norms > SINK_RATIO * typical[1]
-        high[:, 0] = True
-        return cls(norms >= first / 2, high, norms <= typical[2])
-
-
-def _weights(kinds: _Kinds | None, shape: torch.Size) -> tuple[Float[Tensor, "row set pos"], Bool[Tensor, "row pos"]]:
-    """Sets of keys (first; all high ones; the mean of high ones and of ordinary ones before the tail), and the tail."""
-    rows, length = shape
+    Without typical norms (5 %, median, 95 %) nothing is high, and there is only the first set.
+    """
+    rows, length = norms.shape
     late = torch.arange(length) >= length - TAIL
     first = torch.zeros(rows, length)
     first[:, 0] = 1
-    if kinds is None:
+    if typical is None:
         return first[:, None], late.expand(rows, -1)
-    means = [_mean_of(chosen & ~late) for chosen in (kinds.high, kinds.ordinary)]
-    return torch.stack([first, kinds.high.float(), *means], 1), late & kinds.ordinary
+    high, ordinary = (norms > SINK_RATIO * typical[1]) | first.bool(), norms <= typical[2]
+    means = [_mean_of(chosen & ~late) for chosen in (high, ordinary)]
+    return torch.stack([first, high.float(), *means], 1), late & ordinary
 
 
 def _mean_of(chosen: Bool[Tensor, "row pos"]) -> Float[Tensor, "row pos"]:
@@ -354,34 +333,34 @@ def _mean_of(chosen: Bool[Tensor, "row pos"]) -> Float[Tensor, "row pos"]:
 
 
 def _attended(
-    label: str, row: int, sums: Sums, kinds: _Kinds | None, tail: Bool[Tensor, " pos"], shown: list[int], start: int
+    named: dict[str, Any],
+    sums: list[Tensor],
+    sets: Float[Tensor, "set pos"],
+    tail: Bool[Tensor, " pos"],
+    shown: list[int],
 ) -> Attended:
-    mean, late = sums.mean[row], sums.tail[row]  # set layer head
-    pictures = tuple(Picture(layer, tuple(map(_tuple, sums.cells[row, i]))) for i, layer in enumerate(shown))
-    first, rate = _tuple(mean[0].mean(-1)), _tuple((mean[0] > EPS).float().mean(-1))
-    late_first = _tuple(late[0].mean(-1)) if bool(tail.any()) else None
-    if kinds is None:
-        none = None
-        return Attended(label, none, none, none, first, none, rate, none, TAIL, none, late_first, none, none, pictures)
-    high = kinds.high[row]
-    fair = high.cumsum(0) / torch.arange(1, len(high) + 1)
-    above = kinds.half[row, start:-TAIL].nonzero().flatten().tolist() if row else []
-    some = late_first is not None
+    """One sequence, from what attention came to and from its sets of keys without that of the first position."""
+    mean, late, cells = sums  # set layer head, set layer head, shown bin bin
+    some = bool(tail.any())
+    named |= {
+        "first": _tuple(mean[0].mean(-1)),
+        "first_rate": _tuple((mean[0] > EPS).float().mean(-1)),
+        "tail": int(tail.sum()),
+        "tail_first": _tuple(late[0].mean(-1)) if some else None,
+        "pictures": tuple(Picture(layer, tuple(map(_tuple, cells[i]))) for i, layer in enumerate(shown)),
+    }
+    if not len(sets):
+        return Attended(**named)
+    fair = sets[0].cumsum(0) / torch.arange(1, len(tail) + 1)
     return Attended(
-        label=label,
-        repeats=above[0] + 1 if above else None,
-        high=int(high.sum()),
+        **named,
+        high=int(sets[0].sum()),
         uniform=float(fair.mean()),
-        first=first,
         mass=_tuple(mean[1].mean(-1)),
-        first_rate=rate,
         mass_rate=_tuple((mean[1] > EPS).float().mean(-1)),
-        tail=int(tail.sum()),
         tail_uniform=float(fair[tail].mean()) if some else None,
-        tail_first=late_first,
         tail_mass=_tuple(late[1].mean(-1)) if some else None,
         tail_ratio=_tuple(late[2].mean(-1) / late[3].mean(-1)) if some and bool((late[3] > 0).all()) else None,
-        pictures=pictures,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sequences of repetitions: what stands before them, what is repeated, and how often the context allows it."""
+"""Words that are put first or repeated: strings to single tokens, and sequences of repetitions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,108 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.target import Target
-from sinkscope.sinks.first_token.tokens import pick_tokens, single_token
-from sinkscope.trace.run import trace
+
+
+def single_token(tokenizer: Any, string: str) -> int:
+    """The id of a string that is one token, as written or with a space before it.
+
+    Raises:
+        SinkscopeError: it is several tokens (the message says which), none, or unknown to the tokenizer.
+    """
+    unknown = None if string == getattr(tokenizer, "unk_token", None) else getattr(tokenizer, "unk_token_id", None)
+    pieces: list[int] = []
+    for form in (string, " " + string) if string else ():
+        ids = tokenizer(form, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 and ids[0] != unknown:
+            return int(ids[0])
+        pieces = pieces or ids
+    if len(pieces) < 2:
+        what = "is unknown to the tokenizer" if pieces else "is no token"
+        raise SinkscopeError(f"{string!r} {what}; give a string that is one token")
+    parts = ", ".join(repr(tokenizer.decode([i])) for i in pieces)
+    raise SinkscopeError(f"{string!r} is {len(pieces)} tokens ({parts}); give a string that is one token")
+
+
+def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed: int, count: int = 5) -> list[int]:
+    """Ids of the strings; without strings, `count` words of the text, drawn by the seed.
+
+    Args:
+        tokenizer: of the model.
+        ids: typical text `[row pos]`; the first column is not drawn from.
+        strings: what to repeat.
+        seed: of the draw.
+        count: how many to draw.
+    """
+    if strings:
+        return [single_token(tokenizer, s) for s in strings]
+    seen = ids[:, 1:].unique().tolist()
+    special = set(tokenizer.all_special_ids)
+    words = [i for i in seen if i not in special and len(tokenizer.decode([i]).strip()) > 2]
+    words = words or [i for i in seen if i not in special]
+    return draw(words, count, seed)
+
+
+def draw(ids: list[int], count: int, seed: int) -> list[int]:
+    """Some of `ids`, in random order."""
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [ids[i] for i in order[:count]]
+
+
+def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Sequence[str] | None = None) -> list[int]:
+    """Different tokens to put first: the strings; without strings, tokens of the text, then of the vocabulary.
+
+    Args:
+        target: the model, for its tokenizer and the size of its vocabulary.
+        ids: typical text `[row pos]`; the first column is not drawn from.
+        count: how many at most.
+        seed: of the draw.
+        strings: what to put first instead.
+    """
+    every = vocabulary(target, strings)
+    if strings:
+        return every
+    special = set(target.tokenizer.all_special_ids)
+    generator = torch.Generator().manual_seed(seed)
+    seen = [i for i in ids[:, 1:].unique().tolist() if i not in special]
+    rest = sorted(set(every) - special - set(seen))
+    drawn = [pool[i] for pool in (seen, rest) for i in torch.randperm(len(pool), generator=generator).tolist()]
+    return drawn[:count]
+
+
+def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:
+    """Ids of the strings; without strings every id that both the tokenizer and the embedding know.
+
+    Raises:
+        SinkscopeError: a string is not one token.
+    """
+    if strings:
+        return list(dict.fromkeys(single_token(target.tokenizer, s) for s in strings))
+    return list(range(min(len(target.tokenizer), int(target.config.vocab_size))))
+
+
+def at_once_line(words: Sequence[str]) -> list[str]:
+    """Which tokens a median over repetitions leaves out, as a line; no line where it leaves out none."""
+    names = ", ".join(map(repr, words[:12])) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
+    told = f"The median leaves out tokens whose first occurrence is already a sink, without repetition: {names}."
+    return [told] if words else []
+
+
+def and_(things: Sequence[object]) -> str:
+    """A list in words."""
+    names = [str(thing) for thing in things]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+
+
+def percent(value: float | None) -> str:
+    """A share in whole per cent; a dash for none."""
+    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
+
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 REPEATS = 1024  # by default, where the context holds them
@@ -84,10 +178,9 @@ def choose(
 def known_token(tokenizer: Any, string: str) -> int | None:
     """The id of a string that is one token and not the unknown one, else None."""
     try:
-        token = single_token(tokenizer, string)
+        return single_token(tokenizer, string)
     except SinkscopeError:
         return None
-    return None if token == getattr(tokenizer, "unk_token_id", None) else token
 
 
 def encode(setup: Setup, prefix: str | None) -> list[int]:
@@ -109,13 +202,18 @@ def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) ->
             )
 
 
-def room(target: Target, asked: int | None, around: int, most: int = REPEATS) -> int:
+def prefixes(made: Setup, tokens: Sequence[int]) -> list[int]:
+    """What stands before each repeated token: BOS; without BOS, another token of the text."""
+    return [int(made.ids[made.ids != t][0]) if made.bos is None else made.bos for t in tokens]
+
+
+def room(target: Target, asked: int | None, around: int = 1, most: int = REPEATS) -> int:
     """The number of repetitions: what was asked for, else `most` or what the context holds.
 
     Args:
         target: the model.
         asked: `--max-repeats`.
-        around: tokens of the sequence beside the repetitions.
+        around: tokens of the sequence beside the repetitions; 1 is what stands first.
         most: the default.
 
     Raises:
@@ -129,9 +227,9 @@ def room(target: Target, asked: int | None, around: int, most: int = REPEATS) ->
             "shorter --prefix"
         )
     if asked is not None and asked > largest:
+        others = f", {around} of which stand around the repetitions" * (around > 1)
         raise SinkscopeError(
-            f"--max-repeats {asked} does not fit the context of {context} tokens, {around} of which stand around the "
-            f"repetitions; the largest is {largest}"
+            f"--max-repeats {asked} does not fit the context of {context} tokens{others}; the largest is {largest}"
         )
     return min(most, largest) if asked is None else asked
 
@@ -165,20 +263,6 @@ def repetitions(
 def single_words(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
     """Each token as a string of its own."""
     return tuple(tokenizer.decode([i]) for i in ids)
-
-
-def norms_after(
-    target: Target, layer: int, ids: Int[Tensor, "row pos"], batch_size: int | None = None
-) -> Float[Tensor, "row pos"]:
-    """Norm of the residual stream after a layer at every position; the pass ends there."""
-    site = f"blocks.{layer}.hook_resid_post"
-    return trace(target, ids, [site], "norm", batch_size=batch_size)[site]
-
-
-def until_half(norms: Float[Tensor, " repetition"], first: float) -> int | None:
-    """The first number of repetitions whose norm reaches half of the first token's; None: it never does."""
-    reached = (norms >= first / 2).nonzero().flatten()
-    return int(reached[0]) + 1 if len(reached) else None
 
 
 def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:
