@@ -130,17 +130,17 @@ weights describes the circuit for programs, including the group of every token.
   group (about a tenth of all tokens in the training text). Residual dimensions {dims} hold
   the group, and dimension {t["const_dim"]} holds a constant.
 - **Marking heads**: {heads}. The value of a head
-  indicates the tokens of its group. The attention logit of a key outside the group is {t["two_beta"]} higher than inside (a little less after
-  normalisation), so a token attends to its own group only if it sees no other token. After BOS and n repetitions of one
-  token, the head writes a share n / (n + c) of the full value to the *mark* dimension {t["mark_dim"]}, with c at most
-  exp({t["two_beta"]}) = {number(t["repeats_scale"])}.
+  indicates the tokens of its group. The attention logit of a key outside the group is {t["two_beta"]} higher than
+  inside (a little less after normalisation), so a token attends to its own group only if it sees no other token. After
+  BOS and n repetitions of one token, the head writes a share n / (n + c) of the full value to the *mark* dimension
+  {t["mark_dim"]}, with c at most exp({t["two_beta"]}) = {number(t["repeats_scale"])}.
 - **Sink neuron**: {neuron}. Its gate is {t["gate_scale"]:g} x (mark - {t["threshold"]}), its up factor is a constant,
   and it writes {column}.
 - **Readers.** After the sink layer, the keys of half of the key/value heads may read the sink dimensions ({readers}).
   These weights start at small values, and training determines how the keys read the dimensions. In the other heads,
   the key of the sink is nearly zero, which is enough for first-token attention if all other keys score below zero.
-- **Protection.** No value, query or MLP weight reads the sink dimensions, no other weight writes to them, and the output
-  does not read any of the reserved dimensions.
+- **Protection.** No value, query or MLP weight reads the sink dimensions, no other weight writes to them, and the
+  output does not read any of the reserved dimensions.
 
 ## What was learned
 
@@ -195,8 +195,8 @@ is the control in the tables. Does a sink emerge by itself in this model? {_emer
 
 {loss}
 
-The norms are L2 norms of the residual stream, measured on the text in the package (`sinkscope/text/typical.txt`, which is
-not part of the training text), in windows of 256 tokens with BOS:
+The norms are L2 norms of the residual stream, measured on the text in the package (`sinkscope/text/typical.txt`, which
+is not part of the training text), in windows of 256 tokens with BOS:
 
 {norms}
 
@@ -280,8 +280,8 @@ def _conditions(p: dict[str, Any], u: dict[str, Any]) -> str:
     return f"""## What the model can do
 
 A loop can sustain itself only in a model that copies. The first table gives the mean probability of the next token of a
-random cycle (8 cycles per period) after some whole copies of the cycle. The second table gives the same for sentences of
-the validation stories, and the third lists the conditions that the model had to meet.
+random cycle (8 cycles per period) after some whole copies of the cycle. The second table gives the same for sentences
+of the validation stories, and the third lists the conditions that the model had to meet.
 
 {curve}
 
@@ -293,9 +293,9 @@ The previous-token score is the mean attention of a head to the previous positio
 random tokens that come twice: it is the mean attention from the second copy to the token after the counterpart in the
 first copy. The table gives the head with the largest score. Story openings are the first {entry.OPENING} tokens of
 validation stories, continued by at most {entry.STORY:,} tokens. A continuation ends in a loop if its end consists of at
-least 3 copies of a period of at most 64 tokens, and of at least 32 tokens. The retrieval test states {entry.FACTS} facts
-("The red ball was in the kitchen."), each followed by story sentences, and asks for one of them; the answer is right if
-the right place is more probable than the places of the other things."""
+least 3 copies of a period of at most 64 tokens, and of at least 32 tokens. The retrieval test states {entry.FACTS}
+facts ("The red ball was in the kitchen."), each followed by story sentences, and asks for one of them; the answer is
+right if the right place is more probable than the places of the other things."""
 
 
 def _copies(count: str) -> str:
@@ -372,12 +372,12 @@ python -m experiments.bundled.card --planted RUN --unplanted BASE
 
 Training took {s["steps"]:,} steps of {s["tokens_per_step"]:,} tokens ({s["steps"] * s["tokens_per_step"] / 1e6:.1f} M
 in all). Crops of the text have {s["length"]} tokens, in one step of {s["long_every"]} they have {s["long_length"]:,},
-and in one of {s["longest_every"]} they have {s["context"]:,}. {percent(s["bos_share"])} of the crops begin with BOS, and the loss
-leaves out the prediction at the first position.{recipe} The optimizer is AdamW with learning rate {rate}. It falls
-linearly to zero over the last {percent(s["decay_share"])} of the steps. Products are bfloat16 and weights float32. On one
-thread of a CPU shared with other work, training took {p["training"]["seconds"] / 60:.0f} minutes. `--resume` continues a run
-after a kill and gives the same weights. Measurements use float32. The hash of the text (SHA-256) is
-`{p["corpus"]["sha256"]}`."""
+and in one of {s["longest_every"]} they have {s["context"]:,}. {percent(s["bos_share"])} of the crops begin with BOS,
+and the loss leaves out the prediction at the first position.{recipe} The optimizer is AdamW with learning rate {rate}.
+It falls linearly to zero over the last {percent(s["decay_share"])} of the steps. Products are bfloat16 and weights
+float32. On one thread of a CPU shared with other work, training took {p["training"]["seconds"] / 60:.0f} minutes.
+`--resume` continues a run after a kill and gives the same weights. Measurements use float32. The hash of the text
+(SHA-256) is `{p["corpus"]["sha256"]}`."""
 
 
 def _recipe(s: dict[str, Any]) -> str:
