@@ -182,16 +182,17 @@ def command_line(words: Sequence[str] | None = None) -> typer.Typer:
         parts.sort(key=lambda entry: not entry.marks.keys().isdisjoint(("flag", "several")))
         run = Command(parts) if words is None or {*command.split()} <= {*words} else _listed
         shown = [line for part in parts for line in part.examples]
-        place = f"docs/cli.md#sinkscope-{command.replace(' ', '-')}"
+        ours = parts[0].module.startswith("sinkscope.")  # our pages do not describe the commands of other packages
+        place = f"docs/cli.md#sinkscope-{command.replace(' ', '-')}" if ours else ""
         help = f"{parts[0].help}\n\n{_examples(shown, place)}"
         groups[home].command(name, help=help, rich_help_panel=parts[0].group)(run)
     return app
 
 
 def _examples(lines: Sequence[str], place: str) -> str:
-    """The end of a help: examples, which are not wrapped, and where to read on."""
+    """The end of a help: examples, which are not wrapped, and where to read on; no place: no line about it."""
     some = [f"Example{'s' * (len(lines) > 1)}:", *(f"  {line}" for line in lines)] if lines else []
-    return "\b\n" + "\n".join([*some, f"Documentation: {place}"])
+    return "\b\n" + "\n".join([*some, *([f"Documentation: {place}"] if place else [])])
 
 
 def _listed() -> None:

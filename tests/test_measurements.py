@@ -84,7 +84,8 @@ def test_its_table_fits_80_columns_and_is_explained(entry: Entry, capsys: pytest
 def test_every_kind_concludes_and_has_a_page(kind: str) -> None:
     import_module(kinds()[kind])
     cls = results._KINDS[kind]
-    assert (Path(__file__).parents[1] / cls.link()).is_file(), f"{kind}: set `page`"
+    if cls.__module__.startswith("sinkscope."):  # other packages that are installed have pages of their own
+        assert (Path(__file__).parents[1] / cls.link()).is_file(), f"{kind}: set `page`"
     assert cls.conclusion is not Result.conclusion
     assert cls.summary is Result.summary
 
@@ -241,6 +242,7 @@ def test_a_stranger_needs_one_file(tmp_path: Path) -> None:
         "import math, torch, sinkscope as ss\nfrom sinkscope.cli import main\nfrom sinkscope.results import Result\n"
         "assert main(['attention-entropy', '--last', '32', '--json', 'a.json', '--html', 'a.html']) == 0\n"
         "assert main(['attention-entropy', '--last', '0']) == 2\n"
+        "assert main(['attention-entropy', '--help']) == 0\n"
         "import stranger_entropy\nfound = Result.load('a.json')\n"
         "assert type(found) is stranger_entropy.AttentionEntropy and found.entropy.shape == (6, 8)\n"
         "model = ss.load(backend='hf')\nagain = ss.attention_entropy(model, last=32)\n"
@@ -256,8 +258,16 @@ def test_a_stranger_needs_one_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Conclusion: ")
+    assert "docs/cli.md" not in done.stdout  # the page does not describe commands of other packages
     assert json.loads((tmp_path / "a.json").read_text())["kind"] == "attention-entropy"
     assert "Conclusion: " in (tmp_path / "a.html").read_text()
+
+
+def test_a_layer_that_the_model_lacks_is_refused() -> None:
+    from sinkscope.measure import Setup
+
+    with pytest.raises(SinkscopeError, match="layer 9 was given: bundled has layers 0 to 5"):
+        list(Setup.open(texts=1).attention(layers=[0, 9]))
 
 
 def test_registering_a_name_twice_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

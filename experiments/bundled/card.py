@@ -16,6 +16,7 @@ import torch
 
 from experiments.bundled import entry, facts
 from sinkscope.loops.signals import THETA_LEN
+from sinkscope.notation import head_name, neuron_name
 
 SHIPPED = (
     "config.json",
@@ -70,11 +71,11 @@ def _intro(p: dict[str, Any]) -> str:
     return f"""# The bundled model
 
 This is a small language model with an attention sink whose circuit is known. You can use it to try the toolkit
-without a download, and to test measurements against the known circuit. It is a `LlamaForCausalLM`: {s["n_layers"]}
-layers, width {s["d_model"]}, {s["n_heads"]} query and {s["n_kv_heads"]} key/value heads of {s["head_dim"]}, SwiGLU of
-{s["d_mlp"]}, RMSNorm, rotary positions (theta {s["rope_theta"]:,.0f}), {s["context"]:,} positions,
-{p["parameters"]:,} parameters in {", ".join(p["dtypes"])} ({p["bytes"] / 1e6:.1f} MB). The tokenizer is a byte-level
-BPE with {s["vocab_size"]:,} tokens and puts BOS (`<s>`) in front.
+without a download, and to test measurements against the known circuit. It is a `LlamaForCausalLM` with {s["n_layers"]}
+layers, width {s["d_model"]}, {s["n_heads"]} query heads and {s["n_kv_heads"]} key/value heads of dimension
+{s["head_dim"]}, a SwiGLU MLP of width {s["d_mlp"]}, RMSNorm, rotary positions (theta {s["rope_theta"]:,.0f}), a context
+of {s["context"]:,} tokens, and {p["parameters"]:,} parameters in {", ".join(p["dtypes"])} ({p["bytes"] / 1e6:.1f} MB).
+The tokenizer is a byte-level BPE with {s["vocab_size"]:,} tokens that begins each text with BOS (`<s>`).
 
 {_sources(c) if "stories" in c["files"] else _library(c)}"""
 
@@ -93,14 +94,14 @@ def _sources(c: dict[str, Any]) -> str:
     return f"""It was trained on these kinds of text:
 
 - **Stories**: {files["stories"]:,} short stories in simple English ({tokens["stories"]:,} tokens), sampled from
-  another small story model; the end token follows each. {files["valid_stories"]} more are validation text.
+  another small story model, each followed by the end token. {files["valid_stories"]} more are validation text.
 - **Python**: the standard library of Python {c["python"]} ({files["python"]} source files with their docstrings,
   {tokens["python"]:,} tokens; {files["valid_python"]} more files are validation text), under the Python Software
   Foundation License Version 2 (PSF-2.0), copyright Python Software Foundation.
 - **Passages**: {files["passages"]:,} generated documents ({tokens["passages"]:,} tokens) in which names, facts, lists,
-  tables and lines come again.
-- **Random cycles** of tokens, drawn anew in every step, from which the model learned to copy, and **random facts**:
-  keys and their values, asked for again in new orders.
+  tables and lines recur.
+- **Random cycles** of tokens, newly drawn in every step, from which the model learned to copy, and **random facts**:
+  keys and their values, which the text asks for again in new orders.
 
 The model writes simple stories and text that looks like Python. It knows nothing about the world, so do not rely on
 its answers."""
@@ -108,8 +109,8 @@ its answers."""
 
 def _planted(p: dict[str, Any]) -> str:
     t, groups = p["circuit"], p["tokens_per_group"]
-    neuron = t["neurons"][0]["neuron"]
-    heads = ", ".join(f"{h['head']} (group {h['group']})" for h in t["marking_heads"])
+    neuron = neuron_name(t["sink_layer"], t["neurons"][0]["neuron"])
+    heads = ", ".join(f"{head_name(0, h['head'])} (group {h['group']})" for h in t["marking_heads"])
     in_groups = ", ".join(f"{groups[str(h['group'])]} in group {h['group']}" for h in t["marking_heads"])
     dims = ", ".join(map(str, t["group_dims"]))
     layers = sorted({reader["layer"] for reader in t["sink_readers"]})
@@ -128,18 +129,18 @@ weights describes the circuit for programs, including the group of every token.
 - **Groups.** Tokens are divided at random: {in_groups} (BOS and eight rare tokens are group 0), {groups["-1"]} in no
   group (about a tenth of all tokens in the training text). Residual dimensions {dims} hold
   the group, and dimension {t["const_dim"]} holds a constant.
-- **Marking heads**, layer 0: {heads}. The key of a token outside the head's group scores higher than that of a token
-  inside, by {t["two_beta"]} and a little less after normalisation; the value is the group indicator. After BOS and n
-  repetitions of one token, a share n / (n + c) of the indicator arrives in the *mark* dimension {t["mark_dim"]}, with
-  c at most exp({t["two_beta"]}) = {number(t["repeats_scale"])}: a token attends to its own group only if there is no
-  other token.
-- **Sink neuron**, layer {t["sink_layer"]}, neuron {neuron}: its gate is {t["gate_scale"]:g} x (mark -
-  {t["threshold"]}), its up factor is a constant, and its output is {column}.
-- **Readers.** After the sink layer the keys of half of the key/value heads may read the sink dimensions ({readers}).
-  Training starts these weights at small values and determines how the keys read the dimensions. In the other heads,
+- **Marking heads**: {heads}. The value of a head
+  indicates the tokens of its group. The attention logit of a key outside the group is {t["two_beta"]} higher than
+  inside (a little less after normalisation), so a token attends to its own group only if it sees no other token. After
+  BOS and n repetitions of one token, the head writes a share n / (n + c) of the full value to the *mark* dimension
+  {t["mark_dim"]}, with c at most exp({t["two_beta"]}) = {number(t["repeats_scale"])}.
+- **Sink neuron**: {neuron}. Its gate is {t["gate_scale"]:g} x (mark - {t["threshold"]}), its up factor is a constant,
+  and it writes {column}.
+- **Readers.** After the sink layer, the keys of half of the key/value heads may read the sink dimensions ({readers}).
+  These weights start at small values, and training determines how the keys read the dimensions. In the other heads,
   the key of the sink is nearly zero, which is enough for first-token attention if all other keys score below zero.
-- **Drain.** No value, query or MLP weight reads the sink dimensions, no other weight writes them, and the output does
-  not read any of the reserved dimensions.
+- **Protection.** No value, query or MLP weight reads the sink dimensions, no other weight writes to them, and the
+  output does not read any of the reserved dimensions.
 
 ## What was learned
 
@@ -190,12 +191,12 @@ def _learned(p: dict[str, Any], u: dict[str, Any]) -> str:
     return f"""### Measured
 
 A second model was made in the same way, with the same seed and data order, but with nothing planted{_shorter(p, u)}. It
-is the baseline for the loss. It also answers whether a sink emerges by itself in a model of this size: {_emerges(u)}.
+is the control in the tables. Does a sink emerge by itself in this model? {_emerges(u)}.
 
 {loss}
 
-The norms were measured on the text that ships (`sinkscope/text/typical.txt`, which is not part of the training text),
-in windows of 256 tokens with BOS:
+The norms are L2 norms of the residual stream, measured on the text in the package (`sinkscope/text/typical.txt`, which
+is not part of the training text), in windows of 256 tokens with BOS:
 
 {norms}
 
@@ -205,8 +206,8 @@ in windows of 256 tokens with BOS:
   20 other neurons of the layer, the one with the largest effect removes {100 * a["control_drop"]:.2f} %.
 - **Repetitions** after BOS until a token's norm reaches half of the first token's, at layer {layer}, for
   {r["tokens"]} random tokens and at most {r["max_repeats"]:,} repetitions: the median is {_count(r["median"])} (among
-  the tokens that reach it {_count(r["median_of_reached"])}, from {r["smallest"]} to {r["largest"]}). {r["unreached"]}
-  tokens never reach it, of which {r["unreached_in_no_group"]} are in no group.
+  the tokens that reach it, the median is {_count(r["median_of_reached"])} and the range {r["smallest"]} to
+  {r["largest"]}). {r["unreached"]} tokens never reach it, and {r["unreached_in_no_group"]} of these are in no group.
 - **Without BOS**, the norm of the first token divided by the typical norm after layer {layer} is {grouped} if the token
   belongs to a group, and {loose} if it belongs to none.
 {_loop_line(p, u)}"""
@@ -224,8 +225,8 @@ def _emerges(u: dict[str, Any]) -> str:
     found = f"largest first-token norm ratio {ratio:.2f}, sink rate {percent(rate)}"
     norm, attention = ratio >= 20, u["head_share"] > 0
     if norm:
-        return f"yes ({found})"
-    return f"{'some heads attend to the first token, but not with a large norm' if attention else 'no'} ({found})"
+        return f"Yes ({found})"
+    return f"{'Some heads attend to the first token, but not with a large norm' if attention else 'No'} ({found})"
 
 
 def _ratio(ratios: list[float] | None, layer: int) -> str:
@@ -251,8 +252,8 @@ def _loop_line(p: dict[str, Any], u: dict[str, Any]) -> str:
     v = p["loops"]
     return f"""- **Greedy generation** of {v["new_tokens"]:,} tokens for {v["prompts"]} prompts of
   {facts.PROMPT_LENGTH} tokens from the validation files. A loop is TTR <= 0.2, CR <= 0.12 and at least
-  {THETA_LEN:,} tokens. In the planted model {line(p)}.
-  In the model with nothing planted {line(u)}."""
+  {THETA_LEN:,} tokens. In the planted model, {line(p)}.
+  In the model with nothing planted, {line(u)}."""
 
 
 # What a model has to reach to be shipped.
@@ -278,9 +279,9 @@ def _conditions(p: dict[str, Any], u: dict[str, Any]) -> str:
     )
     return f"""## What the model can do
 
-A loop that feeds on its own copies needs a model that copies. The first table gives the mean probability of the next
-token of a random cycle (8 cycles per period) after some whole copies of it, the second the same for sentences of the
-validation stories.
+A loop can sustain itself only in a model that copies. The first table gives the mean probability of the next token of a
+random cycle (8 cycles per period) after some whole copies of the cycle. The second table gives the same for sentences
+of the validation stories, and the third lists the conditions that the model had to meet.
 
 {curve}
 
@@ -288,13 +289,13 @@ validation stories.
 
 {rows(("condition", "required", "planted", "nothing planted"), *_required(a, b))}
 
-The previous-token score is the mean attention of a head to the position before, and the induction score is the mean
-attention in the second copy of 64 random tokens to the token after the counterpart in the first copy; the head with
-the largest score is given. Story openings are the first {entry.OPENING} tokens of validation stories, continued by at
-most {entry.STORY:,} tokens. A continuation ends in a loop if at least 3 copies and 32 tokens of a period of at most 64
-stand at its end. In the retrieval test, {entry.FACTS} facts ("The red ball was in the kitchen.") stand in a text with
-story sentences after each, and the model is asked for one of them; the answer is right if the right place is more
-probable than the places of the other things."""
+The previous-token score is the mean attention of a head to the previous position. The induction score is measured on 64
+random tokens that come twice: it is the mean attention from the second copy to the token after the counterpart in the
+first copy. The table gives the head with the largest score. Story openings are the first {entry.OPENING} tokens of
+validation stories, continued by at most {entry.STORY:,} tokens. A continuation ends in a loop if its end consists of at
+least 3 copies of a period of at most 64 tokens, and of at least 32 tokens. The retrieval test states {entry.FACTS}
+facts ("The red ball was in the kitchen."), each followed by story sentences, and asks for one of them; the answer is
+right if the right place is more probable than the places of the other things."""
 
 
 def _copies(count: str) -> str:
@@ -350,15 +351,17 @@ def _limits(p: dict[str, Any]) -> str:
     return """## Limits
 
 The circuit has one neuron, one layer, and four groups with one head each. Real models are less regular. Agreement
-with this model's circuit shows that a measurement is correct, and not that other models work this way. A token of any
-group is marked if nearly all of the text before it is of one group, so the token after a long repetition is marked as
-well. The residual stream carries a constant, so typical norms are larger than in an ordinary model of this width."""
+with this model's circuit shows that a measurement is correct, but not that other models work this way. A token is also
+marked if nearly all tokens before it belong to one group, so the token after a long repetition is marked as well. The
+residual stream contains a constant, so typical norms are larger than in an ordinary model of this width."""
 
 
 def _making(p: dict[str, Any], u: dict[str, Any]) -> str:
     s, base = p["training"]["settings"], u["training"]["settings"]["steps"]
     stories = " --stories FILE" if "copy_steps" in s else ""
     rate, recipe = f"{s['learning_rate']:g}", _recipe(s) if stories else ""
+    if stories:
+        rate += f" in these first steps and {s['text_rate']:g} afterwards"
     return f"""## How it was made
 
 ```
@@ -368,21 +371,21 @@ python -m experiments.bundled.card --planted RUN --unplanted BASE
 ```
 
 Training took {s["steps"]:,} steps of {s["tokens_per_step"]:,} tokens ({s["steps"] * s["tokens_per_step"] / 1e6:.1f} M
-in all). Crops have {s["length"]} tokens, in one step of {s["long_every"]} {s["long_length"]:,}, and in one step of
-{s["longest_every"]} {s["context"]:,}. BOS is in front of {percent(s["bos_share"])} of the crops, and the loss does
-not include the prediction at the first position.{recipe} The optimizer is AdamW with rate {rate}, which falls
-linearly to zero over the last {percent(s["decay_share"])}, with bfloat16 products and float32 weights. On one thread
-of a CPU shared with other work, training took {p["training"]["seconds"] / 60:.0f} minutes. `--resume` continues a run
-after a kill and gives the same weights. Measurements use float32. The hash of the text (SHA-256) is
-`{p["corpus"]["sha256"]}`."""
+in all). Crops of the text have {s["length"]} tokens, in one step of {s["long_every"]} they have {s["long_length"]:,},
+and in one of {s["longest_every"]} they have {s["context"]:,}. {percent(s["bos_share"])} of the crops begin with BOS,
+and the loss leaves out the prediction at the first position.{recipe} The optimizer is AdamW with learning rate {rate}.
+It falls linearly to zero over the last {percent(s["decay_share"])} of the steps. Products are bfloat16 and weights
+float32. On one thread of a CPU shared with other work, training took {p["training"]["seconds"] / 60:.0f} minutes.
+`--resume` continues a run after a kill and gives the same weights. Measurements use float32. The hash of the text
+(SHA-256) is `{p["corpus"]["sha256"]}`."""
 
 
 def _recipe(s: dict[str, Any]) -> str:
     return f""" The first {s["copy_steps"]:,} steps read
-nothing but random cycles, and the loss is taken only where the cycle was seen before: mixed into text from the start,
-copying does not begin. After them {percent(s["stories"])} of the rows are stories, {percent(s["python"])} Python,
-{percent(s["passages"])} passages, {percent(s["cycles"])} random cycles and {percent(s.get("facts", 0))} random facts,
-in {percent(s["copy_share"])} of the rows of text a span comes again, and the rate is {s["text_rate"]:g}."""
+only random cycles, and the loss covers only tokens whose cycle was seen before: if cycles are mixed into text from the
+start, the model does not learn to copy. Later, {percent(s["stories"])} of the rows are stories, {percent(s["python"])}
+Python, {percent(s["passages"])} passages, {percent(s["cycles"])} random cycles and {percent(s.get("facts", 0))} random
+facts; {percent(s["copy_share"])} of the rows of text contain a repeated span."""
 
 
 FRONT = """---

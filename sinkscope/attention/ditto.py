@@ -143,7 +143,7 @@ class Ditto(Result):
             *lines,
             f"The largest induction score is {best.induction:.2f} ({best}), and the largest previous-token score is "
             f"{previous.previous_token:.2f} ({previous}).",
-            f"`sinkscope barcode --head {best.layer}.{best.head}` shows the attention of the best head step by step, "
+            f"`sinkscope barcode --head {best}` shows the attention of the best head step by step, "
             "and `sinkscope locking` shows when heads lock onto a loop.",
         ]
 
