@@ -252,3 +252,23 @@ def test_every_figure_of_a_page_is_there_and_says_how_to_read_it(page: Path) -> 
         assert (page.parent / image[1]).is_file(), image[1]
         around = text[max(0, image.start() - 250) : image.end() + 60]
         assert "How to read" in around, image[1]
+
+
+MEASURED = [page for page in PAGES if page.parent.name == "measure"]
+
+
+@pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.stem)
+def test_a_page_begins_with_question_command_and_conclusion(page: Path) -> None:
+    """In this order, and each conclusion that is quoted is the one of a figure that the page shows."""
+    text = page.read_text(encoding="utf-8")
+    places = [
+        re.search(mark, text)
+        for mark in (r"\*\*The question\.\*\*", r"```(?:ba)?sh", r"\*\*The (?:conclusion|outcome)")
+    ]
+    starts = [place.start() for place in places if place is not None]
+    assert len(starts) == 3 and starts == sorted(starts) and starts[-1] < 2000
+    quoted = [" ".join(quote.replace("\n> ", " ").split()) for quote in re.findall(r"^> (.+(?:\n> .+)*)", text, re.M)]
+    assert quoted or page.stem == "emergence"
+    files = [(page.parent / image[1]).with_suffix(".json") for image in _IMAGE.finditer(text)]
+    said = {f"Conclusion: {Result.load(file).conclusion()}" for file in files if quoted}
+    assert not {*quoted} - said
