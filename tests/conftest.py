@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
+from shape_checks import install
 
 os.environ.update(  # before anything that reads them is imported
     HF_HUB_OFFLINE="1",  # a test that means to download says so, against a server of its own
@@ -22,7 +22,7 @@ os.environ.update(  # before anything that reads them is imported
     PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
 )
 os.environ.pop("FORCE_COLOR", None)
-install_import_hook("sinkscope", "beartype.beartype")
+install("sinkscope")
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 settings.register_profile("sinkscope", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
