@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
+from shape_checks import install
 
 os.environ.update(  # before anything that reads them is imported
     HF_HUB_OFFLINE="1",  # a test that means to download says so, against a server of its own
@@ -22,7 +23,7 @@ os.environ.update(  # before anything that reads them is imported
     PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")])),
 )
 os.environ.pop("FORCE_COLOR", None)
-install_import_hook("sinkscope", "beartype.beartype")
+install("sinkscope")
 torch.set_num_threads(1)  # the models are tiny: threads cost more than they bring
 settings.register_profile("sinkscope", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("sinkscope")
@@ -43,8 +44,14 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
         raise
 
 
+# Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.
+FIRST = ("test_parallel.py", "01_find_sinks.ipynb", "test_measurements.py", "test_hard_models.py", "test_cards.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests and notebooks may take longer than the time limit of the settings."""
+    """Slow tests and notebooks may take longer than the time limit of the settings; what takes long comes first."""
+    count = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path.name not in FIRST, -count[item.path]))
     for item in items:
         if item.get_closest_marker("slow") or not isinstance(item, pytest.Function):
             if item.get_closest_marker("timeout") is None:

@@ -44,6 +44,12 @@ def error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
     return run
 
 
+@pytest.fixture(scope="module")
+def nobos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose tokenizer has no BOS token; it is only read."""
+    return organism("llama", 0, bos=False).save(tmp_path_factory.mktemp("saved") / "nobos")
+
+
 def _tensor(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -215,8 +221,8 @@ def test_gguf_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--json", "-", "--png", "-"], ("only --json", "give the name of a file")),
     ],
 )
-def test_find_sinks_refuses(error: Callable[..., str], tmp_path: Path, words: list[str], says: tuple[str, ...]) -> None:
-    model = ["--model", str(organism("llama", 0, bos=False).save(tmp_path / "nobos"))]
+def test_find_sinks_refuses(error: Callable[..., str], nobos: Path, words: list[str], says: tuple[str, ...]) -> None:
+    model = ["--model", str(nobos)]
     message = error("find-sinks", *([] if "--model" in words else model), *words)
     assert all(part in message for part in says), message
 
@@ -235,11 +241,10 @@ def test_find_sinks_refuses(error: Callable[..., str], tmp_path: Path, words: li
     ],
 )
 def test_generate_refuses(
-    error: Callable[..., str], tmp_path: Path, prompt: str, words: list[str], says: tuple[str, ...]
+    error: Callable[..., str], nobos: Path, tmp_path: Path, prompt: str, words: list[str], says: tuple[str, ...]
 ) -> None:
     (tmp_path / "p.txt").write_text(prompt)
-    model = str(organism("llama", 0, bos=False).save(tmp_path / "nobos"))
-    message = error("generate", "--model", model, "--prompt-file", str(tmp_path / "p.txt"), *words)
+    message = error("generate", "--model", str(nobos), "--prompt-file", str(tmp_path / "p.txt"), *words)
     assert all(part in message for part in says), message
 
 

@@ -16,8 +16,9 @@ from raw_kit import blocks, head_outputs, inputs_edited, zeroed
 from torch import Tensor, nn
 
 CASES = [(name, family) for name, families in HARD.items() for family in families]
-# Of each kind the first family and another one, so that every family has its turn; the rest is slow.
-FAST = sorted({(fs[0], fs[1][i % len(fs[1])]) for k, fs in enumerate(HARD.items()) for i in (0, k)}, key=CASES.index)
+# Every third kind, each in another family. test_hard_models.py builds one of every kind and would not find what is not
+# there; the rest is slow.
+FAST = [(name, families[k % len(families)]) for k, (name, families) in enumerate(HARD.items()) if k % 3 == 0]
 
 
 @dataclass(frozen=True)

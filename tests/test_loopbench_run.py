@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loopbench_kit import assert_same, prompts, tiny, untimed
+from loopbench_kit import assert_same, prompts, tiny
 from organisms import tiny_model
 
 from sinkscope.bench.loopbench.metrics import Continued, fresh_sentences, read_run
@@ -277,22 +277,6 @@ def test_the_folder_says_how_it_was_made(one_by_one: Any) -> None:
     assert settings["model"]["n_layers"] == 2 and settings["dtype"] == "float32"
     assert read_run(folder).prompts["dc-1"]["prompt"] == prompts()[1].prompt
     assert list(read_run(folder).prompts) == [prompt.id for prompt in SOME]
-
-
-def test_two_ray_workers_make_the_same_table(tmp_path: Path) -> None:
-    """Also where a part of the run was made in one process."""
-    pytest.importorskip("ray")
-    model, tokenizer = tiny()
-    given: dict[str, Any] = {"max_new_tokens": 24, "window": 16, "batch_size": 2, "budget": 64, "tokenizer": tokenizer}
-    given |= {"temperatures": (0.0, 0.7)}
-    some: list[Any] = [*prompts(), *honest_texts()[:1]]
-    methods = ["full", "streaming", "stop-monitor", "loopguard"]
-    run_loopbench(model, some, methods, out=tmp_path / "one", **given)
-    run_loopbench(model, some, methods[:1], out=tmp_path / "two", **given)
-    run_loopbench(model, some, methods, out=tmp_path / "two", workers=2, **given)
-    one, two = tabulate([tmp_path / "one"]), tabulate([tmp_path / "two"])
-    assert one.to_dict()["result"] == two.to_dict()["result"]
-    assert untimed(read_run(tmp_path / "one").records) == untimed(read_run(tmp_path / "two").records)
 
 
 def test_settings_and_policies_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

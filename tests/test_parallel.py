@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,9 +96,9 @@ def test_workers_make_the_same_records_and_go_on_from_those_that_are_kept(tmp_pa
 
 def test_what_goes_wrong_in_a_worker_is_one_line(tmp_path: Path, cluster: None) -> None:
     for elsewhere, numbers, says in (
-        (make, range(-1, 1), "-1 is negative: give another"),
-        (cannot_make, range(2), "there is no such model: give another"),
-        (make, range(1001, 1003), "a Ray worker ended before its work was done"),
+        (make, range(-1, 0), "-1 is negative: give another"),
+        (cannot_make, range(1), "there is no such model: give another"),
+        (make, range(1001, 1002), "a Ray worker ended before its work was done"),
     ):
         with pytest.raises(SinkscopeError, match=says) as refused:
             _run(None, numbers, Pool(square, elsewhere, workers=2))
@@ -107,9 +108,31 @@ def test_what_goes_wrong_in_a_worker_is_one_line(tmp_path: Path, cluster: None) 
 def test_workers_that_do_not_come_are_an_error(cluster: None) -> None:
     began = time.monotonic()
     for elsewhere, workers in ((make, 3), (slow_to_make, 1)):  # the third finds no free CPU
-        with pytest.raises(SinkscopeError, match=rf"\d of {workers} Ray workers did not start within 4 s"):
-            _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=4.0))
+        with pytest.raises(SinkscopeError, match=rf"\d of {workers} Ray workers did not start within 1 s"):
+            _run(None, range(4), Pool(square, elsewhere, workers=workers, patience=1.0))
     assert time.monotonic() - began < 50
+
+
+def test_two_workers_make_the_same_table_of_loopbench(tmp_path: Path, cluster: None) -> None:
+    """Also where a part of the run was made in one process."""
+    from loopbench_kit import prompts, tiny, untimed  # here, as the workers of the other tests import this file
+
+    from sinkscope.bench.loopbench.metrics import read_run
+    from sinkscope.bench.loopbench.prompts import honest_texts
+    from sinkscope.bench.loopbench.run import run_loopbench
+    from sinkscope.bench.loopbench.tables import tabulate
+
+    model, tokenizer = tiny()
+    given: dict[str, Any] = {"max_new_tokens": 24, "window": 16, "batch_size": 2, "budget": 64, "tokenizer": tokenizer}
+    given |= {"temperatures": (0.0, 0.7)}
+    some: list[Any] = [*prompts(), *honest_texts()[:1]]
+    methods = ["full", "streaming", "stop-monitor", "loopguard"]
+    run_loopbench(model, some, methods, out=tmp_path / "one", **given)
+    run_loopbench(model, some, methods[:1], out=tmp_path / "two", **given)
+    run_loopbench(model, some, methods, out=tmp_path / "two", workers=2, **given)
+    one, two = tabulate([tmp_path / "one"]), tabulate([tmp_path / "two"])
+    assert one.to_dict()["result"] == two.to_dict()["result"]
+    assert untimed(read_run(tmp_path / "one").records) == untimed(read_run(tmp_path / "two").records)
 
 
 def test_a_cluster_that_does_not_answer_is_an_error() -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from intervention_kit import bridge_of, nnsight_of
+from kv_kit import each_other
 from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import DynamicCache
@@ -90,8 +91,7 @@ def reference_of(
     return dense.dense_run(model, ids, real.shape[1], budgets or [int(policy.budget)] * len(ids), choose, real, every)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "family"), each_other(CASES, FAMILIES, always=["llama"]))
 def test_keeps_what_the_dense_reference_keeps(name: str, family: str) -> None:
     """At prefill and through 30 decoded tokens, in a batch with padding on the left; attention is eager underneath."""
     if name == "snapkv" and family in ("gpt2", "gpt_neox"):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import bridge_of, greedy, listing_1, logits, nnsight_of, residual_norms
+from kv_kit import each_other
 from organisms import Organism, organism, tiny_model, word_tokenizer
 from organisms.tokens import N_SPECIAL
 from torch import Tensor
@@ -53,8 +54,9 @@ def neutral(o: Organism, site: str = "post") -> dict[tuple[int, ...], float]:
 # --- it repairs, and only that -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("family", "seed"), each_other(["llama", "qwen2", "qwen3", "gemma2", "neox", "mixtral", "gpt_oss"], [0, 1])
+)
 def test_repairs_repetition_and_nothing_else(family: str, seed: int) -> None:
     o = organism(family, seed)
     layer = o.truth.sink_layer

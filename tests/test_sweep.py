@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -165,13 +166,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def _state(folder: Path) -> dict[str, bytes | int]:
-    found: dict[str, bytes | int] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            found[str(path)] = path.stat().st_mtime_ns if path.stat().st_size > 10**5 else path.read_bytes()
+def _state(folder: Path | str) -> dict[str, tuple[int, ...]]:
+    """What is there, and of each file when it was last written, and how long it is; reading them all takes long."""
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in os.scandir(folder):
+        if entry.is_dir():
+            found |= {entry.path: (), **_state(entry.path)}
         else:
-            found[str(path)] = 0
+            at = entry.stat()
+            found[entry.path] = (at.st_ino, at.st_mtime_ns, at.st_size)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from intervention_kit import bridge_of
-from kv_kit import Drawn, Ragged, close, decode, model_of, positions, prompts, under, window_of
+from kv_kit import Drawn, Ragged, close, decode, each_other, model_of, positions, prompts, under, window_of
 from organisms.tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -61,11 +61,13 @@ def decoded(model: Any, ways: list[AbstractContextManager[Any]]) -> tuple[Tensor
     return torch.stack(logits, 1), held
 
 
-@pytest.mark.parametrize("chunk", [256, 7])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("edit", [Full(), ss.LoopGuard(), Observe(id, last=2)], ids=lambda e: type(e).__name__)
-def test_rows_beside_what_evicts_nothing_are_those_without_it(family: str, edit: Intervention, chunk: int) -> None:
-    model = model_of(family)
+EDITS = {"full": Full(), "guard": ss.LoopGuard(), "observe": Observe(id, last=2)}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize(("family", "chunk"), each_other(FAMILIES, [256, 7], always=["llama"]))
+def test_rows_beside_what_evicts_nothing_are_those_without_it(family: str, name: str, chunk: int) -> None:
+    model, edit = model_of(family), EDITS[name]
     target = Target.of(model)
     alone = Shown()
     want, _ = decoded(model, [attention_rows(target, alone, rows_per_chunk=chunk)])

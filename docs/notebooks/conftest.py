@@ -1,4 +1,4 @@
-"""Two notebooks run by default, the others with `-m slow`."""
+"""One notebook runs by default, the others with `-m slow`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-DEFAULT = ("01_find_sinks.ipynb", "04_patch.ipynb")
+DEFAULT = ("01_find_sinks.ipynb",)
 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks

@@ -1,0 +1,93 @@
+"""The check of types and shapes under which all tests run: what `jaxtyping.jaxtyped` checks, at a third of its cost.
+
+jaxtyping's own decorator makes two stubs of each function with beartype, and on every call it binds the arguments to
+the signature, calls one stub, the function, and the other stub. That was a third of the time of the tests. Here
+beartype checks the function itself, and only functions whose annotations name a shape get a memory for its letters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any
+
+import jaxtyping
+from beartype import beartype
+
+_context = functools.partial(jaxtyping.jaxtyped, "context")
+_INNER: dict[CodeType, bool] = {}  # does a function inside of another one name shapes?
+
+
+def install(package: str) -> None:
+    """Check all functions of `package`, and the fields of its dataclasses, from its import on."""
+    jaxtyping.jaxtyped = _checked  # the import hook writes `@jaxtyping.jaxtyped(typechecker=...)` above each of them
+    jaxtyping.install_import_hook(package, "beartype.beartype")
+
+
+def _checked(thing: Any = None, *, typechecker: Any = None) -> Any:
+    if thing is None:
+        return _checked
+    if isinstance(thing, FunctionType):
+        return _function(thing)
+    if inspect.isclass(thing) and dataclasses.is_dataclass(thing) and "__init__" in vars(thing):
+        if not hasattr(thing.__init__, "__wrapped__"):
+            thing.__init__ = _function(thing.__init__)
+    return thing
+
+
+def _function(real: FunctionType) -> Callable[..., Any]:
+    code = real.__code__
+    if inner := "<locals>" in real.__qualname__:  # made anew on each call of the outer one, and beartype takes long
+        if _INNER.get(code) is False:
+            return real
+    hints = {name: _resolved(hint, real.__globals__) for name, hint in real.__annotations__.items()}
+    shaped = any(map(_names_a_shape, hints.values()))
+    if inner:
+        _INNER[code] = shaped
+        if not shaped:
+            return real
+    copy = FunctionType(code, real.__globals__, real.__name__, real.__defaults__, real.__closure__)
+    copy.__kwdefaults__, copy.__annotations__ = real.__kwdefaults__, hints
+    copy.__qualname__, copy.__module__ = real.__qualname__, real.__module__
+    typed = beartype(copy)
+
+    if shaped:
+
+        @functools.wraps(real)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            if jaxtyping.config.jaxtyping_disable:
+                return real(*args, **kwargs)
+            with _context():
+                return typed(*args, **kwargs)
+
+    else:
+
+        @functools.wraps(real)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            return (real if jaxtyping.config.jaxtyping_disable else typed)(*args, **kwargs)
+
+    return checked
+
+
+def _resolved(hint: Any, names: dict[str, Any]) -> Any:
+    """The hint itself; Any where it names what does not exist yet, as jaxtyping takes it."""
+
+    def taker(value: Any) -> None: ...
+
+    taker.__annotations__ = {"value": hint}
+    try:
+        return typing.get_type_hints(taker, names, include_extras=True)["value"]
+    except Exception:
+        return Any
+
+
+def _names_a_shape(hint: Any) -> bool:
+    if inspect.isclass(hint) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(map(_names_a_shape, typing.get_args(hint)))
