@@ -21,7 +21,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -352,7 +352,7 @@ def _dump(file: Path, content: object) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="llama-2-7b")
@@ -362,7 +362,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--beta", type=float, default=BETA, help="force: about exp(2 beta) repetitions make a sink")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     plan = make_plan(args.shape, args.sink_layer, args.seed, args.dense_layers, args.beta)
     write(plan, args.out, args.dtype, args.shape)
     files = list(args.out.iterdir())

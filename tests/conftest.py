@@ -31,17 +31,42 @@ settings.load_profile("sinkscope")
 
 # A bare GPU machine has none of these: there, tests that come to need one are skipped, and all others have to pass.
 MISSING = {name for name in ("transformer_lens", "nnsight", "dill", "ray", "gguf", "numba") if find_spec(name) is None}
+OF_PARAMETER = {"bridge": "transformer_lens", "nnsight": "nnsight"}
+"""The library that a test needs which has this word among its parameters."""
+
+
+def needed(error: BaseException | None) -> str | None:
+    """The missing library for which an error was raised, at once or as the reason of another error; None: none."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in MISSING:
+            return error.name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def skipping_what_is_missing() -> Generator[None, None, None]:
+    """Skip a test, or what prepares it, when it needs a library that this machine does not have."""
+    try:
+        return (yield)
+    except Exception as error:
+        if (name := needed(error)) is not None:
+            pytest.skip(f"{name} is not installed")
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    """Skip a test whose parameter or fixture needs what is missing."""
+    words = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    for library in {OF_PARAMETER[word] for word in words if isinstance(word, str) and word in OF_PARAMETER} & MISSING:
+        pytest.skip(f"{library} is not installed")
+    return (yield from skipping_what_is_missing())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Skip a test that imports a library which this machine does not have."""
-    try:
-        return (yield)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in MISSING:
-            pytest.skip(f"{error.name} is not installed")
-        raise
+    """Skip a test that comes to need what is missing while it runs."""
+    return (yield from skipping_what_is_missing())
 
 
 # Files whose few tests take long: they are handed out first, so that no worker is left with one of them at the end.

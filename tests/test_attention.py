@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from organisms.tiny import MODEL_TYPES, tiny_model
 
+from sinkscope.errors import SinkscopeWarning
 from sinkscope.models.target import Target
-from sinkscope.trace.attention import attention_probs, attention_rows
+from sinkscope.trace.attention import attention_probs, attention_rows, queries_and_keys
 
 
 def _rows(target: Target, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int) -> dict[int, torch.Tensor]:
@@ -58,6 +60,38 @@ def test_watching_changes_no_output(model_type: str) -> None:
     with attention_rows(target, lambda *_: None, rows_per_chunk=4):
         watched = target.forward(ids).last_hidden_state
     torch.testing.assert_close(watched, plain, atol=1e-6, rtol=0)
+
+
+def test_where_sdpa_drops_the_soft_cap_it_is_said_and_measured_as_the_model_runs() -> None:
+    """transformers 5.17 chooses SDPA for Gemma 2; newer versions refuse to."""
+    model, _ = tiny_model("gemma2", attn_logit_softcapping=0.3)
+    ids, cap = torch.randint(3, 90, (2, 19), generator=torch.Generator().manual_seed(1)), "soft cap of 0.3"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        capped = Target.of(model).forward(ids).last_hidden_state
+    assert not [w for w in said if cap in str(w.message)]
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "sdpa"
+    with pytest.warns(SinkscopeWarning, match=cap):
+        target = Target.of(model)
+    try:
+        plain, rows = target.forward(ids).last_hidden_state, list[torch.Tensor]()
+    except ValueError as error:
+        assert "softcap" in str(error)
+        with pytest.raises(ValueError, match="softcap"), attention_rows(target, lambda *_: None):
+            target.forward(ids)
+        pytest.skip("this version of transformers does not run a soft-capped model with SDPA")
+    assert (plain - capped).abs().max() > 1e-2
+    with attention_rows(target, lambda layer, _first, found: rows.append(found) if layer == 0 else None):
+        watched = target.forward(ids).last_hidden_state
+    torch.testing.assert_close(watched, plain, atol=1e-6, rtol=0)
+    seen: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+    with queries_and_keys(target, lambda _layer, turned, q, k: seen.append((q, k)) if turned else None, [0]):
+        target.forward(ids)
+    scaling = model.model.layers[0].self_attn.scaling
+    own = attention_probs(*seen[0], None, scaling=scaling, first_query=0)[:, :, :16]  # inside the window
+    torch.testing.assert_close(rows[0][:, :, :16], own, atol=1e-6, rtol=0)
 
 
 def test_chunks_and_layers() -> None:

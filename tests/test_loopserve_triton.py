@@ -67,6 +67,45 @@ def test_interpreted_it_equals_attention_under_the_mask(name: str, found: dict[s
     assert all(full or done > cells for full, done, cells in numbers)
 
 
+LISTS = "heads block_count block_offset column_count column_index lone_count lone_offset".split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [None, 1])
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 128), ("float32", 128), ("bfloat16", 256)])
+def test_it_compiles_for_compute_capability_90_and_fits_its_shared_memory(
+    dtype: str, width: int, stages: int | None
+) -> None:
+    """No GPU is needed to compile. Without tensor cores a float32 kernel has no registers left for its products."""
+    pytest.importorskip("triton")
+    from triton import compile as compiled
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from sinkscope.lines import triton as kernel
+
+    kind = getattr(torch, dtype)
+    size, wide = kernel.queries_at_once(kind), kernel._power(width)
+    fixed = {"width": width, "values": width, "WIDTH": wide, "VALUES": wide, "SIZE": size, "KEYS": kernel.KEYS}
+    names = kernel._attend.arg_names
+    types: dict[str, str] = {name: "i32" for name in names} | {"scaling": "fp32"} | dict.fromkeys(fixed, "constexpr")
+    types |= dict.fromkeys(("query", "key", "value", "out"), "*bf16" if dtype == "bfloat16" else "*fp32")
+    types |= dict.fromkeys(LISTS, "*i32") | dict.fromkeys(("banded", "vertical", "whole"), "*u8")
+    # Addresses and steps are multiples of 16, as those of a model's tensors are.
+    even = [i for i, name in enumerate(names) if types[name][0] == "*" or name.endswith("_step")]
+    source = ASTSource(
+        kernel._attend,
+        types,
+        {(names.index(name),): number for name, number in fixed.items()},
+        {(i,): [["tt.divisibility", 16]] for i in even},
+    )
+    stages = stages or kernel._stages(width, width, size, torch.empty(0, dtype=kind))
+    options = {"num_warps": kernel._warps(width, size), "num_stages": stages}
+    made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 227 * 1024
+    assert "wgmma" in made.asm["ptx"], "the products are not computed on tensor cores"
+
+
 def test_the_index_names_each_cell_once() -> None:
     """Columns, blocks and lone lines as the format describes them, written out cell by cell."""
     kernel = pytest.importorskip("sinkscope.lines.triton")

@@ -43,6 +43,7 @@ ORDER = (
     "__main__",
 )
 GROUND = (
+    "adding",
     "checked",
     "errors",
     "notation",

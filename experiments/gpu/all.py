@@ -9,7 +9,8 @@ it is ended with everything that it started; what it had written stays, and the 
 that fails says why and the next begins. `--total` ends the whole call, for machines that are lent by the minute.
 
 DIR gets NAME.json (versions, device, memory and clock are in "machine"), NAME.log, and state.json; parts that are done
-there are not done again. `--dry` runs all parts with tiny shapes on a CPU.
+there are not done again. `--dry` runs all parts with tiny shapes on a CPU, several at a time: on two free cores in less
+than two minutes.
 
 What the machine needs: Python 3.11 or newer, torch >= 2.11, transformers >= 5.17 (with huggingface-hub below 2, as
 5.17 asks for), triton, accelerate, and of this package's other requirements those that are imported without
@@ -77,20 +78,18 @@ class Part:
     needs: str = ""
 
 
-def _part(name: str, dry: str, words: str = "", minutes: bool = False, dtype: bool = True) -> Part:
-    """A part that is a module of this package."""
-    run = (sys.executable, "-m", f"experiments.gpu.{name}", "--out", "{json}")
-    more = tuple("--minutes {minutes}".split()) if minutes else ()
-    return Part(name, (*run, *words.split(), *more), (*run, *dry.split(), *(_TINY if dtype else _TINY[:2])))
+def _part(name: str, dry: str, words: str = "", dtype: bool = True) -> Part:
+    """A part that is a module of this package: both commands have `words`."""
+    run = (sys.executable, "-m", f"experiments.gpu.{name}", "--out", "{json}", *words.split())
+    return Part(name, run, (*run, *dry.split(), *(_TINY if dtype else _TINY[:2])))
 
 
+_SHARED = "--folder {dir}/shapes"  # parts that need the same checkpoint make it once
 PARTS = (
-    _part(
-        "users", "--shape tiny --rows 2 --prompt 128 --new 40 --repeats 200 --steps 8 --budget 96 --folder {dir}/shape"
-    ),
-    _part("overhead", "--shape lines-128 --contexts 128 --new 6 --pairs 2 --budget 72"),
-    _part("loopserve", "--quick --shape lines-128", minutes=True),
-    _part("scale", "--shape tiny --lengths 256 --prompt 64 --steps 8 --max-repeats 64 --folder {dir}/shape"),
+    _part("users", "--shape tiny --rows 2 --prompt 112 --new 24 --repeats 200 --steps 8 --budget 96", _SHARED),
+    _part("overhead", "--shape lines-128 --contexts 96 --new 4 --pairs 2 --budget 72"),
+    _part("loopserve", "--quick --shape lines-128", "--minutes {minutes}"),
+    _part("scale", "--shape tiny --lengths 256 --prompt 64 --steps 8 --max-repeats 64", _SHARED),
     Part(
         "train",
         tuple("{python} -m experiments.gpu.train_bundled --out {dir}/train --stories {stories}".split()),
@@ -99,12 +98,13 @@ PARTS = (
         needs="stories",
     ),
     _part("throughput", "--shape lines-128 --rows 1 2 --prompt 96 --new 8 --budget 72"),
-    _part("find_sinks", "--shape tiny", dtype=False),
-    _part("circuits", "--shape tiny --length 24 --sequences 16 --max-repeats 64", dtype=False),
+    _part("find_sinks", "--shape tiny", _SHARED, dtype=False),
+    _part("circuits", "--shape tiny --length 24 --sequences 16 --max-repeats 64", _SHARED, dtype=False),
     _part(
         "loopguard",
         "--shape tiny --pairs 2 --prompt-tokens 96 --new-tokens 20 --budget 64 --prompts 2 --max-new-tokens 256 "
         "--batch-size 2 --methods full,loopguard",
+        _SHARED,
     ),
 )
 
@@ -153,24 +153,40 @@ def why(log: Path) -> str:
     return lines[-1][:400] if lines else "it said nothing"
 
 
-def run_part(command: Sequence[str], log: Path, seconds: float) -> tuple[str, str]:
-    """Run a part for at most so long: how it ended ("done", "failed", "ended"), and why."""
-    with log.open("ab") as out:
-        out.write(f"\n$ {' '.join(command)}\n".encode()[:2000])
-        out.flush()
+class Running:
+    """A part that runs, for at most so long.
+
+    Args:
+        command: what runs it.
+        log: gets what it says.
+        seconds: the limit.
+        alone: whether no other part runs meanwhile; else it computes in one thread.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, seconds: float, alone: bool) -> None:
+        self._log, self._seconds, self._began, self.began = log, seconds, time.monotonic(), now()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.getenv("PYTHONPATH")]))}
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            finish(process)
-            return "ended", f"not done after {seconds / 60:.1f} minutes; give the command again to go on"
-        except BaseException:
-            finish(process)
-            raise
-    return ("done", "") if code == 0 else ("failed", f"exit code {code}: {why(log)}")
+        environment |= {} if alone else {"OMP_NUM_THREADS": "1"}
+        with log.open("ab") as out:
+            out.write(f"\n$ {' '.join(command)}\n".encode()[:2000])
+            out.flush()
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+            )
+
+    @property
+    def spent(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def outcome(self) -> tuple[str, str] | None:
+        """How it ended ("done", "failed", "ended"), and why; None: it runs. When its time is over, it is ended."""
+        if (code := self.process.poll()) is None:
+            if self.spent < self._seconds:
+                return None
+            finish(self.process)
+            return "ended", f"not done after {self._seconds / 60:.1f} minutes; give the command again to go on"
+        return ("done", "") if code == 0 else ("failed", f"exit code {code}: {why(self._log)}")
 
 
 def stamp(files: Sequence[Path], about: Mapping[str, Any]) -> None:
@@ -184,7 +200,13 @@ def stamp(files: Sequence[Path], about: Mapping[str, Any]) -> None:
 
 
 def run_all(
-    parts: Sequence[Part], out: Path, minutes: float, total: float | None, given: Mapping[str, str | None], dry: bool
+    parts: Sequence[Part],
+    out: Path,
+    minutes: float,
+    total: float | None,
+    given: Mapping[str, str | None],
+    dry: bool,
+    jobs: int = 1,
 ) -> dict[str, Any]:
     """Run the parts that are not done yet; what became of each is in the file state.json, and comes back.
 
@@ -195,31 +217,54 @@ def run_all(
         total: limit of all together; None: there is none.
         given: what is filled into commands, by name; None: not given.
         dry: whether it is a rehearsal.
+        jobs: parts that run at a time.
     """
     out.mkdir(parents=True, exist_ok=True)
-    state_file, here, began = out / "state.json", machine(), time.monotonic()
+    state_file, here, start = out / "state.json", machine(), time.monotonic()
     state: dict[str, Any] = json.loads(state_file.read_text()) if state_file.is_file() else {}
-    for part in parts:
-        if state.get(part.name, {}).get("state") == "done" and state[part.name]["dry"] == dry:
-            print(f"{part.name}: done before", flush=True)
-            continue
-        left = 60 * minutes if total is None else min(60 * minutes, 60 * total - (time.monotonic() - began))
-        if left < 1:
-            print(f"{part.name}: no time left; give the command again", flush=True)
-            break
-        log, at, start = out / f"{part.name}.log", now(), time.monotonic()
-        names = {"json": str(out / f"{part.name}.json"), "dir": str(out), "python": sys.executable}
-        names |= {"minutes": f"{0.9 * left / 60:.3f}", **{key: value for key, value in given.items() if value}}
-        if part.needs and not dry and not given.get(part.needs):
-            became, reason = "skipped", f"it needs --{part.needs}"
-        else:
-            command = [word if word == _TRAIN else word.format(**names) for word in (part.dry if dry else part.command)]
-            became, reason = run_part(command, log, left)
-        about = {**here, "began": at, "ended": now(), "seconds": round(time.monotonic() - start, 1)}
-        stamp([Path(name.format(**names)) for name in part.results], about)
+    names = {"dir": str(out), "python": sys.executable, **{key: value for key, value in given.items() if value}}
+    running: dict[Part, Running] = {}
+
+    def ended(part: Part, became: str, reason: str, began: str, seconds: float) -> None:
+        about = {**here, "began": began, "ended": now(), "seconds": round(seconds, 1)}
+        files = [Path(name.format(json=out / f"{part.name}.json", **names)) for name in part.results]
+        stamp(files, about)
         state[part.name] = {"state": became, "why": reason, "dry": dry, **about}
         write_atomic(state_file, json.dumps(state, indent=1) + "\n")
         print(f"{part.name}: {became} after {about['seconds']} s{f' ({reason})' if reason else ''}", flush=True)
+
+    def settle(room: int) -> None:
+        """Wait until fewer than `room` parts run."""
+        while len(running) >= room:
+            over = {part: found for part, one in running.items() if (found := one.outcome()) is not None}
+            for part, (became, reason) in over.items():
+                one = running.pop(part)
+                ended(part, became, reason, one.began, one.spent)
+            if not over:
+                time.sleep(0.05)
+
+    try:
+        for part in parts:
+            if state.get(part.name, {}).get("state") == "done" and state[part.name]["dry"] == dry:
+                print(f"{part.name}: done before", flush=True)
+                continue
+            if part.needs and not dry and not given.get(part.needs):
+                ended(part, "skipped", f"it needs --{part.needs}", now(), 0)
+                continue
+            settle(jobs)
+            left = 60 * minutes if total is None else min(60 * minutes, 60 * total - (time.monotonic() - start))
+            if left < 1:
+                print(f"{part.name}: no time left; give the command again", flush=True)
+                break
+            filled = {**names, "json": str(out / f"{part.name}.json"), "minutes": f"{0.9 * left / 60:.3f}"}
+            command = [
+                word if word == _TRAIN else word.format(**filled) for word in (part.dry if dry else part.command)
+            ]
+            running[part] = Running(command, out / f"{part.name}.log", left, alone=jobs == 1)
+        settle(1)
+    finally:
+        for one in running.values():
+            finish(one.process)
     return state
 
 
@@ -240,7 +285,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("there is no CUDA device here: --dry rehearses on a CPU")
     parts = [part for part in PARTS if args.only is None or part.name in args.only]
     given = {"stories": None if args.stories is None else str(Path(args.stories).resolve())}
-    state = run_all(parts, args.out.resolve(), args.minutes, args.total, given, args.dry)
+    jobs = (os.cpu_count() or 1) if args.dry else 1
+    state = run_all(parts, args.out.resolve(), args.minutes, args.total, given, args.dry, jobs)
     return 0 if all(state.get(part.name, {}).get("state") in ("done", "skipped") for part in parts) else 1
 
 

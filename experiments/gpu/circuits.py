@@ -2,26 +2,25 @@
 
     python -m experiments.gpu.circuits [--model NAME|FOLDER] [--out figures/gpu_circuits.json] [--device cuda]
 
-Without `--model` a 7B-shaped bfloat16 checkpoint with a planted sink is written to a temporary folder first, and the
-answers are compared with what was planted. The atlas takes the whole vocabulary, the attack 1,000 sequences of 512
-tokens. Needs torch, transformers, accelerate, jaxtyping, scikit-learn; no network, no TransformerLens, no nnsight.
+Without `--model` a 7B-shaped bfloat16 checkpoint with a planted sink is written first, to a temporary folder unless
+`--folder` is given, and the answers are compared with what was planted. The atlas takes the whole vocabulary, the
+attack 1,000 sequences of 512 tokens. Needs torch, transformers, accelerate, jaxtyping, scikit-learn; no network, no
+TransformerLens, no nnsight.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from experiments.gpu.steps import measured, planted
 from experiments.make_shape import group_of
 from experiments.record import record
 from sinkscope.models.load import load
@@ -29,22 +28,6 @@ from sinkscope.output import write_atomic
 from sinkscope.sinks.attack.attack import ClusterAttack, cluster_attack
 from sinkscope.sinks.attack.clusters import TokenClusters, token_clusters
 from sinkscope.sinks.repetition.atlas import SinkAtlas, sink_atlas
-
-T = TypeVar("T")
-
-
-def measure(device: torch.device, run: Callable[[], T]) -> tuple[T, dict[str, float | int]]:
-    """Result, seconds, and peak memory allocated on the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    found = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return found, {"seconds": round(time.perf_counter() - start, 3), "peak_device_bytes": int(peak)}
 
 
 def agreement(found: TokenClusters) -> float:
@@ -72,7 +55,7 @@ def row_of(atlas: SinkAtlas) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="short name, hub id or folder; default: a 7B-shaped planted checkpoint")
@@ -82,21 +65,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of an attack")
     parser.add_argument("--sequences", type=int, default=1000)
     parser.add_argument("--max-repeats", type=int, help="of the atlas")
-    args = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="where the planted checkpoint is kept; default: a temporary folder")
+    args = parser.parse_args(argv)
     device, started = torch.device(args.device), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        model, planted = args.model, args.model is None
-        if model is None:
-            model = str(Path(folder) / "planted")
-            make = ["-m", "experiments.make_shape", "--shape", args.shape, "--out", model, "--dtype", "bfloat16"]
-            subprocess.run([sys.executable, *make], check=True)
-        truth = json.loads((Path(model) / "truth.json").read_text()) if planted else None
-        # the probe looks at logits, and the planted checkpoint has no unembedding
-        live = load(model, backend="hf", device=device, dtype="bfloat16", probe=not planted)
-    clusters, of_clusters = measure(device, lambda: token_clusters(live, sample=0))
+    made = planted(args.shape, args.folder, "bfloat16") if args.model is None else nullcontext((args.model, None))
+    with made as (model, truth):
+        # The probe looks at logits, and the planted checkpoint has no unembedding.
+        live = load(model, backend="hf", device=device, dtype="bfloat16", probe=truth is None)
+    clusters, of_clusters = measured(device, lambda: token_clusters(live, sample=0))
     pools = {c.head: clusters.tokens_of(c.head) for c in clusters.clusters}
-    atlas, of_atlas = measure(device, lambda: sink_atlas(live, max_repeats=args.max_repeats))
-    attack, of_attack = measure(
+    atlas, of_atlas = measured(device, lambda: sink_atlas(live, max_repeats=args.max_repeats))
+    attack, of_attack = measured(
         device, lambda: cluster_attack(live, clusters=pools, lengths=[args.length], sequences=args.sequences)
     )
     rows: dict[str, Any] = {
@@ -109,7 +88,7 @@ def main() -> None:
         rows["found_sink_layer"] = attack.sink_layer
         rows["tokens_in_their_planted_group"] = agreement(clusters)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    settings = {"model": attack.model.name, "shape": args.shape if planted else None, "hardware": name}
+    settings = {"model": attack.model.name, "shape": args.shape if truth else None, "hardware": name}
     text = record("gpu-circuits", rows, settings, started=started, device=device, dtype="bfloat16")
     print(text)
     write_atomic(args.out, text)

@@ -2,42 +2,27 @@
 
     python -m experiments.gpu.find_sinks [--model NAME|FOLDER] [--out figures/gpu_find_sinks.json] [--device cuda]
 
-Without `--model` a 7B-shaped bfloat16 checkpoint with a planted sink is written to a temporary folder first, and the
-answer is compared with what was planted. Needs torch, transformers, accelerate, jaxtyping; no network, no
-TransformerLens, no nnsight.
+Without `--model` a 7B-shaped bfloat16 checkpoint with a planted sink is written first, to a temporary folder unless
+`--folder` is given, and the answer is compared with what was planted. Needs torch, transformers, accelerate,
+jaxtyping; no network, no TransformerLens, no nnsight.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.gpu.steps import measured, planted
 from experiments.record import record
 from sinkscope.models.load import load
 from sinkscope.output import write_atomic
 from sinkscope.sinks.first_token.find import FindSinks, find_sinks
-
-
-def measure(device: torch.device, run: Any) -> tuple[FindSinks, dict[str, float | int]]:
-    """Result, seconds, and peak memory allocated on the device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    found = run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return found, {"seconds": round(time.perf_counter() - start, 3), "peak_device_bytes": int(peak)}
 
 
 def row(found: FindSinks, numbers: dict[str, float | int]) -> dict[str, Any]:
@@ -56,34 +41,30 @@ def row(found: FindSinks, numbers: dict[str, float | int]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="short name, hub id or folder; default: a 7B-shaped planted checkpoint")
     parser.add_argument("--shape", default="llama-2-7b", help="shape of the planted checkpoint")
     parser.add_argument("--out", type=Path, default=Path("figures/gpu_find_sinks.json"))
     parser.add_argument("--device", default="cuda")
-    args = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help="where the planted checkpoint is kept; default: a temporary folder")
+    args = parser.parse_args(argv)
     device, started = torch.device(args.device), time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        model, truth = args.model, None
-        if model is None:
-            model = str(Path(folder) / "planted")
-            make = ["-m", "experiments.make_shape", "--shape", args.shape, "--out", model, "--dtype", "bfloat16"]
-            subprocess.run([sys.executable, *make], check=True)
-            truth = json.loads((Path(model) / "truth.json").read_text())
-        streamed = measure(device, lambda: find_sinks(model, device=device, dtype="bfloat16"))
-        loading = time.perf_counter()
+    made = planted(args.shape, args.folder, "bfloat16") if args.model is None else nullcontext((args.model, None))
+    with made as (model, truth):
+        streamed = measured(device, lambda: find_sinks(model, device=device, dtype="bfloat16"))
         # The planted checkpoint has no unembedding, so nothing reaches its logits and the probe would refuse it.
-        live = load(model, backend="hf", device=device, dtype="bfloat16", probe=truth is None)
-        loading = time.perf_counter() - loading
-        whole = measure(device, lambda: find_sinks(live))
-    rows = {"streamed": row(*streamed), "in_memory": row(*whole), "seconds_to_load_whole": round(loading, 3)}
+        live, loading = measured(
+            device, lambda: load(model, backend="hf", device=device, dtype="bfloat16", probe=truth is None)
+        )
+        whole = measured(device, lambda: find_sinks(live))
+    rows = {"streamed": row(*streamed), "in_memory": row(*whole), "seconds_to_load_whole": loading["seconds"]}
     if truth is not None:
-        planted = [(n["layer"], n["neuron"]) for n in truth["neurons"]]
-        rows["planted"] = planted
+        sites = [(n["layer"], n["neuron"]) for n in truth["neurons"]]
+        rows["planted"] = sites
         rows["found_what_was_planted"] = all(
-            {n.site for n in found.causal} == set(planted) for found in (streamed[0], whole[0])
+            {n.site for n in found.causal} == set(sites) for found in (streamed[0], whole[0])
         )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     settings = {"model": streamed[0].model.name, "shape": args.shape if truth else None, "hardware": name}

@@ -2,8 +2,9 @@
 
     python -m experiments.gpu.loopguard [--model NAME|FOLDER] [--out figures/gpu_loopguard.json] [--device cuda]
 
-Without `--model` a 7B-shaped bfloat16 checkpoint is written to a temporary folder for cost and bytes, and LoopBench
-runs on the model in the package, the largest trained member of its family. With `--model` everything runs on that one.
+Without `--model` a 7B-shaped bfloat16 checkpoint is written for cost and bytes (to a temporary folder unless `--folder`
+is given), and LoopBench runs on the model in the package, the largest trained member of its family. With `--model`
+everything runs on that one.
 
 Cost: decoding one token at a time along a given random text, which sets off no alarm, with LoopGuard and without, in
 interleaved pairs whose order alternates; the ratio is the median over pairs with a 95 % bootstrap interval, and the
@@ -15,8 +16,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from experiments.gpu.steps import clock, planted
 from experiments.record import record
 from sinkscope.bench.loopbench.prompts import load_prompts
 from sinkscope.bench.loopbench.run import run_loopbench
@@ -39,11 +39,6 @@ from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
 
 METHODS = ("full", "streaming", "h2o", "snapkv", "loopguard", "loopguard-always", "loopguard-p1")
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()
@@ -65,12 +60,10 @@ def decode(target: Target, ids: torch.Tensor, prompt: int, edit: Intervention | 
     with edit.on(target) if edit is not None else nullcontext() as run:
         cache = DynamicCache(config=target.hf.config)
         out = target.hf(input_ids=ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        wait(device)
-        start = time.perf_counter()
+        start = clock(device)
         for i in range(prompt, ids.shape[1]):
             out = target.hf(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True)
-        wait(device)
-        seconds = time.perf_counter() - start
+        seconds = clock(device) - start
         events, usage = ([], None) if run is None else (run.events, run.usage)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return {
@@ -173,6 +166,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("figures/gpu_loopguard.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--folder", type=Path, help="where the checkpoint is kept; default: a temporary folder")
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -190,12 +184,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     device, started = torch.device(args.device), time.perf_counter()
     rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model, made = args.model, args.model is None
-        if model is None:
-            model = str(Path(folder) / "shape")
-            make = ["-m", "experiments.make_shape", "--shape", args.shape, "--out", model, "--dtype", "bfloat16"]
-            subprocess.run([sys.executable, *make], check=True)
+    made = args.model is None
+    checkpoint = planted(args.shape, args.folder, "bfloat16") if made else nullcontext((args.model, None))
+    with tempfile.TemporaryDirectory() as folder, checkpoint as (model, _):
         live = load(model, backend="hf", device=device, dtype=args.dtype, probe=not made)
         target = Target.of(live)
         generator = torch.Generator().manual_seed(0)

@@ -10,6 +10,7 @@ accelerate, jaxtyping.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from sinkscope.interventions.base import Intervention
 from sinkscope.kv import H2O, Full, SnapKV
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe
+from sinkscope.models.target import Target
 
 
 def methods(budget: int) -> dict[str, Intervention]:
@@ -56,22 +58,38 @@ def paired(target: Any, ids: torch.Tensor, context: int, edit: Intervention, pai
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
+def opened(
+    about: str | None, argv: Sequence[str] | None, name: str, varied: str, values: Sequence[int], **numbers: int
+) -> tuple[argparse.Namespace, Steps, Target]:
+    """The command line of a part on random weights of a shape, its steps, and the model.
+
+    Args:
+        about: text of the module.
+        argv: the words; None: those of the process.
+        name: of the part.
+        varied: an option that takes several numbers; results of other numbers are taken over.
+        values: its defaults.
+        numbers: the other options, with their defaults.
+    """
 
     def add(option: Any) -> None:
         option("--shape", default="lines-7b", choices=sorted(SHAPES))
-        option("--contexts", type=int, nargs="+", default=[4096, 32768, 131072])
-        option("--new", type=int, default=64)
-        option("--pairs", type=int, default=5)
-        option("--budget", type=int, default=1024)
+        option(f"--{varied}", type=int, nargs="+", default=list(values))
+        for word, default in numbers.items():
+            option(f"--{word}", type=int, default=default)
 
-    args = options(__doc__, argv, "overhead", add)
-    args.model, device = None, torch.device(args.device)
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "model", "contexts")}
-    steps, target = Steps("gpu-overhead", args.out, settings, device, args.dtype), model_of(args)
+    args = options(about, argv, name, add)
+    args.model = None
+    settings = {k: v for k, v in vars(args).items() if k not in ("out", "model", varied)}
+    return args, Steps(f"gpu-{name}", args.out, settings, torch.device(args.device), args.dtype), model_of(args)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    contexts = [4096, 32768, 131072]
+    args, steps, target = opened(__doc__, argv, "overhead", "contexts", contexts, new=64, pairs=5, budget=1024)
     for context in args.contexts:
-        ids = text(context + args.new, 0, 0.1).to(device)
+        ids = text(context + args.new, 0, 0.1).to(target.device)
         for name, edit in methods(args.budget).items():
             steps.do(
                 f"{name} at {context}",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from experiments.gpu.circuits import row_of
-from experiments.gpu.steps import Steps, loaded, options, planted
+from experiments.gpu.steps import Steps, kept, loaded, options
 from experiments.make_shape import SHAPES
 from sinkscope.attention.barcode import barcode
 from sinkscope.lines.sums import Scores, line_sums
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for length in args.lengths:
         dtype = getattr(torch, args.dtype)
         steps.do(f"line sums at {length}", lambda length=length, dtype=dtype: sums(args.shape, length, device, dtype))
-    folder, _ = planted(args.shape, args.folder / f"{args.shape}-{args.dtype}", args.dtype)
+    folder, _ = kept(args.shape, args.folder, args.dtype)
     target = loaded(folder, device, args.dtype)
     ids = [1, *(3 + i % 97 for i in range(args.prompt - 1))]
 

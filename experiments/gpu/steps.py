@@ -5,21 +5,26 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
 
+from experiments import make_shape
 from experiments.record import record
 from sinkscope.console import note
 from sinkscope.models.load import load
 from sinkscope.models.target import Target
 from sinkscope.output import write_atomic
+
+T = TypeVar("T")
 
 
 def clock(device: torch.device) -> float:
@@ -102,14 +107,35 @@ def options(about: str | None, argv: Sequence[str] | None, name: str, add: Calla
     return parser.parse_args(argv)
 
 
-def planted(shape: str, folder: Path, dtype: str) -> tuple[str, dict[str, Any]]:
-    """A checkpoint of this shape with a planted circuit, made where it is not there yet, and the answer."""
-    if not (folder / "truth.json").is_file():
-        make = ["-m", "experiments.make_shape", "--shape", shape, "--out", str(folder), "--dtype", dtype]
-        subprocess.run([sys.executable, *make], check=True)
-    return str(folder), json.loads((folder / "truth.json").read_text())
+def kept(shape: str, folder: Path, dtype: str) -> tuple[str, dict[str, Any]]:
+    """A checkpoint of this shape with a planted circuit, made where `folder` has none yet, and the answer."""
+    made = folder / f"{shape}-{dtype}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{made.name}.lock"):  # several parts may want it at once
+        if not (made / "truth.json").is_file():  # the file that is written last
+            make_shape.main(["--shape", shape, "--out", str(made), "--dtype", dtype])
+    return str(made), json.loads((made / "truth.json").read_text())
+
+
+@contextmanager
+def planted(shape: str, folder: Path | None, dtype: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same for the length of a `with`, in a temporary folder where None is given."""
+    with tempfile.TemporaryDirectory() as own:
+        yield kept(shape, folder or Path(own), dtype)
 
 
 def loaded(folder: str, device: torch.device, dtype: str) -> Target:
     """The checkpoint in memory; it has no unembedding, so nothing reaches its logits and the probe would refuse it."""
     return Target.of(load(folder, backend="hf", device=device, dtype=dtype, probe=False))
+
+
+def measured(device: torch.device, run: Callable[[], T]) -> tuple[T, dict[str, float | int]]:
+    """Result, seconds, and peak memory allocated on the device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    start = clock(device)
+    found = run()
+    spent = clock(device) - start
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return found, {"seconds": round(spent, 3), "peak_device_bytes": int(peak)}

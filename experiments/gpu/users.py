@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from experiments.gpu.steps import Steps, clock, loaded, options, planted
+from experiments.gpu.steps import Steps, clock, kept, loaded, options
 from sinkscope.attention.barcode import barcode
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -106,16 +106,14 @@ def patched(target: Target, truth: dict[str, Any], repeats: int) -> dict[str, An
     return {**shares, "first_norm": float(plain[0]), "events": len(run.events), "right": right}
 
 
-def generated(
-    target: Target, edit: Intervention | None, args: argparse.Namespace, device: torch.device
-) -> dict[str, Any]:
+def generated(target: Target, edit: Intervention | None, args: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of `generate` with a batch, and what the run says of itself."""
     ids = ids_of(target, args.rows, args.prompt)
     options: dict[str, Any] = {"max_new_tokens": args.new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with nullcontext() if edit is None else edit.on(target) as run:
-        began = clock(device)
+        began = clock(target.device)
         made = target.hf.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        spent = clock(device) - began
+        spent = clock(target.device) - began
         told = "" if run is None else run.summary()
     return {
         "tokens_a_second": args.rows * args.new / spent,
@@ -141,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device(args.device)
     settings = {k: v for k, v in vars(args).items() if k not in ("out", "folder")}
     steps = Steps("gpu-users", args.out, settings, device, args.dtype)
-    folder, truth = planted(args.shape, args.folder / f"{args.shape}-{args.dtype}", args.dtype)
+    folder, truth = kept(args.shape, args.folder, args.dtype)
     steps.do("find-sinks, streamed", lambda: sinks(find_sinks(folder, device=device, dtype=args.dtype), truth))
     target = loaded(folder, device, args.dtype)
     hidden(target, ids_of(target, 1, 4), 3, None)  # transformers leaves hooks of its own with the first hidden states
@@ -155,9 +153,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps.do("patch", lambda: patched(target, truth, args.repeats))
     steps.do("circuit", lambda: {"right": circuit(target.hf).sink_layer == layer})
     steps.do("barcode", lambda: {"right": bool(barcode(target.hf, max_new_tokens=args.steps, control=False).rows())})
-    steps.do("generate", lambda: generated(target, None, args, device))
+    steps.do("generate", lambda: generated(target, None, args))
     for name, edit in edits.items():
-        steps.do(f"generate, {name}", lambda edit=edit: generated(target, edit, args, device))
+        steps.do(f"generate, {name}", lambda edit=edit: generated(target, edit, args))
     left = {"hooks": hooks(target.hf) - before, "attention": str(target.config._attn_implementation)}
     steps.do("nothing left", lambda: {**left, "right": left == {"hooks": 0, "attention": attention}})
     steps.end()

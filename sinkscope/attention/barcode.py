@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkscope.adding import add_at
 from sinkscope.attention.texts import (
     Mark,
     QueryHead,
@@ -174,7 +175,9 @@ class Recorder:
         pos = rows.pos[0].repeat_interleave(groups, 0)[here]
         probs = rows.probs[0, here, -1] * (pos >= 0)
         column = (pos.clamp(min=0) * self.columns) // self.positions
-        wide = probs.new_zeros(len(here), self.columns).scatter_add_(1, column, probs)
+        wide = add_at(
+            probs.new_zeros(len(here), self.columns), column, probs, 1.5
+        )  # a row sums to one, but for rounding
         self.wide[rows.layer][step] = wide.to(self.dtype)
         back = at - pos
         near = probs.new_zeros(len(here), NEAR)

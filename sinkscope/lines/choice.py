@@ -31,6 +31,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sinkscope.adding import add_at
 from sinkscope.errors import SinkscopeError
 
 Variant = Literal["exact", "faithful"]
@@ -441,7 +442,7 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
             cells = left.gather(2, column)
             left.scatter_(2, column, 0.0)
             crossing = column if other is None else other(column)
-            weights.view(heads, -1).scatter_add_(1, crossing.flatten(1), -cells.flatten(1))
+            add_at(weights.view(heads, -1), crossing.flatten(1), -cells.flatten(1), 2 * rows)
             missing -= cells.sum((1, 2), dtype=torch.float64)
         # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of
         # the chosen lines, or a twentieth of those that are missing at least; on a GPU, where rounds are dear, as many

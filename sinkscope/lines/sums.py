@@ -75,9 +75,8 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
                 "anything was generated"
             )
         window = _window(call.mask, call.key.shape[2])
-        capped = call.settings.get("softcap"), call.settings.get("s_aux")
         with torch.no_grad():
-            observer(call.layer, Scores(call.query[0], call.key[0], call.scaling, window, *capped))
+            observer(call.layer, Scores(call.query[0], call.key[0], call.scaling, window, call.softcap, call.sinks))
 
     with listening(target, see):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from sinkscope.errors import SinkscopeError, UnsupportedError
+from sinkscope.errors import SinkscopeError, SinkscopeWarning, UnsupportedError
 from sinkscope.models import experts
 from sinkscope.models.adapters import Adapter, adapter_for
 from sinkscope.models.config import without_cache
@@ -78,7 +79,10 @@ class Target:
 
     @classmethod
     def of(cls, model: object, tokenizer: Any = None, name: str | None = None) -> Target:
-        """View `model` (a Target comes back as it is)."""
+        """View `model` (a Target comes back as it is).
+
+        Warns if the model runs with an attention that drops its soft cap, as transformers 5.17 chooses for Gemma 2.
+        """
         if isinstance(model, Target):
             return model
         hf, kind = unwrap(model)
@@ -87,7 +91,16 @@ class Target:
         if tokenizer is None:  # a bridge and nnsight change theirs, `load` keeps the original on the module
             tokenizer = getattr(hf, "tokenizer", None) or getattr(model, "tokenizer", None)
         label = name or getattr(hf, "sinkscope_name", None) or getattr(config, "_name_or_path", "") or type(hf).__name__
-        return cls(model, hf, kind, adapter, tokenizer, str(label).rstrip("/").split("/")[-1])
+        label = str(label).rstrip("/").split("/")[-1]
+        cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+        if cap is not None and getattr(config, "_attn_implementation", None) == "sdpa":
+            warnings.warn(
+                f"{label} runs with SDPA attention, which drops its soft cap of {cap:g}: the numbers are those of the "
+                "model as it runs, not as it was trained; load it with attn_implementation='eager' or sinkscope.load",
+                SinkscopeWarning,
+                stacklevel=2,
+            )
+        return cls(model, hf, kind, adapter, tokenizer, label)
 
     @cached_property
     def found_tokenizer(self) -> Any:

@@ -126,6 +126,16 @@ class Attention:
         """Factor on the scores."""
         return _scaling(self.module, self.query, self.settings.get("scaling"))
 
+    @property
+    def softcap(self) -> float | None:
+        """The soft cap that the model's own attention applies; SDPA, if it was chosen, drops it (or refuses to run)."""
+        return None if stock_name(self.module.config) == "sdpa" else self.settings.get("softcap")
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """The learned sink logits that the model's own attention applies; SDPA, where it was chosen, drops them."""
+        return None if stock_name(self.module.config) == "sdpa" else self.settings.get("s_aux")
+
     def show(self, fn: RowsFunction, *, by_mask: bool = False, first: int = 0, chunk: int = CHUNK) -> None:
         """Show rows, some queries at a time, to `fn`.
 
@@ -148,9 +158,9 @@ class Attention:
     def under_view(self) -> Float[Tensor, "batch query head d_value"]:
         """The model's own attention, of what is seen by `view`."""
         assert self.view is not None
-        name, parts = stock_name(self.module.config), list[Tensor]()
+        parts = list[Tensor]()
         # Eager is the one that knows soft caps and learned sink logits; where SDPA was chosen, the model goes without.
-        slow = name == "eager" or (name != "sdpa" and self._capped)
+        slow = stock_name(self.module.config) == "eager" or self._capped
         for start in range(0, self.query.shape[2], _MASKED):
             part = slice(start, start + _MASKED)
             query = self.query[:, :, part]
@@ -185,8 +195,8 @@ class Attention:
 
     @property
     def _capped(self) -> bool:
-        """What SDPA does not do."""
-        return self.settings.get("softcap") is not None or self.settings.get("s_aux") is not None
+        """The model's own attention does what SDPA does not."""
+        return self.softcap is not None or self.sinks is not None
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
         made = None if self.compute is None else self.compute(self)
@@ -195,8 +205,8 @@ class Attention:
         if not self.by_mask:
             return self.stock(self.mask)
         if not self._capped:
-            out = sdpa_attention()(self.module, self.query, self.key, self.value, self.mask, **self._plain())
-            return out[0], None
+            own = sdpa_attention()
+            return own(self.module, self.query, self.key, self.value, self.mask, **self.settings)[0], None
         key = next((key for key in self._shown if key[0] == 0 and key[2]), (0, CHUNK, True))
         fns, parts = self._shown.pop(key, []), list[Tensor]()
         for start in range(0, self.query.shape[2], key[1]):
@@ -205,9 +215,6 @@ class Attention:
                 fn(start, rows)
             parts.append(self._joined(rows))
         return torch.cat(parts, 1), None
-
-    def _plain(self) -> dict[str, Any]:
-        return {name: value for name, value in self.settings.items() if name not in ("softcap", "s_aux")}
 
     def _joined(self, rows: Tensor) -> Tensor:
         grouped = rows.to(self.value.dtype).unflatten(1, (self.value.shape[1], -1))
@@ -222,8 +229,8 @@ class Attention:
                 None if self.mask is None else self.mask[:, :, part, :keys],
                 scaling=self.scaling,
                 first_query=keys - self.query.shape[2] + part.start,
-                softcap=self.settings.get("softcap"),
-                sinks=self.settings.get("s_aux"),
+                softcap=self.softcap,
+                sinks=self.sinks,
             )
         assert self.view is not None
         later = self.query.shape[2] - part.stop  # new tokens that none of these queries sees
@@ -256,7 +263,7 @@ def rows_by_view(
         scaling=_scaling(module, query, scaling),
         first_query=0,
         softcap=getattr(module.config, "attn_logit_softcapping", None) if capped else None,
-        sinks=getattr(module, "sinks", None),
+        sinks=getattr(module, "sinks", None) if capped else None,
     )
 
 

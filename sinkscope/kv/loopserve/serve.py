@@ -168,7 +168,7 @@ class SparsePrompts:
 
     def _why_dense(self, prompt: Attention, view: View, kv: CacheLayer | None) -> str | None:
         """Why the model's own attention has to be used, or is better; None: lines are used."""
-        keys, settings, device = prompt.key.shape[2], prompt.settings, prompt.query.device.type
+        keys, device = prompt.key.shape[2], prompt.query.device.type
         why = None
         if device != "cpu" and not self.in_blocks:
             why = missing(self.kernel, prompt.query[0], prompt.value[0])
@@ -177,8 +177,8 @@ class SparsePrompts:
             (short, f"fewer than {self.shortest} keys"),
             (why is not None, f"on {device} without FlexAttention: {why}"),
             (view.window is not None and keys > view.window, "sliding window"),
-            (settings.get("softcap") is not None, "soft cap"),
-            (settings.get("s_aux") is not None, "learned sinks"),
+            (prompt.softcap is not None, "soft cap"),
+            (prompt.sinks is not None, "learned sinks"),
             (kv is not None and kv.edited, "tokens were evicted"),
         )
         return next((why for holds, why in reasons if holds), None)
