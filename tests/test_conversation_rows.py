@@ -11,7 +11,7 @@ import pytest
 import torch
 from kv_kit import model_of
 from test_conversation import ALARM, SMALL, ask, said, tensors
-from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer
+from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer, QuantizedLayer
 
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.sink_patch import SinkPatch
@@ -223,6 +223,25 @@ def test_a_quantised_cache_forgets_answers_and_failed_turns_alike(answers: str) 
     assert len(chat.turns) == 3
     assert torch.equal(torch.stack(ask(branch, 1).output.logits), torch.stack(ask(chat, 1).output.logits))
     with pytest.raises(SinkscopeError, match="cache='fp8' is not saved"):
+        chat.save("nowhere")
+
+
+@pytest.mark.parametrize("package", ["optimum.quanto", "hqq"])
+def test_a_cache_in_four_bits_answers_and_forgets(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With either package alone; skipped where it is not installed."""
+    pytest.importorskip(package)
+    other = {"optimum.quanto": "is_hqq_available", "hqq": "is_optimum_quanto_available"}[package]
+    monkeypatch.setattr(f"transformers.cache_utils.{other}", lambda: False)
+    model = model_of("llama")
+    plain, chat = talk(model, None, "recompute"), talk(model, "quantized", "recompute")
+    for layer in chat._held.layers:  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(layer, QuantizedLayer) and layer.nbits == 4
+        assert layer.get_seq_length() == len(chat.ids) - len(chat.turns[-1].ids)
+    # The first token comes from a prompt that was not quantised yet, all others from 4 bits.
+    for turn, expected in zip(chat.turns[:1], plain.turns[:1], strict=True):
+        difference = (torch.stack(turn.output.logits) - torch.stack(expected.output.logits)).abs()
+        assert float(difference[0].max()) < 1e-5 and float(difference[1].max()) > 0
+    with pytest.raises(SinkscopeError, match="cache='quantized' is not saved"):
         chat.save("nowhere")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,7 @@ from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.kv import Observe, StreamingLLM
 from sinkscope.kv.loopguard import LoopGuard
 from sinkscope.kv.loopserve import LoopServe, tokens_read
+from sinkscope.kv.loopserve import serve as serve_module
 from sinkscope.lines.choice import draw_of, held_out, sample_queries, select_lines
 from sinkscope.models.target import Target
 
@@ -132,6 +135,31 @@ def test_alpha_one_and_a_budget_for_everything_is_the_plain_model() -> None:
     with LoopServe(alpha=0.9, shortest=0, dense_above=0.0, decode=False).on(model) as run:  # every head by SDPA
         close(decode(model, ids, mask, 40), plain)
     assert {event.data["dense_heads"] for event in run.events} == {4}
+
+
+def test_prompts_with_flat_attention_are_read_by_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no head has lines, only the sample is computed besides: the logits are the stock ones, bit for bit."""
+    model = deepcopy(model_of("llama"))
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.self_attn.q_proj.weight.zero_()
+
+    def logits(serve: LoopServe | None, *lengths: int) -> tuple[Tensor, list[Any]]:
+        ids, mask = prompts(list(lengths), 0)
+        with nullcontext() if serve is None else serve.on(model) as run, torch.no_grad():
+            out = model(input_ids=ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+        return out[mask.bool()], [] if run is None else [event.data for event in run.events]
+
+    ours, events = logits(LoopServe(shortest=0), 60, 45)  # rows of a padded batch are read one by one
+    close(ours, logits(None, 60, 45)[0])
+    assert len(events) == 2 * len(model.model.layers)
+    monkeypatch.setattr(serve_module, "sparse_attention", lambda *_, **__: pytest.fail("computed a second time"))
+    for dense_rows in (0, 16):
+        ours, events = logits(LoopServe(shortest=0, dense_rows=dense_rows), 60)
+        assert torch.equal(ours, logits(None, 60)[0])
+        for data in events:
+            assert (data["cells"], data["computed"], data["attended"], data["last_error"]) == (1.0, 1.0, 1.0, 0.0)
+            assert data["dense_heads"] == 4 and data["recovered"] == [1.0] * 4
 
 
 @pytest.mark.parametrize("dense_rows", [0, 5])

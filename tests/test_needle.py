@@ -219,6 +219,16 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         needle(model(), methods=["full"], out=tmp_path / "map", seed=1, **SMALL)
 
 
+def test_two_ray_workers_make_the_same_map(tmp_path: Path) -> None:
+    """Also where a part of the run was made in one process."""
+    pytest.importorskip("ray")
+    run_needle(model(), methods=["full"], out=tmp_path / "map", **SMALL)
+    found = run_needle(
+        model(), methods=["full", "streaming", "tova", "a-shape"], out=tmp_path / "map", workers=2, **SMALL
+    )
+    assert (found.groups, found.cells) == (small().groups, small().cells)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
