@@ -153,8 +153,8 @@ def selection(lengths: list[int], rounds: int) -> list[dict[str, Any]]:
         cells: dict[float, float] = {}
         for _ in range(rounds if n <= REPEATED else 1):
             base, _out = seconds(
-                lambda: functional.scaled_dot_product_attention(query[None], key[None], key[None], is_causal=True)  #
-            noqa: B023 )
+                lambda: functional.scaled_dot_product_attention(query[None], key[None], key[None], is_causal=True)  # noqa: B023
+            )
             for alpha, ratios in pairs.items():
                 ours, lines = seconds(lambda: choice.select_lines(query, key, alpha, dense_above=limit))  # noqa: B023
                 ratios.append(ours / base)
