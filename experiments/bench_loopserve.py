@@ -3,19 +3,19 @@
     python -m experiments.bench_loopserve [--lengths 2048 4096 8192 16384 32768] [--contexts 8192 32768] [--rounds 3]
         [--parts layer selection model decoding] [--flex] [--out figures/bench_loopserve.json]
 
-All times are CPU times of one thread. Pairs are interleaved, and the result is the median of their ratios; above 8,192
-tokens there is one round, and layers have two heads. The script writes a PNG beside the JSON.
+Everything is CPU time of one thread, pairs are interleaved, and what counts is the median of their ratios; above 8,192
+there is one round, and layers have two heads. Writes a PNG beside the JSON.
 
 - `layer`: attention of 8 heads, d_head 64, on drawn lines. `vertical`: single columns; `slash`: single offsets;
   `groups`: offsets in groups of four; `mixed`: 70 % columns, a band at the diagonal, two lone offsets. Beside them
   single offsets without numba, and at 4,096 FlexAttention on a CPU (`--flex`, which takes half a minute more).
 - `selection`: the choice of lines as a share of dense attention, on planted columns and periods.
-- `model`: forward pass under `LoopServe` compared with the same model alone, and the time of each stage. `half`:
-  `lines-512` of `bench_lines` (random weights, 2 layers). In its first layer, half of the heads attend to one offset
-  and half to marked tokens; the output of this layer hides that in the second, whose attention needs most cells.
-  `lines`: the same with outputs a tenth as large, so both layers attend along lines. `flat`: the control, with zero
-  queries, so attention is flat and every head has to be dense.
-- `decoding`: random weights, 2 layers, 8 heads, width 512; the whole cache compared with 1,024 chosen tokens.
+- `model`: forward pass under `LoopServe` against the same model alone, and what the stages take. `half`: `lines-512` of
+  `bench_lines` (random weights, 2 layers; in the first half of the heads attend to one offset and half to marked
+  tokens; what it writes drowns that in the second layer, whose attention needs most cells). `lines`: the same with
+  writes a tenth as large, so that both layers are on lines. `flat`: the control, queries are zero, so that attention is
+  flat and every head has to be dense.
+- `decoding`: random weights, 2 layers, 8 heads, width 512; everything against 1,024 chosen tokens.
 """
 
 from __future__ import annotations

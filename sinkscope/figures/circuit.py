@@ -17,7 +17,7 @@ _FILLED = {"text": "white", "mark": BLUE, "factor": GREY, "neuron": ORANGE, "spi
 
 
 def draw_circuit(result: Any) -> go.Figure:
-    """Draw the circuit as a graph: layers from left to right, and the share of each edge; hover for its ablation."""
+    """Nodes from left to right by layer, shares on the edges, the proofs when one points at a share."""
     fig = go.Figure()
     edges = _edges(result)
     places, roles = _places(edges)
