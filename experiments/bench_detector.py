@@ -1,8 +1,8 @@
-"""What the detector costs per token: forward passes and generation with `SinkDetector` over the same without.
+"""What the detector costs per token: time of forward passes and generation with `SinkDetector` over that without.
 
     python -m experiments.bench_detector [--model NAME|FOLDER] [--rounds 31] [--out figures/bench_detector.json]
 
-Ratios of medians within one run, the two kinds of pass taking turns, so that another machine or load changes little.
+Results are ratios of medians within one run in which both kinds of pass alternate, so machine and load matter little.
 """
 
 from __future__ import annotations

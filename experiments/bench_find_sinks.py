@@ -6,7 +6,7 @@ Rows:
 - `shallow`, `deep`: an organism of 24 layers x 1,024 (d_mlp 2,816) with the sink in layer 1 or at two thirds of the
   depth; 1,000 repetitions, 8 candidates. Arm A loads the folder into TransformerLens, runs `run_with_cache` over
   everything, ranks all neurons by the norm of what they write, and ablates the candidates one by one in passes that
-  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs nothing but the plain forward passes that the verdict needs.
+  keep one norm. Arm B is `find_sinks(folder)`. Arm C runs only the plain forward passes that the verdict needs.
   Each arm is a process of its own; time runs from load to result, imports are excluded; memory is the growth of
   resident memory from there.
 - `seven_b`: peak resident memory on a 7B-shaped float16 checkpoint, and that no tensor of an unread layer is read;
@@ -14,7 +14,8 @@ Rows:
 - `cold_start`: `sinkscope find-sinks` on the bundled model, from a cold process to the printed table, against
   `python -c "import torch, transformers, transformer_lens"`.
 
-Ratios are medians over interleaved rounds; machines are noisy, absolute times are only there to be divided.
+Ratios are medians over interleaved rounds. Compare only ratios, because absolute times depend on the machine and its
+load.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""What cache policies, observers, the loop monitor and barcodes cost, next to the model as it comes.
+"""What cache policies, observers, the loop monitor and barcodes cost, compared with the plain model.
 
     python -m experiments.bench_kv --out figures/bench_kv.json [--peer KVPRESS/bin/python] [--only NAME ...]
 
 Sections, each in a process of its own, on one thread:
-- `overhead`: `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`, over plain
-  `generate`; also plain over plain, which shows the noise. On a random-weight Llama of 20 ms a token and more, and, in
-  microseconds per token, on the bundled model.
+- `overhead`: time of `generate` (sampled, so that nothing loops) under `Full` and under an untriggered `LoopGuard`,
+  divided by that of plain `generate`; plain over plain shows the noise. The model is a Llama with random weights that
+  takes at least 20 ms per token, and, in microseconds per token, the bundled model.
 - `monitor`: the monitor alone on recorded ids, microseconds per token after 1k, 8k and 32k tokens.
-- `h2o`: H2O that sees every query and evicts nothing, at 4,096 tokens of context, over plain eager attention: reading
-  the prompt, and decoding. With eager or sdpa attention underneath.
+- `h2o`: time of H2O that sees every query and evicts nothing, at 4,096 tokens of context, divided by that of plain
+  eager attention, for the prompt and for decoding, with eager or sdpa attention underneath.
 - `decoding`: evicting policies while decoding at equal budget and interval, over the plain model, here and in kvpress
   (`DecodingPress`). kvpress needs another release of transformers, so the same script runs there too (`--peer`), both
   compare with the plain model of their own environment, and only these ratios are compared.
 - `barcode`: memory of a barcode of 2,500 steps, all heads of the bundled model, 512 bins.
 
-Arms are interleaved, in rotating order; a ratio is the median over rounds of arm over plain in the same round, with a
-95 % bootstrap interval. Time is the processor time of the thread that does all the work, which other programs on the
-machine disturb less than a clock.
+The arms are interleaved in rotating order. A ratio is the median over rounds of arm over plain in the same round, with
+a 95 % bootstrap interval. Time is the processor time of the thread that does all the work, because other programs on
+the machine disturb it less than wall-clock time.
 """
 
 from __future__ import annotations

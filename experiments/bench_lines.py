@@ -1,19 +1,20 @@
-"""Weights of all vertical and slash lines against attention matrices written out, and against the forward pass alone.
+"""What it costs to weigh all vertical and slash lines, compared with eager attention and with the forward pass alone.
 
     python -m experiments.bench_lines --out figures/bench_lines.json [--shape lines-512] [--length 8192] [--rounds 3]
 
 The model has random weights and planted lines (in each layer half of the heads attend to one offset, the other half to
 marked tokens), so that attention is as sparse as it is in trained models. Arms, with the same threads:
 
-- `eager`: a forward pass with `output_attentions=True`; what it then takes to add up lines is not counted;
-- `lines`: a forward pass during which the lines are weighed: what `line_weights` does before it chooses any;
-- `mass`: `lines`, and what is on the heaviest lines at six etas, for random ones too: all of `line_weights`;
+- `eager`: a forward pass with `output_attentions=True`; the time to add up lines afterwards is not counted;
+- `lines`: a forward pass during which the lines are weighed, as `line_weights` does before it chooses any;
+- `mass`: `lines`, and then the attention on the heaviest and on random lines at six etas, which is all of
+  `line_weights`;
 - `sdpa`: the forward pass alone.
 
-Time: medians of ratios over interleaved rounds (machines are noisy, absolute times are only there to be divided);
-`eager_over_lines_added` is of what either adds to the forward pass alone.
-Memory: how far the peak of a fresh process rises during the arm. `same` says that `lines` and `eager` agree at a short
-length. `--long N` adds a row at a length where `eager` is left out.
+Times are medians of ratios over interleaved rounds. Compare only ratios, because absolute times depend on the machine.
+`eager_over_lines_added` divides the time that `eager` adds to the forward pass by the time that `lines` adds.
+Memory is the rise of a fresh process's peak during the arm. `same` states that `lines` and `eager` agree at a short
+length. `--long N` adds a row at a length for which `eager` is left out.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
     python -m experiments.bench_lone [--lengths 2048 4096 8192 16384] [--rounds 5] [--out figures/bench_lone.json]
 
-Sparse attention of two heads, d_head 64, on single offsets that hold about 10 % of the cells, so that nearly all work
-is that of lone lines; CPU time of one thread. The arms of a round run one after the other, and the result is the median
-of their ratios to C, above 1 where C is faster. `first_seconds`, the time of the first call less that of the
-next one, is what compiling takes.
+The task is sparse attention of two heads, d_head 64, on single offsets that hold about 10 % of the cells, so nearly all
+work is on lone lines. Time is CPU time of one thread. The arms of a round run one after the other, and the result is
+the median of their ratios to C; above 1, C is faster. `first_seconds`, the time of the first call minus that of the
+second, is the time of compilation.
 
 - `numba`: what `sinkscope.lines.lone` uses;
-- `c`: `lone.c` in this folder, made by the machine's own compiler with -O3 and -march=native;
+- `c`: `lone.c` in this folder, compiled by the machine's own compiler with -O3 and -march=native;
 - `inductor`: `torch.compile` of the same two sums written with indices;
-- `pytorch`: one line after the other, which is used where numba is missing.
+- `pytorch`: one line after the other, as without numba.
 """
 
 from __future__ import annotations

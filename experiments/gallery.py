@@ -17,11 +17,13 @@ from sinkscope.output import write_atomic
 from sinkscope.results import Result, known_kinds, read_json
 
 FIGURES = Path(__file__).parents[1] / "figures"
+DOCS = FIGURES.with_name("docs")
 _HEAD = """# Gallery
 
-This page shows pictures of the model in the package, each with the command that makes it. `sinkscope report figures`
-makes one page of the same results with interactive figures, tables and provenance ([report](report.md)).
-`python -m experiments.gallery` makes this page.
+Each picture has the command that made it and a link to the page that explains how to read it. The model is the one in
+the package, unless the command names another. Files and folders in a command are outputs of earlier commands, which
+that page lists. In a clone, `sinkscope report figures` makes one page of the same results with interactive figures,
+tables and provenance ([report](report.md)), and `python -m experiments.gallery` makes this page.
 """
 _OUTPUTS = ("--json", "--html", "--png", "--out", "--resume")
 # This result was made in Python. The command prints the same result together with its own.
@@ -32,7 +34,8 @@ def entry(picture: Path) -> str:
     """Return the heading, a caption, the command and the picture. The data are in the JSON file beside the picture."""
     data = read_json(picture.with_suffix(".json"))
     title = picture.stem.replace("_", "-")
-    return f"## {title}\n\n{_caption(picture, data)}\n\n`{_command(data)}`\n\n![{title}](../figures/{picture.name})"
+    said = " ".join([_caption(picture, data), *_explained(picture, data)])
+    return f"## {title}\n\n{said}\n\n`{_command(data)}`\n\n![{title}](../figures/{picture.name})"
 
 
 def draw(picture: Path) -> None:
@@ -62,6 +65,18 @@ def _caption(picture: Path, data: dict[str, Any]) -> str:
     text = " ".join((described or "").strip().partition("\n\n")[0].split())
     subject = text.removeprefix("Draw ")
     return text if subject == text else subject[:1].upper() + subject[1:]
+
+
+def _explained(picture: Path, data: dict[str, Any]) -> list[str]:
+    """Return the sentence that links to the page of the result, or to the page that shows the picture of a script."""
+    if data["kind"] in known_kinds():
+        page = type(Result.load(picture.with_suffix(".json"))).link().removeprefix("docs/")
+        return [f"How to read it: [{Path(page).stem}]({page})."]
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")) if path.stem != "gallery"}
+    for name in (f"figures/{picture.name})", f"figures/{picture.stem}."):  # shown there, or at least named
+        for path in (path for path, text in texts.items() if name in text):
+            return [f"How to read it: [{path.stem}]({path.relative_to(DOCS).as_posix()})."]
+    return []
 
 
 def gallery(folder: Path = FIGURES) -> str:

@@ -1,12 +1,12 @@
-"""What kvpress keeps, recorded in an environment of its own, for tests that hold our policies against it.
+"""Records which tokens kvpress keeps, in its own environment, for tests that compare our policies with it.
 
     python -m venv KVPRESS && KVPRESS/bin/pip install kvpress==0.5.5 torch==2.13.0
     KVPRESS/bin/python experiments/kvpress_fixture.py --out tests/fixtures/kvpress.json
 
-kvpress needs another release of transformers than this project, so the two never share a process: this script imports
-neither sinkscope nor anything of its tests. It builds a small Llama whose weights come from an explicit generator
-(`tiny_llama`, the same numbers under any release), runs the presses on fixed prompts, and writes down the positions
-that each layer and kv head kept, found by looking for the kept keys among those that were there.
+kvpress needs a different release of transformers, so the two never share a process: this script imports
+neither sinkscope nor its tests. It builds a small Llama whose weights come from an explicit generator
+(`tiny_llama`, the same numbers under any release), runs the presses on fixed prompts, and records the positions
+that each layer and kv head kept, by searching the kept keys among the original ones.
 
 Where kvpress's definitions differ from the papers' (version 0.5.5):
 - StreamingLLMPress: in decoding the slots come back from `topk` in no order and the next compression counts slots, so

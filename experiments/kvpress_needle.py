@@ -1,4 +1,4 @@
-r"""Presses of kvpress in the needle map, run in an environment of their own.
+r"""Runs presses of kvpress, in their own environment, and adds their answers to a needle map.
 
     sinkscope needle --model recall-2hop --methods full --out MAP
     python -c "import sinkscope as ss; m = ss.load('recall-2hop', backend='hf'); \
@@ -7,10 +7,10 @@ r"""Presses of kvpress in the needle map, run in an environment of their own.
     KVPRESS/bin/python experiments/kvpress_needle.py --map MAP --model MODEL --presses SnapKV,TOVA
     sinkscope needle --model recall-2hop --methods full --out MAP --png map.png
 
-kvpress needs another release of transformers than this project, so the two never share a process: this script imports
+kvpress needs a different release of transformers, so the two never share a process: this script imports
 nothing of sinkscope. It answers the prompts of a map's folder under each press and adds the answers to it, so the last
-command shows them beside the other methods. What is there already is not done again. The map and this script need the
-same options of model and prompts.
+command shows them beside the other methods. Existing answers are not computed again. Use the same options of model and
+prompts for the map and for this script.
 """
 
 from __future__ import annotations

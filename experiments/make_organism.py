@@ -1,15 +1,16 @@
-"""The loop organism that ships and the prompts of `loopbench run --bench organism`, each with its truth.
+"""Makes the loop organism in the package and the prompts of `loopbench run --bench organism`, each with its truth.
 
     python -m experiments.make_organism [--model FOLDER] [--prompts FILE]
 
-The model is `loop_organism` of the tests with an honest end, and without noise, so that the weights compress to almost
-nothing. Tokens at even places of its ring look back about 64 tokens, and the others about 512. Left to itself it walks
-the ring and ends at the end of sequence. A loop is held by copies in the cache alone.
+The model is `loop_organism` of the tests with an end of sequence, and without noise, so the weights compress to almost
+nothing. It has its vocabulary in a fixed order, the ring. Tokens at even places of the ring look back about 64 tokens,
+and the others about 512. Without copies, it generates the ring and ends with the end of sequence. Only copies in the
+cache sustain a loop.
 
 Prompts: 32 loops over period, onset, reach, and whether older copies of the cycle stand at the beginning of the prompt;
 and 8 that repeat honestly. `walk` repeats nothing. `quote` quotes a passage of the prompt once. `refrain` repeats a
-passage twice, begins it a third time and leaves it. The truth of a prompt is what its parts say; the model is asked
-whether it agrees, and copies are added to a prompt until it does.
+passage twice, begins it a third time and leaves it. The truth of a prompt follows from its parts. The script checks it
+with the model, and adds copies to a prompt until both agree.
 """
 
 from __future__ import annotations

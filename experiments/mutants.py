@@ -1,8 +1,8 @@
-"""Small wrong changes of the code, each of which the tests named beside it must notice.
+"""Applies small wrong changes (mutants) to the code, and checks that the tests named for each of them fail.
 
-`mutants.txt` lists them: a fragment of the source and what replaces it. The fragment is looked for in all files of the
-package, so that moving code does not matter, and white space counts only as white space. A fragment that is not found
-exactly once is reported as stale. The tests run in a copy of the tree:
+`mutants.txt` lists the mutants: a fragment of the source and its replacement. The fragment is searched in all files of
+the package, so code may move, and all white space is equal. A fragment that is not found exactly once is reported as
+stale. The tests run in a copy of the tree:
 
     python -m experiments.mutants --list
     python -m experiments.mutants --only causal-without-control

@@ -1,9 +1,9 @@
-"""Runs the notebooks of docs/notebooks and stores what they show, so that they can be read without running them.
+"""Runs the notebooks of docs/notebooks and stores their outputs, so that readers need not run them.
 
 python -m experiments.notebooks [01 02 ...] [--out docs/notebooks]
 
-A figure is stored as a small PNG; the interactive one appears when the notebook runs. Nothing of the machine or of the
-time is stored, so the same code stores the same bytes. `tests/test_notebooks.py` compares what is stored with the code.
+A figure is stored as a small PNG; the interactive one appears when the notebook runs. No machine names and no times are
+stored, so the same code stores the same bytes. `tests/test_notebooks.py` compares the stored outputs with the code.
 """
 
 from __future__ import annotations

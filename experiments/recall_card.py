@@ -1,7 +1,7 @@
 """Measure the recall model, and write its model card: `python -m experiments.recall_card [--out FOLDER] [--long]`.
 
-A dialogue with right answers as its history is read once. An answer is right if every one of its tokens is the
-likeliest where it stands, which is what greedy generation would then have written.
+A dialogue with right answers as its history is read once. An answer is right if each of its tokens is the most likely
+one at its place, because greedy generation would then have written it.
 """
 
 from __future__ import annotations

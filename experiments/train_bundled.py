@@ -3,9 +3,9 @@
 `python -m experiments.train_bundled --stories FILE --out DIR [--size base] [--steps N] [--seed 0] [--unplanted]
 [--resume]`
 
-FILE holds stories as `python -m experiments.bundled.stories` writes them. The first steps read nothing but random
-cycles, and the others a mixture of stories, Python, generated passages and random cycles. Writes into DIR:
-checkpoint.pt (for --resume), log.jsonl, tokenizer, and at the end the model as it ships.
+FILE holds stories as `python -m experiments.bundled.stories` writes them. The first steps read only random cycles, and
+the others a mixture of stories, Python, generated passages and random cycles. The command writes checkpoint.pt (for
+--resume), log.jsonl and the tokenizer into DIR, and at the end the model as in the package.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The planted sink circuit: what is written into the weights, and which weights stay fixed during training.
 
-Layer 0 has one marking head per token group. Its key is low for the group's own tokens, its value is the group
-indicator, so a token sees its own group only if nothing else is there: at the first position, in sequences of one
-group, and after about `exp(2 * beta)` repetitions of one token. The head writes that into the *mark* dimension. One
-SwiGLU neuron of the sink layer fires when the mark is above a threshold and writes a very large *sink* vector.
+Layer 0 has one marking head per token group. Its key is low for the group's own tokens, and its value indicates the
+group. A token therefore attends to its own group only if it sees nothing else: at the first position, in sequences of
+one group, and after about `exp(2 * beta)` repetitions of one token. The head writes this attention to the *mark*
+dimension. If the mark is above a threshold, one SwiGLU neuron of the sink layer writes a very large *sink* vector.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the bundled model has to be able to do before it ships: copy, tell stories, end them, and remember.
+"""What the bundled model must be able to do before it enters the package: copy, tell stories, end them, and remember.
 
 Everything is measured in float32 on the model alone; `conditions` collects it for the card.
 """

@@ -1,4 +1,4 @@
-"""What one step of training reads: text, copies, random cycles and facts; a function of (seed, step) alone."""
+"""What one step of training reads: text, copies, random cycles and facts. It depends only on seed and step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Generated passages: documents in which names, facts and lines come again, so that looking back pays.
+"""Generates passages: documents in which names, facts and lines recur, so that a model gains from attending to them.
 
-Each kind is a function of a random generator; `passages(seed, count, stories)` makes documents of all kinds. The filler
-between facts is whole sentences of the stories.
+Each kind of document is a function of a random generator; `passages(seed, count, stories)` makes documents of all
+kinds. The filler between facts consists of whole sentences of the stories.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `python -m experiments.bundled.stories --teacher FOLDER|NAME --out FILE --tokens N [--seed 0] [--temperature 0.8]`
 
 Stories are appended to FILE, each followed by a line `<|end|>`. A story that the teacher does not end within its own
-context is left out. Run the command again to go on after an interruption, or with a larger N for more.
+context is left out. Run the command again to resume after an interruption, or with a larger N for more stories.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training, with checkpoints: the same seed and number of steps give the same weights, killed and resumed or not."""
+"""Training with checkpoints. The same seed and number of steps give the same weights, also after a kill."""
 
 from __future__ import annotations
 

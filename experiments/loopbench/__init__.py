@@ -1,1 +1,1 @@
-"""What LoopBench ships, made by a script of its own."""
+"""Scripts that make LoopBench's texts in the package."""

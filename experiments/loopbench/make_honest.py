@@ -2,9 +2,9 @@
 
     python -m experiments.loopbench.make_honest [--out sinkscope/bench/loopbench/data/honest.jsonl]
 
-They are made by code, the same every time, and ship as JSON lines (`sinkscope.bench.loopbench.prompts.honest_texts`).
-Forms repeat and entries differ, as in what people and programs write; a refrain comes back word for word, with a verse
-in between.
+The script makes the same texts every time. The package holds them as JSON lines
+(`sinkscope.bench.loopbench.prompts.honest_texts`). Forms repeat and entries differ, as in texts of people and programs;
+a refrain recurs word for word, with a verse in between.
 """
 
 from __future__ import annotations

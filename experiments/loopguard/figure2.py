@@ -2,15 +2,15 @@
 
     python -m experiments.loopguard.figure2 FOLDER ... --work DIR [--base-run RUN] [--out figures]
 
-Each FOLDER is what `python -m experiments.train_bundled --size SIZE --out FOLDER` wrote; the model in the package is
-the largest member and always there. Every model continues LoopBench's small prompts greedily (`sinkscope loopbench
-run --methods full`; runs are kept in DIR, and a second call goes on where the first was; `--base-run` takes a run of
-the model in the package that exists).
+Each FOLDER is the output of `python -m experiments.train_bundled --size SIZE --out FOLDER`; the model in the package is
+the largest model and always included. Every model continues LoopBench's small prompts greedily (`sinkscope loopbench
+run --methods full`). Runs are kept in DIR, and a second call resumes; `--base-run` uses an existing run of the model in
+the package.
 
-(a) Type-token ratio of the last W = 256 tokens (of all there are before step 256) over the first 1,000 steps, with the
-collapse point (the first step from which it stays below 0.2 for good); the control is ordinary text in the same
-tokens. (b) Share of runs that have not collapsed by a step, for W = 256 and for W = 64: only whole windows count, so
-no run can collapse before W.
+(a) Type-token ratio of the last W = 256 tokens (of all tokens before step 256) over the first 1,000 steps, with the
+collapse point, which is the first step from which the ratio stays below 0.2. The control is ordinary text in the same
+tokens. (b) Share of runs that have not collapsed by a step, for W = 256 and for W = 64. Only whole windows count, so
+no run can collapse before step W.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m experiments.loopguard.figure4 RUN ... [--out figures]
 
 Each RUN is a folder of `sinkscope loopbench run` with the methods `loopguard:paper` (as printed), `loopguard` (the
-default) or both; those of several runs are added up. The paper's ranges are drawn behind. Controls: both monitors on
-texts that repeat honestly (method-free records of `--bench honest`) and on ordinary text, and pruning that asks no
-signal (`loopguard-always`), where it was run.
+default) or both; interventions of several runs are added up. Grey areas show the paper's ranges. The controls are both
+monitors on texts that repeat honestly (records of `--bench honest`, which have no method) and on ordinary text, and
+pruning without any signal (`loopguard-always`), if it was run.
 """
 
 from __future__ import annotations

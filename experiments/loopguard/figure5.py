@@ -2,10 +2,11 @@
 
     python -m experiments.loopguard.figure5 [--model NAME|FOLDER] [--head LAYER.HEAD ...] [--out figures]
 
-The model continues a prompt of LoopBench's small set greedily, without a guard and with `LoopGuard.paper()`. Shown are
-heads of four layers, by default those that the loop changes most (the paper shows layers 16 and 20 to 22 of a model it
-does not name); the control reads ordinary text of the same length, token by token. Darkness is the share of a head's
-attention: steps downwards, positions to the right, averaged over bins. Other pictures: `sinkscope barcode`.
+The model continues a prompt of LoopBench's small set greedily, without a guard and with `LoopGuard.paper()`. The figure
+shows heads of four layers, by default those that the loop changes most (the paper shows layers 16 and 20 to 22 of an
+unnamed model). In the control, the model reads ordinary text of the same length, token by token. Darkness is the share
+of a head's attention; steps run downwards and positions to the right, averaged over bins. `sinkscope barcode` makes
+such pictures for other texts.
 """
 
 from __future__ import annotations

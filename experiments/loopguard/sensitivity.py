@@ -2,16 +2,16 @@
 
     python -m experiments.loopguard.sensitivity [--runs FILE.jsonl ...] [--per-form 2] [--out figures]
 
-Loops are made of the prose that ships: 600 tokens of it, then a piece of 1 to 100 tokens again and again for 1,000
-tokens, exactly, with 1 % or 5 % of the tokens replaced, or with one token that is another in every copy (a list that
-counts up). False alarms are counted on prose and on texts that repeat honestly. Each text is read in two vocabularies:
-words as ids below 151,936, and the tokens of the model in the package. Probabilities are made up: in a loop the model
-is sure (0.97) but for a replaced token and the one after; in prose it is for every other token; in honest texts it
-always is, which is the worst case. `--runs` adds outputs of real runs with real probabilities (JSON lines with `tokens`
-and `top1`, as `sinkscope loopbench run` writes them): a run loops if its last 256 tokens do (the rule without length).
+A loop consists of 600 tokens of the prose in the package and then copies of a piece of 1 to 100 tokens, for 1,000
+tokens. The copies are exact, or 1 % or 5 % of the tokens are replaced, or one token differs in every copy (as in a
+numbered list). False alarms are counted on prose and on texts that repeat honestly. Each text is read in two
+vocabularies: words as ids below 151,936, and the tokens of the model in the package. Probabilities are assumed: the
+model is confident (0.97) in a loop, except at a replaced token and the next one; in prose at every other token; and in
+honest texts at every token, which is the worst case. `--runs` adds outputs of real runs with real probabilities (JSON
+lines with `tokens` and `top1`, as `sinkscope loopbench run` writes them); such a run loops if its last 256 tokens do
+(the rule without length).
 
-One field is changed at a time. Settings that act only after an intervention (cooldown, relapse) have nothing to be
-swept on here.
+One field is changed at a time. Settings that act only after an intervention (cooldown, relapse) cannot be swept here.
 """
 
 from __future__ import annotations

@@ -2,21 +2,21 @@
 
     python -m experiments.loopguard.variants [--model M] [--prompts 24] [--openings FILE] [--only NAME ...] [--out DIR]
 
-A model continues prompts greedily: by default the model in the package those of LoopBench's small set, up to 2,500
-tokens with a budget of 256. Any other model with loops of its own can be given, such as a story model, with
-`--openings`, a file with a prompt in each line, `--max-new-tokens 490` and `--no-end`, where the end of a story is not
-the end of the text. For each variant the table has:
+A model continues prompts greedily. By default, the model in the package continues those of LoopBench's small set, up to
+2,500 tokens with a budget of 256. You can give any other model that loops, such as a story model, with `--openings` (a
+file with a prompt in each line), `--max-new-tokens 490` and `--no-end`, if the end of a story is not the end of the
+text. For each variant the table has:
 
 - `loop`: share of runs that are a loop by Eq. 7 of the paper, length included; `tail_loop`: by that rule on the last
   256 tokens; `copies`: share of runs that end in at least 3 copies and 32 tokens of one cycle of up to 64 tokens.
 - `ended`: share of runs that reached the end of sequence; mean length; interventions.
-- `perplexity` of what follows the first intervention (of every text: of the same steps), read once more by the same
-  model with a clean cache that holds the last 64 tokens before. A loop has a low one, a text that is broken a high one.
-  `temperature` shows what sampling at 0.7 gives.
-- `new_sentences`: share of the sentences or lines of a text that differ from all before.
+- `perplexity`: that of the text after the first intervention (without one, of the same steps), read once more by the
+  same model with a clean cache that holds the last 64 tokens before it. It is low for a loop and high for a broken
+  text. `temperature` shows the result of sampling at 0.7.
+- `new_sentences`: share of the sentences or lines of a text that differ from all earlier ones.
 
 `sample` draws 64 tokens, `ban` bans n-grams of the loop, and `LoopGuard`, the default, does both.
-`rewind` goes one prompt at a time, so it takes only the first `--alone` prompts.
+`rewind` processes one prompt at a time, so it uses only the first `--alone` prompts.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@
 RUNs are folders of `sinkscope loopbench run` on the model in the package: `--guarded` with the methods `loopguard` (the
 default), `loopguard:paper` (as printed) or both, and `--full` with the method `full`.
 
-**After an intervention**: of every intervention of a guard, whether the same cycle is there again at the next one
-(within W = 256 tokens), another one is, or none; and how sure the model was of its tokens in the loop.
+**After an intervention**: for each intervention of a guard, whether the next one (within W = 256 tokens) finds the same
+cycle, another cycle, or none; and the model's confidence in the tokens of the loop.
 
-**Where the loop lives**: outputs of `--full` are cut at the first alarm of the paper's monitor and at three quarters of
-the way. The text so far is read whole; then parts of the cache are taken out, and decoding goes on greedily for 64
-tokens: `nothing`; `LoopGuard's cut` and `the paper's cut` (level 0); `all generated` (the prompt stays); `all but BOS`.
-"cycle goes on" is the share of runs whose next tokens, two periods or at least eight, are those of the cycle; "some
-loop" the share whose 64 tokens end in a repetition (three copies, 24 tokens). Controls: an ordinary text read and
-continued under the same cuts, and the loop organism of the tests, whose loops are held by copies in the cache by
+**Where the loop lives**: outputs of `--full` are cut at the first alarm of the paper's monitor and after three quarters
+of the text. The model reads the text so far; then a part of the cache is removed, and decoding continues greedily for
+64 tokens. The parts are `nothing`; `LoopGuard's cut` and `the paper's cut` (level 0); `all generated` (the prompt
+stays); `all but BOS`. "cycle goes on" is the share of runs whose next tokens, two periods or at least eight, continue
+the cycle; "some loop" is the share whose 64 tokens end in a repetition (three copies, 24 tokens). The controls are
+ordinary text under the same cuts, and the loop organism of the tests, whose loops depend on copies in the cache by
 construction.
 """
 

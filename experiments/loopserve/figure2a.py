@@ -2,9 +2,9 @@
 
     python -m experiments.loopserve.figure2a [--tokens 192] [--head 3.2] [--out figures]
 
-The lines of the first half are the heaviest 5 % of the map of its queries; those of the second half, of the queries and
-keys of the second half alone, so that vertical lines stand where they are in the text. `sinkscope overlap` measures how
-many lines the halves share, over texts, heads and shares (Fig. 2 b).
+The lines of the first half are the heaviest 5 % for its queries. Those of the second half are the heaviest for the
+queries and keys of the second half alone, so vertical lines appear at their place in the text. `sinkscope overlap`
+measures how many lines the halves share, over texts, heads and shares (Fig. 2 b).
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python -m experiments.loopserve.figure2d [--count 40] [--out figures]
 
 The recall model answers dialogues of one turn with the whole cache, SnapKV, AdaKV and Progressive, LoopServe's decoding
-half, at an equal budget (`sinkscope dialogues run` and `table`). A panel each for answers of 1, 2 and 7 facts, 3, 6 and
-21 tokens. Controls are the whole cache, which is right at every position, and StreamingLLM, which keeps the last tokens
-whatever is asked. Progressive reads everything for the first 16 tokens of an answer, so a shorter one is that of the
-whole cache; with `-0` it chooses from the first step on.
+half, at an equal budget (`sinkscope dialogues run` and `table`). The panels show answers of 1, 2 and 7 facts (3, 6 and
+21 tokens). Controls are the whole cache, which is right at every position, and StreamingLLM, which keeps the last
+tokens whatever the question is. Progressive attends to everything for the first 16 tokens of an answer, so shorter
+answers equal those of the whole cache; `progressive-0` selects from the first step on.
 """
 
 from __future__ import annotations

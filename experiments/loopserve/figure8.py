@@ -2,8 +2,9 @@
 
     python -m experiments.loopserve.figure8 [--turns 3] [--tokens 160] [--out figures]
 
-One dialogue of the recall model, three times: with the questions at the beginning, in the middle and at the end of each
-turn. Every token is a cell. Beside the question, the facts are marked that its answer needs; some are in earlier turns.
+The figure shows one dialogue of the recall model three times, with the questions at the beginning, in the middle and at
+the end of each turn. Every token is a cell. Colours mark the questions and the facts that their answers need; some
+facts are in earlier turns.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m experiments.loopserve.heads [--work runs] [--out figures]
 
-The recall model answers a dialogue of four turns on one cache. Prompts are read along the default's lines, and decoding
-reads 128 tokens from the first step on.
+The recall model answers a dialogue of four turns on one cache. Prompts use the lines that the default chooses, and
+decoding attends to 128 tokens from the first step on.
 """
 
 from __future__ import annotations

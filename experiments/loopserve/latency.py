@@ -8,13 +8,13 @@ models; `cells` says how many cells were chosen. It is narrow: at width 512 atte
 has at eight times the context at width 4,096.
 
 A run reads the prompt, then the same given tokens one by one in every arm, and every call is timed: the prompt is the
-time to the first token, and answers of 40, 80 and 120 tokens are the beginnings of one run. What a policy does with
-the cache after the prompt falls into the first step. Arms are interleaved, in rotating order; a ratio is the median
-over rounds of full over arm in the same round. Time is the processor time of the one thread that does all the work.
-Each run is a fresh copy of the process, and `peak` says how far its memory rose. There freed memory is kept: else glibc
-asks the system for fresh pages at every step, or does not, depending on what was freed before, and a step from a long
-cache takes up to twice as long in one arm and not in another. Bytes of keys and values are those that `run.usage`
-counts. Runs are kept in the JSON as they come: interrupted, the same command goes on.
+time to the first token, and answers of 40, 80 and 120 tokens are the beginnings of one run. The work of a policy on the
+cache after the prompt belongs to the first step. Arms are interleaved in rotating order; a ratio is the median over
+rounds of full over arm in the same round. Time is the processor time of the one thread that does all the work. Each run
+is a fresh copy of the process, and `peak` is the rise of its memory. The process keeps freed memory, because otherwise
+glibc requests fresh pages at some steps, depending on what was freed before, and a step from a long cache then takes up
+to twice as long in one arm and not in another. Bytes of keys and values are those of `run.usage`. Finished runs are
+stored in the JSON at once, so the same command resumes after an interruption.
 """
 
 from __future__ import annotations

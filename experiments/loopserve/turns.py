@@ -2,11 +2,11 @@
 
     python -m experiments.loopserve.turns [--work runs] [--out figures]
 
-One cache grows over all turns of a dialogue, to 2,700 tokens and the answers, and what a method threw away in one turn
-is missing in the next. The budget stays at 128 tokens, as the paper's stays at 1,024 while Qasper's dialogues grow.
-MInference, which has none, computes an eighth of the prompt's cells. Answers are one fact, or a chain of seven. Right
-answers are the history. LoopServe is run by default, as printed, and with exact weights on the printed sample.
-Controls: everything, and a random part.
+One cache grows over all turns of a dialogue, to 2,700 tokens and the answers, and a token that a method evicts in one
+turn is missing in the next. The budget stays at 128 tokens, as the paper's stays at 1,024 while Qasper's dialogues
+grow. MInference has no budget and computes an eighth of the prompt's cells. Answers are one fact, or a chain of seven.
+The history consists of right answers. LoopServe runs with its defaults, as printed, and with exact weights on the
+printed sample. The controls are the whole cache, and a random part of it.
 """
 
 from __future__ import annotations

@@ -76,7 +76,10 @@ def draw_shown(result: Any) -> go.Figure:
 
 
 def draw_loopbench(result: Any) -> go.Figure:
-    """Loop rate by method with the paper's beside it; survival; interventions; temperatures; the loop organism."""
+    """Draw the loop rate of each method beside the paper's, the share of runs not collapsed, and the interventions.
+
+    Temperatures and the loop organism have further panels, if they were run.
+    """
     guards = [g for g in result.ablation if g.counts]
     methods = list(dict.fromkeys(g.method for g in (*result.groups, *result.ablation, *result.planted)))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(methods)}
@@ -238,7 +241,7 @@ _PANELS = (
 
 
 def draw_fidelity(result: Any) -> go.Figure:
-    """A row per task, model and answers: three panels of bars, a bar per method, over all positions."""
+    """Draw divergence, top-1 agreement and attention mass kept of each method; a row for each task and model."""
     rows = [overall(part) for part in result.parts()]
     titles = [
         (f"{html.escape(mine[0].title)}<br>" if field == "kl" else "") + name
@@ -296,7 +299,7 @@ def _text(group: Any, field: str, form: str) -> str:
 
 
 def draw_positions(result: Any) -> go.Figure:
-    """A bar for each place of the question, and a diamond for LoopServe's Table 5."""
+    """Draw a bar for each place of the question, and a diamond for LoopServe's Table 5."""
     there = [share for share in result.places if share.share is not None]
     fig = panels([""])
     fig.add_bar(
@@ -389,7 +392,7 @@ def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def draw_needle(result: Any) -> go.Figure:
-    """A map of depth over length for every task (rows) and method (columns), on one scale."""
+    """Draw the accuracy by depth and length of the prompt, a map for each task (rows) and method (columns)."""
     methods, tasks = result.methods(), list(dict.fromkeys(g.task for g in result.groups))
     titles = [f"{html.escape(name).replace(':', '<br>')}<br>{result.mean(name):.0%}" for name in methods]
     shared: dict[str, Any] = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1 / len(tasks)}
