@@ -13,8 +13,18 @@ from typing import Any
 import pytest
 
 from experiments.loopbench import make_honest
-from sinkscope.bench.files import HEAD, TAIL, read_longbench, wiki2_prompt, write_set
-from sinkscope.bench.loopbench.prompts import DATA, SHIPPED, BenchPrompt, build, honest_texts, load_prompts
+from sinkscope.bench.files import read_longbench, write_set
+from sinkscope.bench.loopbench.prompts import (
+    DATA,
+    SHIPPED,
+    BenchPrompt,
+    build,
+    honest_texts,
+    load_prompts,
+    wiki2_prompt,
+)
+from sinkscope.bench.loopbench.prompts import WIKI2_HEAD as HEAD
+from sinkscope.bench.loopbench.prompts import WIKI2_TAIL as TAIL
 from sinkscope.bench.scorers import best_f1, f1, normalise
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.load import open_tokenizer

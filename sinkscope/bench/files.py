@@ -263,19 +263,7 @@ def envelope(runs: Sequence[Contents[Any]], started: float, prompts: str) -> dic
     }
 
 
-HEAD = (
-    "Below are several passages and, after them, a question about what they say. Reply with the answer alone, without "
-    "any further words.\n\nPassages:\n"
-)
-TAIL = "\n\nUsing the passages above, reply with the answer alone, without any further words.\n\nQuestion: {}\nAnswer:"
-
-
-def wiki2_prompt(passages: str, question: str) -> str:
-    """LongBench's prompt in our own words: instruction, passages, instruction, question."""
-    return f"{HEAD}{passages}{TAIL.format(question)}"
-
-
-REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
+LONGBENCH, ARCHIVE = "zai-org/LongBench", "data.zip"
 
 
 @dataclass(frozen=True)
@@ -319,7 +307,12 @@ class LongBenchSource:
 
 
 def read_longbench(
-    task: str, source: str | os.PathLike[str], *, repo: str = REPO, file: str = ARCHIVE, revision: str | None = None
+    task: str,
+    source: str | os.PathLike[str],
+    *,
+    repo: str = LONGBENCH,
+    file: str = ARCHIVE,
+    revision: str | None = None,
 ) -> LongBenchSource:
     """The records of one task.
 

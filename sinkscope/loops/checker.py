@@ -197,13 +197,10 @@ class LoopCheck(Result):
 
     kind: ClassVar[str] = "loops"
     drawing: ClassVar[Any] = "sinkscope.figures.repetition:draw_loops"
+    table_without: ClassVar[tuple[str, ...]] = ("steps", "curve")
 
     loops: int
     records: tuple[Checked, ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per record."""
-        return [{k: v for k, v in vars(r).items() if k not in ("steps", "curve")} for r in self.records]
 
     def conclusion(self) -> str:
         """How many loop and where they begin, with the diversity of the others beside theirs."""

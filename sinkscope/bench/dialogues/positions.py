@@ -24,7 +24,10 @@ from sinkscope.results import ModelInfo, Result, provenance
 PAPER = {"front": 1562, "middle": 1457, "end": 3657}
 """Table 5, of LMSYS-Chat-1M."""
 NON_TERMINAL = "front + middle"
-EXPECTED = "labelled messages, a JSON object a line with conversation and place, and asked and text for examples"
+EXPECTED = (
+    "labelled messages, a JSON object a line with conversation and place, and asked and text for examples; "
+    "experiments/loopserve/positions.py writes those of a chat log"
+)
 _SHOWN = 300  # characters of an example
 
 

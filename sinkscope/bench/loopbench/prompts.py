@@ -24,13 +24,12 @@ from sinkscope import __version__
 from sinkscope.bench.files import (
     ARCHIVE,
     HUB,
-    REPO,
+    LONGBENCH,
     BuiltSet,
     LongBenchRecord,
     LongBenchSource,
     check_out,
     read_longbench,
-    wiki2_prompt,
 )
 from sinkscope.bench.methods import check_whole
 from sinkscope.console import Progress, silent
@@ -171,6 +170,14 @@ The protocol has no last iteration. Do not conclude, do not summarize, do not le
 
 Logic stream:
 """
+WIKI2_HEAD = (
+    "Below are several passages and, after them, a question about what they say. Reply with the answer alone, without "
+    "any further words.\n\nPassages:\n"
+)
+WIKI2_TAIL = (
+    "\n\nUsing the passages above, reply with the answer alone, without any further words.\n\nQuestion: {}\nAnswer:"
+)
+
 _DRAFT, _CORRECTION = "[Draft Interpretation]", "[Self-Correction]"
 _DRAFTS = (
     "On the surface this is the story of {who}; below it, it asks what is owed to those who were there before.",
@@ -210,6 +217,11 @@ def dc_prompt(context: str) -> str:
 def ri_prompt(narrative: str, history: str) -> str:
     """Narrative, protocol, and a seed history that breaks off at a Draft header."""
     return f"{RI_HEAD}{narrative}{_PROTOCOL}{history}"
+
+
+def wiki2_prompt(passages: str, question: str) -> str:
+    """LongBench's prompt in our own words: instruction, passages, instruction, question."""
+    return f"{WIKI2_HEAD}{passages}{WIKI2_TAIL.format(question)}"
 
 
 def dirty(text: str, rng: random.Random, share: float = 0.5) -> str:
@@ -309,7 +321,7 @@ def build_prompts(
         raise SinkscopeError(f"--repo and --file belong to --source {HUB}; --source is {source!r}")
     check_out(out, force=force)
     counting, name = open_tokenizer(model, tokenizer, revision)
-    records = read_longbench(TASKS[bench], source, repo=repo or REPO, file=file or ARCHIVE)
+    records = read_longbench(TASKS[bench], source, repo=repo or LONGBENCH, file=file or ARCHIVE)
     built = build(
         bench,
         records,

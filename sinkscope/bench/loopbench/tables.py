@@ -94,6 +94,8 @@ class LoopBench(Result):
     kind: ClassVar[str] = "loopbench"
     drawing: ClassVar[Any] = "sinkscope.bench.drawing:draw_loopbench"
     page: ClassVar[str] = "loopbench/results"
+    table_of: ClassVar[str] = "groups"
+    table_without: ClassVar[tuple[str, ...]] = ("steps", "survival", "counts", "positions")
     columns: ClassVar[tuple[str, ...]] = (
         *("set", "model", "method", "detector", "temperature", "runs", "paper_loop", "loop", "loop_low", "loop_high"),
         *("paper_f1", "f1", "same", "paper_interventions", "interventions", "detected", "lead", "text_alarms"),
@@ -112,11 +114,6 @@ class LoopBench(Result):
     planted: tuple[Planted, ...]
     answers: tuple[Answers, ...]
     detections: tuple[Detection, ...]
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per set, model, method and temperature, without the lists."""
-        lists = ("steps", "survival", "counts", "positions")
-        return [{k: v for k, v in vars(g).items() if k not in lists} for g in self.groups]
 
     def conclusion(self) -> str:
         """What the best method did, beside the full cache."""
