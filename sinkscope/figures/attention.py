@@ -207,7 +207,7 @@ _EVERY_LAYER = {"title_text": "layer", "dtick": 1}
 def draw_ditto(result: Any) -> go.Figure:
     """Draw the probability over copies, with heads ablated and the control, and the scores of all heads."""
     ablated = sum(h.ablated for h in result.heads)
-    series: tuple[tuple[Any, ...], ...] = (
+    series = (
         ("intact", "probability", BLUE, "solid", 5),  # wide, because the control mostly lies on it
         (f"without the {ablated} heads of largest induction score", "ablated", RED, "dash", 2),
         (f"without {ablated} other heads (median of draws)", "control", GREY, "dot", 2),
@@ -220,10 +220,12 @@ def draw_ditto(result: Any) -> go.Figure:
                     [str(n) for n in c.copies],
                     getattr(c, field),
                     name,
-                    *style,
+                    color,
+                    dash,
+                    width,
                     showlegend=i == 0 and ablated > 0,
                 )
-                for name, field, *style in series
+                for name, field, color, dash, width in series
             ],
             {"title_text": "copies before", "type": "category"},
             {"range": [-0.03, 1.03]} | ({} if i else {"title_text": "probability"}),

@@ -18,24 +18,24 @@ _FILLED = {"text": "white", "mark": BLUE, "factor": GREY, "neuron": ORANGE, "spi
 
 def draw_circuit(result: Any) -> go.Figure:
     """Nodes from left to right by layer, shares on the edges, the proofs when one points at a share."""
-    fig = go.Figure()
     edges = _edges(result)
     places, roles = _places(edges)
-    for edge in edges:
-        _line(fig, places, edge)
-    for edge in edges:
-        _label(fig, places, edge)
-    _nodes(fig, places, roles)
-    note = "no circuit"
-    if edges:
-        note = "blue: first token, orange: repetition; numbers: share of the input (point at one for its proof)"
+    fig = go.Figure([*(_line(places, edge) for edge in edges), _nodes(places, roles)])
+    told = "blue: first token, orange: repetition; numbers: share of the input (point at one for its proof)"
+    note = {"text": told if edges else "no circuit", "font": {"color": GREY}, "showarrow": False}
     here = {"xref": "paper", "yref": "paper", "x": 0, "y": -0.1, "xanchor": "left"}
-    fig.add_annotation(text=note, showarrow=False, font={"color": GREY}, **here)
-    fig.update_xaxes(visible=False)
-    fig.update_yaxes(visible=False)
     columns, rows = ({place[axis] for place in places.values()} for axis in (0, 1))
-    width, height = max(800, 150 * len(columns)), max(360, 160 + 42 * len(rows))
-    return finished(fig, result, bottom=60, showlegend=False, width=width, height=height)
+    return finished(
+        fig,
+        result,
+        bottom=60,
+        showlegend=False,
+        width=max(800, 150 * len(columns)),
+        height=max(360, 160 + 42 * len(rows)),
+        annotations=[*(_label(places, edge) for edge in edges if edge.step is not None), note | here],
+        xaxis={"visible": False},
+        yaxis={"visible": False},
+    )
 
 
 class _Edge(NamedTuple):
@@ -91,11 +91,11 @@ def _places(edges: list[_Edge]) -> tuple[dict[str, tuple[float, float]], dict[st
     return places, {name: _ROLES[where[0]] for name, where in column.items()}
 
 
-def _line(fig: go.Figure, places: dict[str, tuple[float, float]], edge: _Edge) -> None:
+def _line(places: dict[str, tuple[float, float]], edge: _Edge) -> go.Scatter:
     share = 0.0 if edge.step is None or edge.step.share is None else edge.step.share
     first = edge.step is None or edge.step.step == "first token"
     dash = "dash" if edge.via else "dot" if share < 0 else "solid"
-    fig.add_scatter(
+    return go.Scatter(
         x=[places[edge.source][0], places[edge.target][0]],
         y=[places[edge.source][1], places[edge.target][1]],
         mode="lines",
@@ -106,10 +106,8 @@ def _line(fig: go.Figure, places: dict[str, tuple[float, float]], edge: _Edge) -
     )
 
 
-def _label(fig: go.Figure, places: dict[str, tuple[float, float]], edge: _Edge) -> None:
+def _label(places: dict[str, tuple[float, float]], edge: _Edge) -> dict[str, Any]:
     step = edge.step
-    if step is None:
-        return
     (x0, y0), (x1, y1) = places[edge.source], places[edge.target]
     at = 0.7 if step.step == "keys" else 0.5 if edge.via or edge.repeated or step.step == "gate and up" else 0.3
     proof = (
@@ -117,21 +115,21 @@ def _label(fig: go.Figure, places: dict[str, tuple[float, float]], edge: _Edge) 
         f"necessity {_percent(step.necessity)}, random control {_percent(step.necessity_control)}",
         f"sufficiency {_percent(step.sufficiency)}, random control {_percent(step.sufficiency_control)}",
     )
-    fig.add_annotation(
-        x=x0 + at * (x1 - x0),
-        y=y0 + at * (y1 - y0),
-        text=f"needed {_percent(step.necessity)}" if edge.via else _percent(step.share),
-        hovertext="<br>".join(map(html.escape, proof)),
-        font={"size": 11},
-        bgcolor="rgba(255,255,255,0.8)",
-        borderpad=0,
-        showarrow=False,
-    )
+    return {
+        "x": x0 + at * (x1 - x0),
+        "y": y0 + at * (y1 - y0),
+        "text": f"needed {_percent(step.necessity)}" if edge.via else _percent(step.share),
+        "hovertext": "<br>".join(map(html.escape, proof)),
+        "font": {"size": 11},
+        "bgcolor": "rgba(255,255,255,0.8)",
+        "borderpad": 0,
+        "showarrow": False,
+    }
 
 
-def _nodes(fig: go.Figure, places: dict[str, tuple[float, float]], roles: dict[str, str]) -> None:
+def _nodes(places: dict[str, tuple[float, float]], roles: dict[str, str]) -> go.Scatter:
     names = list(places)
-    fig.add_scatter(
+    return go.Scatter(
         x=[places[name][0] for name in names],
         y=[places[name][1] for name in names],
         mode="markers+text",

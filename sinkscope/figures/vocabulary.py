@@ -262,9 +262,9 @@ def detection(result: Any) -> go.Figure:
         bottom=120,
         barmode="group",
     )
-    listed: set[str] = set()
+    listed: set[str | None] = {None}
     for trace in fig.data:  # each name once
-        trace.showlegend = trace.name is not None and trace.name not in listed
+        trace.showlegend = trace.name not in listed
         listed.add(trace.name)
     return fig
 

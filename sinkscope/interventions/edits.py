@@ -100,12 +100,12 @@ def head_of(given: Any, layer: int | None = None) -> tuple[int, int]:
     if isinstance(given, str):
         return read_head(given, "head")
     numbers = (layer, given) if isinstance(given, int) and layer is not None else given
-    pair = isinstance(numbers, tuple | list) and len(numbers) == 2
-    if not pair or not _whole(numbers[1]) or type(numbers[0]) is not int:  # layer -1 is the last one
+    pair: Any = numbers if isinstance(numbers, tuple | list) and len(numbers) == 2 else (None, None)
+    if not _whole(pair[1]) or type(pair[0]) is not int:  # layer -1 is the last one
         raise SinkscopeError(
             f'head {given!r}: expected (layer, head), whole numbers from 0, or a name such as "L0.H4"', page=_PAGE
         )
-    return numbers[0], numbers[1]
+    return pair[0], pair[1]
 
 
 def _whole(number: Any) -> bool:
