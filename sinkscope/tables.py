@@ -176,6 +176,11 @@ def cell(value: Any, *, percent: bool = False) -> str:
     return visible(str(value)).replace("\n", "\\n")
 
 
+def percent(value: float | None) -> str:
+    """A share in whole per cent; a dash for none."""
+    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
+
+
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
     """Head and rows as strings. A neuron or head is one column, and columns that are empty in every row are left out.
 

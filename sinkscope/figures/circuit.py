@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import plotly.graph_objects as go
 
 from sinkscope.figures.style import BLUE, GREEN, GREY, ORANGE, RED, finished
+from sinkscope.tables import percent
 
 _WIDEST = 9.0  # pixels of an edge whose share is one
 _CARRIES = 0.5  # share from which on a component is taken to carry what others write
@@ -111,14 +112,14 @@ def _label(places: dict[str, tuple[float, float]], edge: _Edge) -> dict[str, Any
     (x0, y0), (x1, y1) = places[edge.source], places[edge.target]
     at = 0.7 if step.step == "keys" else 0.5 if edge.via or edge.repeated or step.step == "gate and up" else 0.3
     proof = (
-        f"{edge.source} \u2192 {edge.target}, share {_percent(step.share)}",
-        f"necessity {_percent(step.necessity)}, random control {_percent(step.necessity_control)}",
-        f"sufficiency {_percent(step.sufficiency)}, random control {_percent(step.sufficiency_control)}",
+        f"{edge.source} \u2192 {edge.target}, share {percent(step.share)}",
+        f"necessity {percent(step.necessity)}, random control {percent(step.necessity_control)}",
+        f"sufficiency {percent(step.sufficiency)}, random control {percent(step.sufficiency_control)}",
     )
     return {
         "x": x0 + at * (x1 - x0),
         "y": y0 + at * (y1 - y0),
-        "text": f"needed {_percent(step.necessity)}" if edge.via else _percent(step.share),
+        "text": f"needed {percent(step.necessity)}" if edge.via else percent(step.share),
         "hovertext": "<br>".join(map(html.escape, proof)),
         "font": {"size": 11},
         "bgcolor": "rgba(255,255,255,0.8)",
@@ -140,7 +141,3 @@ def _nodes(places: dict[str, tuple[float, float]], roles: dict[str, str]) -> go.
         cliponaxis=False,
         hoverinfo="skip",
     )
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")

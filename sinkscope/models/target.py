@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -386,3 +386,11 @@ def plain_weight(module: Any) -> Tensor | None:
 def first_tensor(output: Any) -> Tensor:
     """The hidden states in what a layer or an attention module returns (a tensor, or a tuple that begins with it)."""
     return output[0] if isinstance(output, tuple | list) else output
+
+
+def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
+    """L2 of a residual stream, float32, without some of its dimensions."""
+    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
+    kept[list(without)] = False
+    resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms
+    return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)

@@ -105,11 +105,6 @@ def and_(things: Sequence[object]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
-def percent(value: float | None) -> str:
-    """A share in whole per cent; a dash for none."""
-    return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
-
-
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
 REPEATS = 1024  # by default, where the context holds them
 

@@ -1,4 +1,7 @@
-"""Sequences without any repeated token that are sinks all over, and how often (Yona et al. 2025, section 5.2)."""
+"""Sequences without any repeated token that are sinks all over, and how often (Yona et al. 2025, section 5.2).
+
+Attacks are tried on a model up to its sink layer, with nothing, BOS or the beginning of a chat before a sequence.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sinkscope.interventions import Ablate
 from sinkscope.measure import Setup
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, norm_of
 from sinkscope.notation import neuron_name
 from sinkscope.sinks.first_token.anatomy import LOST, losses
 from sinkscope.sinks.first_token.effects import Edit, effects
@@ -32,7 +32,6 @@ from sinkscope.sinks.first_token.walk import (
     contribution_norms,
     neutral_values,
     neutral_view,
-    norm_of,
     norm_without,
     reach,
     spike_dims,

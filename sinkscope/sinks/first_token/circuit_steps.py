@@ -1,4 +1,7 @@
-"""The steps of a circuit, one after the other, each with its share, its proof and its control."""
+"""The steps of a circuit, one after the other, each with its share, its proof and its control.
+
+The proof is path patching in both directions: what an effect at a position needs, and what gives it to another one.
+"""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sinkscope.interventions.edits import expert_hook
-from sinkscope.models.target import Target, first_tensor, on_input, on_output
+from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
 from sinkscope.notation import head_name
-from sinkscope.sinks.first_token.walk import norm_of
 from sinkscope.trace.attention import attention_rows
 
 Kind = Literal[

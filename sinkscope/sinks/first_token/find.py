@@ -1,4 +1,9 @@
-"""Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4)."""
+"""Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
+
+The way of a model through `find_sinks`: the layers are walked upward (`walk`), the attention that positions receive is
+read (`anatomy`), the neurons of the stages are ablated one by one and in sets (`ablation`, by passes of `effects`), and
+what makes and carries the sink is asked (`anatomy`). The results are put into words here.
+"""
 
 from __future__ import annotations
 

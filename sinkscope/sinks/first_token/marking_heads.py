@@ -1,4 +1,9 @@
-"""Which attention heads mark the first token (Yona et al. 2025, section 4.3)."""
+"""Which attention heads mark the first token (Yona et al. 2025, section 4.3).
+
+Heads at the first token are replaced by what they give later on. The first token sees nothing but itself, so every pass
+is one of single tokens, and every row of it has heads of its own replaced: all heads of all layers for many first
+tokens are a few batches.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,8 @@ from sinkscope.models.target import Target, on_input
 from sinkscope.notation import head_names, neuron_names
 from sinkscope.sinks.first_token.ablation import DRAWS, Neuron, causal_neurons
 from sinkscope.sinks.first_token.walk import columns, flat_number, view_layer
-from sinkscope.sinks.tokens import first_tokens, percent
+from sinkscope.sinks.tokens import first_tokens
+from sinkscope.tables import percent
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 

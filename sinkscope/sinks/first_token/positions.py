@@ -18,10 +18,11 @@ from torch import Tensor
 from sinkscope._plain import visible
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Count, Option, Result, Setup, measurement
+from sinkscope.models.target import norm_of
 from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.output import read_text
 from sinkscope.sinks.first_token.ablation import prove
-from sinkscope.sinks.first_token.walk import SINK_RATIO, flat_number, norm_of, view_layer, walk
+from sinkscope.sinks.first_token.walk import SINK_RATIO, flat_number, view_layer, walk
 from sinkscope.text.chat import chat_text
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace

@@ -15,7 +15,7 @@ from sinkscope.console import Progress, silent
 from sinkscope.errors import SinkscopeError
 from sinkscope.measure import Setup
 from sinkscope.models.experts import activate, bind, gate_up
-from sinkscope.models.target import Target, first_tensor, on_input, on_output
+from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_output
 from sinkscope.trace.run import trace
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
@@ -27,14 +27,6 @@ SINK_RATIO = 3.0  # a spike: the first token's norm is this many times the typic
 # as they are of one cluster), and must not hide the first one.
 _SAMPLE = 64  # positions of typical text whose activations are kept for that comparison
 _SHARED = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
-
-
-def norm_of(resid: Float[Tensor, "... d_model"], without: Sequence[int] = ()) -> Float[Tensor, ...]:
-    """L2 of a residual stream, float32, without some of its dimensions."""
-    kept = torch.ones(resid.shape[-1], dtype=torch.bool, device=resid.device)
-    kept[list(without)] = False
-    resid = resid[..., kept] if without else resid.contiguous()  # equal values in one layout have equal norms
-    return torch.linalg.vector_norm(resid, dim=-1, dtype=torch.float32)
 
 
 @dataclass

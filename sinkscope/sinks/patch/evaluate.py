@@ -1,4 +1,7 @@
-"""What a patch costs elsewhere: perplexity and benchmarks, against no patch and against a patch of random neurons."""
+"""What a patch costs elsewhere: perplexity and benchmarks, against no patch and against a patch of random neurons.
+
+Perplexity comes from the next-token loss of ordinary text, piece by piece, with the standard error of its difference.
+"""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from sinkscope.errors import RefusedError, SinkscopeError
 from sinkscope.interventions.base import Intervention
 from sinkscope.interventions.sink_patch import SinkPatch
 from sinkscope.measure import Option, Output, Positive, Result, Setup, measurement
-from sinkscope.models.target import Target
+from sinkscope.models.target import Target, norm_of
 from sinkscope.notation import neuron_names
 from sinkscope.sinks.first_token.ablation import TOP, Member, Neuron, causal_sets, prove
 from sinkscope.sinks.first_token.anatomy import received
 from sinkscope.sinks.first_token.find import RATE_EPS
-from sinkscope.sinks.first_token.walk import Walk, norm_of, repeat_until_half, walk
+from sinkscope.sinks.first_token.walk import Walk, repeat_until_half, walk
 from sinkscope.sinks.patch.evaluate import Change, held_out, losses, perplexity_change, under
 from sinkscope.sinks.tokens import pick_tokens, prefixes, room
 from sinkscope.text import text_rows

@@ -1,4 +1,8 @@
-"""A repeated token looks more and more like a first token (Yona et al. 2025, theorem 4.1, figure 5, appendix D)."""
+"""A repeated token looks more and more like a first token (Yona et al. 2025, theorem 4.1, figure 5, appendix D).
+
+The output of attention on a prefix and n repetitions is compared with its output on the repeated token alone. One
+causal pass over prefix and N repetitions holds every n up to N: position k + n - 1 sees the prefix and n copies.
+"""
 
 from __future__ import annotations
 
