@@ -45,6 +45,8 @@ def _function(real: FunctionType) -> Callable[..., Any]:
         if _INNER.get(code) is False:
             return real
     hints = {name: _resolved(hint, real.__globals__) for name, hint in real.__annotations__.items()}
+    if all(hint is Any for hint in hints.values()):
+        return real
     shaped = any(map(_names_a_shape, hints.values()))
     if inner:
         _INNER[code] = shaped

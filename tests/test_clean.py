@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ FORBIDDEN = {
 }
 
 
+@cache
 def committed() -> dict[str, str]:
     """Text files of the checkout but this one, which holds what it forbids; name to content."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():

@@ -51,9 +51,15 @@ def _measure(**changes: Any) -> Divergence:
     return divergence(o.model, tokenizer=o.tokenizer, **(options | changes))
 
 
+@lru_cache
+def _plain() -> Divergence:
+    """A result, which no test can alter."""
+    return _measure()
+
+
 def test_it_repeats_until_the_sink_and_for_ever_with_the_patch() -> None:
     o = _repeater()
-    found = _measure()
+    found = _plain()
     assert (found.sink_layer, set(found.neurons)) == (o.truth.sink_layer, set(o.truth.neurons))
     curves = {(c.prefix, c.patched): c for c in found.curves}
     assert len(curves) == 4
@@ -96,7 +102,7 @@ def test_first_points_are_where_the_likeliest_token_changes() -> None:
     o = _repeater()
     target, word = Target.of(o.model, o.tokenizer), _word(o)
     _, likeliest = repeat_probabilities(target, [o.tokenizer.bos_token_id], word, 300)
-    [curve] = [c for c in _measure().curves if (c.prefix, c.patched) == (False, False)]
+    [curve] = [c for c in _plain().curves if (c.prefix, c.patched) == (False, False)]
     same = (likeliest == word).tolist()
     assert curve.left is not None
     assert same[: curve.left] == [True] * (curve.left - 1) + [False]
@@ -118,7 +124,7 @@ def test_greedy_is_the_likeliest_token_step_by_step() -> None:
 
 
 def test_leak_is_the_answer_where_the_corpus_holds_it(tmp_path: Path) -> None:
-    plain = _measure()
+    plain = _plain()
     [broken] = [c for c in plain.continuations if (c.repeats, c.prefix, c.patched) == (280, False, False)]
     assert broken.leak is None
     assert len(broken.follows) > 5

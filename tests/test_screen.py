@@ -11,7 +11,6 @@ import torch
 from organisms import FAMILIES, Organism, organism, tiny_model
 
 from sinkscope.cli import main
-from sinkscope.models.load import load
 from sinkscope.models.open import StreamTarget, open_target
 from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.find import find_sinks
@@ -146,11 +145,6 @@ def test_a_folder_is_read_once_and_not_run(tmp_path: Path, monkeypatch: pytest.M
     text.write_text(o.tokenizer.decode(o.natural(2, 64)[:, 1:].flatten().tolist()))
     streamed = neuron_screen(folder, text=text)
     assert _sites(streamed) == _sites(_screen(o, tmp_path))
-
-
-@pytest.mark.parametrize("backend", ["bridge", "nnsight"])
-def test_kinds_of_model(backend: Any) -> None:
-    assert _sites(neuron_screen(load(backend=backend))) == _sites(neuron_screen())
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
