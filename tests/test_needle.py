@@ -225,8 +225,8 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_two_ray_workers_make_the_same_map(tmp_path: Path) -> None:
     """Also where a part of the run was made in one process."""
     pytest.importorskip("ray")
-    run_needle(model(), methods=["full"], out=tmp_path / "map", **SMALL)
-    found = run_needle(
+    needle(model(), methods=["full"], out=tmp_path / "map", **SMALL)
+    found = needle(
         model(), methods=["full", "streaming", "tova", "a-shape"], out=tmp_path / "map", workers=2, **SMALL
     )
     assert (found.groups, found.cells) == (small().groups, small().cells)
