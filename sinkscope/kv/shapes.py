@@ -30,7 +30,6 @@ from sinkscope.kv.loopserve.serve import SparsePrompts, said_of_prompts
 from sinkscope.kv.session import Session
 from sinkscope.lines.choice import HeadLines, last_votes, minference_lines
 from sinkscope.records import Natural, Whole, check_fields
-from sinkscope.trace.attention import Attention
 
 
 class Shape(Intervention):
@@ -167,8 +166,8 @@ class ShapeShare(Intervention):
 class _ByLength(SparsePrompts):
     sized: Callable[[int], SparsePrompts]
 
-    def _row(self, prompt: Attention, row: int, real: Tensor, held: Tensor) -> Any:
-        return self.sized(int(held.sum()))._row(prompt, row, real, held)
+    def _row(self, row: Any) -> Any:
+        return self.sized(row.key.shape[1])._row(row)
 
 
 def _nothing(query: Tensor, key: Tensor, scaling: float | None, layer: int) -> HeadLines:
