@@ -330,7 +330,7 @@ def test_flat_attention_is_dense_before_any_line_is_chosen(
     assert (select_lines(0 * query, key, 0.75, dense_above=0.65, **more).density() == 1).all()
 
 
-@pytest.mark.parametrize("part", ["sharp", "checked"])
+@pytest.mark.parametrize("part", ["sharp", "checked", "shared"])
 def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part: str) -> None:
     """A mark for each third of the text, of which alpha drops one; and one query in the middle that seeks one key."""
     n, third = 900, torch.arange(900) // 300
@@ -343,6 +343,8 @@ def test_rows_that_alpha_lets_fall_keep_the_key_that_they_search_for(part: str) 
         query[..., 3] = key[:, 0, 3] = 8.0  # all attend to the first token
         query[0, 500], key[0, 123, 4] = 0.0, 1.0
         query[0, 500, 4] = 60.0
+        if part == "shared":  # two more queries prefer that key a little, and are checked after the one that seeks it
+            query[0, 500, 3], query[0, [499, 501], 3], query[0, [499, 501], 4] = -1.0, 0.0, 1.0
         assert 500 not in sample_queries(n, 48).tolist()
         rows, wanted = torch.tensor([500]), [123]
     settings: Any = {"sharp": 0.1} if part == "sharp" else {"checked": 8}

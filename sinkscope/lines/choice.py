@@ -380,8 +380,8 @@ def _sought(
         scores = (taken * factor) @ k.T
         future = torch.arange(len(k), device=k.device) > (rows + (len(k) - queries))[..., None]
         probs = scores.masked_fill_(future, -torch.inf).softmax(2)
-        most, index = probs.max(2)
-        found[mine] = found[mine].scatter_(1, index, most >= _SOUGHT)
+        head, row = (probs.amax(2) >= _SOUGHT).nonzero(as_tuple=True)  # several queries may search for one key
+        found[torch.tensor(mine, device=found.device)[head], probs[head, row].argmax(1)] = True
     return found
 
 
