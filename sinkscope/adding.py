@@ -13,7 +13,7 @@ def add_at(
     into: Float[Tensor, "row place"],
     index: Int[Tensor, "row number"],
     values: Float[Tensor, "row number"],
-    most: float,
+    most: int | float,
     *,
     in_order: bool | None = None,
 ) -> Float[Tensor, "row place"]:

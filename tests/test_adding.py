@@ -8,9 +8,8 @@ import torch
 from sinkscope.adding import add_at
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_order_gives_the_same_bits(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
+def test_every_order_gives_the_same_bits() -> None:
+    dtype, generator = torch.float32, torch.Generator().manual_seed(0)
     values = torch.rand(3, 5000, generator=generator, dtype=dtype).pow(20)
     values = values / values.sum(1, keepdim=True)
     index = torch.randint(0, 7, (3, 5000), generator=generator)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import placed
 import pytest
 import torch
 from intervention_kit import count_hooks
 from organisms import tiny_model
+from transformers import DynamicCache
 
 import sinkscope as ss
 from sinkscope.kv.loopguard import detect
@@ -56,6 +58,48 @@ def test_policies_across_places(pair: tuple[Any, Any], edit: Any) -> None:
         with edit.on(one) as run:
             answers.append((one.generate(IDS, max_new_tokens=12, do_sample=False), run.usage[0].peak_tokens))
     assert torch.equal(answers[0][0], answers[1][0]) and answers[0][1] == answers[1][1]
+
+
+EDITS: dict[str, Any] = {
+    "full": ss.Full(),
+    "h2o": ss.H2O(6),
+    "h2o, select": ss.H2O(6, mode="select"),
+    "streaming": ss.StreamingLLM(6),
+    "streaming, select": ss.StreamingLLM(6, mode="select"),
+    "streaming, rebased": ss.StreamingLLM(6, positions="rebased"),
+    "tova": ss.TOVA(6),
+    "loopserve": ss.LoopServe(6, prefill=False),
+    "neurons": ss.Ablate(layer=1, neurons=[3]),
+    "heads": ss.Ablate(heads=[(1, 2)]),
+    "vector": ss.Add(torch.ones(32), "blocks.1.hook_resid_post"),
+    "patch": ss.SinkPatch(layer=1, neurons=[3]),
+}
+
+
+def test_layers_on_two_devices() -> None:
+    """The devices do not exist, but an operation that mixes tensors of both fails, as it would."""
+    model, _ = tiny_model("llama")
+    ids = torch.arange(24).view(2, 12) + 4
+
+    @torch.no_grad()
+    def read(one: Any, edit: Any, ids: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        with edit.on(one):
+            cache = DynamicCache(config=one.config)
+            parts = (ids, ids[:, :1], ids[:, 1:2], ids[:, 2:3])
+            found = [one(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1] for part in parts]
+            return torch.cat(found, 1), cache.layers
+
+    wanted = {name: read(model, edit, ids)[0] for name, edit in EDITS.items()}
+    with placed.places():
+        placed.spread(model, ["ipu:0", "ipu:1", "ipu:0"])
+        with pytest.raises(RuntimeError, match="tensors on ipu:0, ipu:1"):
+            placed.to(ids, "ipu:0") + placed.to(ids, "ipu:1")
+        for name, edit in EDITS.items():
+            found, layers = read(model, edit, placed.to(ids, "ipu:0"))
+            assert torch.equal(found.held, wanted[name]), name
+            assert [str(layer.keys.device) for layer in layers] == ["ipu:0", "ipu:1", "ipu:0"], name
+            # The flash kernel of SDPA needs this, and no more: keys are views of larger buffers.
+            assert all(held.stride(-1) == 1 for layer in layers for held in (layer.keys, layer.values)), name
 
 
 def test_the_queue_of_a_guard_waits_for_the_stream_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

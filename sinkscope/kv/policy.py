@@ -242,6 +242,7 @@ class Policy(Intervention):
             if keep is None or not memory["uniform"]:
                 at = At(number, kv, moment, session, memory)
                 keep = self.select(self.checked_scores(at), at, budget)
+            keep = keep.to(kv.pos.device)  # the same for all layers, of which some may be on another device
             if self.mode == "select":
                 kv.select(keep)
                 continue

@@ -1,0 +1,128 @@
+"""Devices that do not exist: tensors that say they are on one, and an error where an operation mixes two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+KIND = "ipu"  # a type of device that torch knows and does not try to start
+MOVES = ("_to_copy", "copy_", "_copy_from")
+INDEXED = ("index", "index_put", "index_put_")  # an index on the CPU is allowed
+
+
+class Placed(Tensor):
+    """A CPU tensor that says it is elsewhere."""
+
+    held: Tensor
+    place: torch.device
+
+    @staticmethod
+    def __new__(cls, real: Tensor, device: torch.device) -> Placed:
+        made = Tensor._make_wrapper_subclass(
+            cls, real.shape, real.stride(), real.storage_offset(), dtype=real.dtype, device=real.device
+        )
+        made.held, made.place = real, device
+        return made
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What Python sees; torch itself knows a CPU."""
+        return self.place
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _Made(TorchFunctionMode):
+    """`torch.tensor` asks torch itself for the device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.tensor, torch.as_tensor) and (device := kwargs.pop("device", None)) is not None:
+            made = func(*args, **kwargs)
+            return made if torch.device(device).type == "cpu" else Placed(made, torch.device(device))
+        if func is Tensor.to and len(args) == 2 and isinstance(args[1], Tensor):
+            args, kwargs = args[:1], {"device": args[1].device, "dtype": args[1].dtype, **kwargs}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def places() -> Iterator[None]:
+    """A `with` in which tensors can be made on such devices."""
+    with _Made(), _Places():
+        yield
+
+
+class _Places(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name = func.__name__.partition(".")[0]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    asked, kwargs = kwargs.get("device"), dict(kwargs)
+    if asked is not None:
+        kwargs["device"] = torch.device("cpu")
+    kwargs.pop("pin_memory", None)
+    of = {id(x.held): x for x in tensors if isinstance(x, Placed)}
+    large = [x for x in tensors if x.dim()]
+    places = {x.device for x in large} or {x.device for x in tensors if isinstance(x, Placed)}
+    if name in INDEXED:
+        places = {tensors[0].device} if tensors else places
+    if len(places) > 1 and name not in MOVES:
+        raise RuntimeError(f"{name}: tensors on {', '.join(sorted(map(str, places)))}")
+    real = func(*tree_map(_real, args), **tree_map(_real, kwargs))
+    where = torch.device(asked) if asked is not None else next(iter(places), torch.device("cpu"))
+    if name in MOVES and asked is None:
+        where = tensors[0].device
+
+    def back(x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, Placed):
+            return x
+        return of.get(id(x), x if where.type == "cpu" else Placed(x, where))
+
+    return tree_map(back, real)
+
+
+def _real(x: Any) -> Any:
+    return x.held if isinstance(x, Placed) else x
+
+
+def to(x: Tensor, device: str) -> Tensor:
+    """The tensor, on such a device."""
+    return Placed(x.detach().clone(), torch.device(device))
+
+
+def spread(model: Any, places: list[str]) -> None:
+    """Put each layer on a device, and everything else on that of the first, as `device_map="auto"` does."""
+    layers = model.model.layers
+    for name, module in model.named_modules():
+        found = name.partition("model.layers.")[2].partition(".")[0]
+        place = places[int(found)] if found else places[0]
+        for table in (module._parameters, module._buffers):
+            for key, value in table.items():
+                if value is not None:
+                    moved = to(value, place)
+                    table[key] = nn.Parameter(moved, requires_grad=False) if table is module._parameters else moved
+    for layer, place in zip(layers, places, strict=True):
+        layer.register_forward_pre_hook(_bring(place), with_kwargs=True)
+    model.model.norm.register_forward_pre_hook(_bring(places[0]), with_kwargs=True)
+
+
+def _bring(place: str) -> Any:
+    def hook(_module: Any, args: Any, kwargs: Any) -> Any:
+        def move(x: Any) -> Any:
+            return x.to(place) if isinstance(x, Tensor) else x
+
+        return tree_map(move, args), {k: v if k == "past_key_values" else tree_map(move, v) for k, v in kwargs.items()}
+
+    return hook
