@@ -442,7 +442,7 @@ def _exact(left: Tensor, at: Tensor, alpha: float, lines: HeadLines, dense_above
             cells = left.gather(2, column)
             left.scatter_(2, column, 0.0)
             crossing = column if other is None else other(column)
-            add_at(weights.view(heads, -1), crossing.flatten(1), -cells.flatten(1), 2 * rows)
+            add_at(weights.view(heads, -1), crossing.flatten(1), -cells.flatten(1), 2.0 * rows)
             missing -= cells.sum((1, 2), dtype=torch.float64)
         # The first lines are taken one by one, later ones in batches, because rounds cost time, not lines: a fifth of
         # the chosen lines, or a twentieth of those that are missing at least; on a GPU, where rounds are dear, as many
