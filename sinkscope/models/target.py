@@ -286,7 +286,7 @@ class Target:
         if (weight := plain_weight(module)) is not None:
             return weight.T if self.adapter.transposed_down else weight  # such an architecture stores all of them so
         # Quantised or adapted weights: ask the module itself, but without its hooks; the last row gives its bias.
-        device = next(module.parameters()).device
+        device = next((p.device for p in module.parameters()), self.device)
         out = module.forward(torch.eye(width + 1, width, device=device, dtype=self.dtype))
         return (out[:-1] - out[-1:]).T
 

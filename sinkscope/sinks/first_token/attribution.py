@@ -422,7 +422,8 @@ def _at_fixed_scale(module: Any, args: tuple[Tensor, ...], _kwargs: object, out:
 
 def _rows(target: Target, module: Any, which: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of a projection's weight, float32, and its bias there."""
-    nothing = torch.zeros(1, target.d_model, dtype=target.dtype, device=next(module.parameters()).device)
+    device = next((p.device for p in module.parameters()), target.device)
+    nothing = torch.zeros(1, target.d_model, dtype=target.dtype, device=device)
     return target.rows_of(module, target.d_model)[which].float(), module.forward(nothing)[0, which].float()
 
 
