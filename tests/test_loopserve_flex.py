@@ -209,7 +209,15 @@ def test_prompts_on_a_device_without_it_are_left_to_the_model() -> None:
     many, one = torch.empty(1, 2, 200, 16, device="meta"), torch.empty(1, 1, 200, 16, device="meta")
     pos = torch.arange(200)[None]
     view = View(pos[None], pos)
-    prompt = Attention(SimpleNamespace(layer_idx=0), many, one, one, None, {}, view=view)
+    prompt = Attention(
+        SimpleNamespace(layer_idx=0, config=SimpleNamespace(_attn_implementation="sdpa")),
+        many,
+        one,
+        one,
+        None,
+        {},
+        view=view,
+    )
 
     def lines(*_: Any) -> HeadLines:
         raise NotImplementedError

@@ -47,7 +47,7 @@ def test_loops_are_counted_for_each_way_to_continue(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("row", "loops"), [([1, 2] * 30, True), (list(range(40)), False), ([*range(99), 3, 3], False)])
 def test_what_counts_as_a_loop(row: list[int], loops: bool) -> None:
-    assert loop_rate._loops(row) is loops
+    assert loop_rate._share("greedy", [row]).loops == loops
 
 
 def test_nothing_is_lost_with_the_whole_cache_and_less_than_by_chance_with_a_part(setup: Setup) -> None:

@@ -223,6 +223,7 @@ def test_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         needle(model(), methods=["full"], out=tmp_path / "map", seed=1, **SMALL)
 
 
+@pytest.mark.slow
 def test_two_ray_workers_make_the_same_map(tmp_path: Path) -> None:
     """Also where a part of the run was made in one process."""
     pytest.importorskip("ray")

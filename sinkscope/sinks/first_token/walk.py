@@ -196,7 +196,7 @@ def walk(
 
     a = target.adapter
     seers = ((a.mlp, on_output(mlp_raw)), (a.post_mlp_norm or a.mlp, on_output(mlp_added)), ("", on_output(layer_done)))
-    with target.hooks(*((target.sub(i, path), "post", see) for i in range(target.n_layers) for path, see in seers)):
+    with target.hooks(*((target.sub(i, path), "post", see) for i in range(len(target.layers)) for path, see in seers)):
         target.forward(ids)
     return seen
 
