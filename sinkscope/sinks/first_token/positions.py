@@ -1,4 +1,4 @@
-"""A text as the model sees it: norms, the sink neurons, and the attention that every token of it receives."""
+"""A text as the model sees it: the norm of each token, the sink neurons, and the attention each token receives."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class TextToken:
     """A token of the text.
 
     Attributes:
-        text: as it stands in the text, with the space before it.
-        id: its number in the vocabulary.
-        kind: "BOS", "special", "template" (written by the chat template), "delimiter" (no letter and no digit in it)
+        text: The token as it stands in the text, with the space before it.
+        id: Its id in the vocabulary.
+        kind: "BOS", "special", "template" (written by the chat template), "delimiter" (contains no letter and no digit)
             or "word".
     """
 
@@ -58,7 +58,7 @@ class TextToken:
 
 @dataclass(frozen=True)
 class NeuronValues:
-    """`hook_post` of a neuron at every position (in a mixture times the routing weight)."""
+    """`hook_post` of a neuron at every position (in a mixture, times the routing weight)."""
 
     name: str
     values: tuple[float, ...]
@@ -66,21 +66,22 @@ class NeuronValues:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPositions(Result):
-    """What every token of a text is to the model.
+    """Norm, neuron values and attention received for every token of a text.
 
     Attributes:
-        tokens: the text.
-        layer: whose output the table and the conclusion speak of: the sink layer, where there is one.
-        sink_layer: the layer whose MLP makes the first token's norm spike; None: none does.
-        norm: L2 of the residual stream after each layer, without `shared_dims`.
-        attention: attention that each position receives: mean over heads and over all later queries; NaN at the last.
-        largest: the same of the head that gives it most.
-        uniform: what it would receive if every query attended to all positions alike.
-        first_norm: per layer, norm of BOS (of first tokens of typical text, where the tokenizer has no BOS).
-        typical_norm: per layer, median over later positions of typical text.
-        bos: whether `first_norm` is that of BOS.
-        shared_dims: residual dimensions massive on all tokens, which would hide a spike; mostly there are none.
-        neurons: values of the sink neurons (where none is causal, of those that write most), or of those asked for.
+        tokens: The tokens of the text.
+        layer: Layer that the table and the conclusion report: the sink layer, if there is one.
+        sink_layer: The layer whose MLP makes the first token's norm spike. None if no MLP does.
+        norm: L2 norm of the residual stream after each layer, without `shared_dims`.
+        attention: Attention that each position receives, averaged over heads and all later queries; NaN at the last
+            position.
+        largest: The same from the head that gives it most.
+        uniform: Attention the position would receive if every query attended to all positions equally.
+        first_norm: Norm of BOS in each layer (of first tokens of typical text, if the tokenizer has no BOS).
+        typical_norm: Median norm over later positions of typical text, in each layer.
+        bos: Whether `first_norm` is the norm of BOS.
+        shared_dims: Residual dimensions that are massive on all tokens and would hide a spike; usually there are none.
+        neurons: Values of the sink neurons (if none is causal, of those that write most), or of those requested.
     """
 
     kind: ClassVar[str] = "positions"
@@ -107,7 +108,7 @@ class TokenPositions(Result):
     neurons: tuple[NeuronValues, ...]
 
     def spiking(self, layer: int) -> tuple[int, ...]:
-        """Positions whose norm spikes after a layer: half of the first token's, and three times the typical one."""
+        """Positions whose norm spikes after a layer: half of the first token's or more, and three times the typical."""
         usual, first = self.typical_norm[layer], self.first_norm[layer]
         bar = SINK_RATIO * usual if first <= SINK_RATIO * usual else max(SINK_SHARE * first, SINK_RATIO * usual)
         return tuple(int(i) for i in np.flatnonzero(self.norm[layer] >= bar))
@@ -119,7 +120,7 @@ class TokenPositions(Result):
 
     @property
     def elsewhere(self) -> dict[int, int]:
-        """Other positions whose norm spikes, and the first layer after which it does."""
+        """Other positions whose norm spikes, and the first layer after which it does so."""
         layers = reversed(range(len(self.norm)))
         return {i: layer for layer in layers for i in self.spiking(layer) if i not in self.high}
 
@@ -232,15 +233,15 @@ def token_positions(
 ) -> TokenPositions:
     """Look at a text: norm, sink neurons and attention received of every token, layer by layer.
 
-    The page (--html) shows the text itself, shaded by norm, by attention or by a neuron, with a choice of the layer.
-    Attention received is the mean over heads and over all later queries. A token's norm spikes if it is at least half
-    of BOS's after the sink layer (Yona et al. 2025, Table 1). Without a text, a piece of the typical text is read.
+    The page (--html) shows the text shaded by norm, by attention or by a neuron, with a choice of layer. Attention
+    received is the mean over heads and over all later queries. A token's norm spikes if it is at least half of BOS's
+    after the sink layer (Yona et al. 2025, Table 1). Without a text, a piece of the typical text is read.
 
     Args:
         passage: The text.
-        file: File with the text; - is standard input.
-        chat: Put the text into the tokenizer's chat template, as the user's words.
-        layer: Layer that the table speaks of. By default the sink layer.
+        file: File that contains the text; - is standard input.
+        chat: Put the text into the tokenizer's chat template as the user's message.
+        layer: Layer that the table reports. By default the sink layer.
         neurons: Neuron to show, such as L1.N338, or L3.E2.N7 in a mixture. By default those that make the sink.
 
     Example:
