@@ -182,7 +182,7 @@ class _Recorder(SinkDetector):
 def neuron_values(
     target: Target, sites: Sequence[tuple[int, ...]], ids: Int[Tensor, "row pos"], batch: int
 ) -> Float[Tensor, "row pos neuron"]:
-    """`hook_post` of the neurons, from passes that end at their layer (for an expert, also where it was not routed to)."""
+    """`hook_post` of the neurons, from passes that end at their layer (for an expert, also where it was not chosen)."""
     recorder = _Recorder(sites=sites, levels=[1.0] * len(sites))
     layer = target.layers[sites[0][0]]
     with recorder.on(target), target.hooks((layer, "post", lambda *_: target.stop())):

@@ -213,14 +213,15 @@ def in_chunks(
     """Run `work` on every chunk of `items` and join the results in order.
 
     Args:
-        setup: the model and its text.
-        work: what to do.
-        items: token ids, or numbers of what `work` holds.
-        what: name of the work, for progress and messages.
-        size: items per chunk.
-        workers: processes; more than 1 run over Ray.
-        resume: folder where finished chunks are kept, and found again.
-        settings: what decides the table beside model, text, BOS and seed; a folder made with others is refused.
+        setup: The model and its text.
+        work: The operation.
+        items: Token ids, or indices into what `work` holds.
+        what: Name of the work, for progress and messages.
+        size: Items per chunk.
+        workers: Number of processes; more than one run over Ray.
+        resume: Folder that keeps finished chunks, so that an interrupted run can continue.
+        settings: Everything that determines the table besides model, text, BOS and seed. A folder made with other
+            settings is refused.
     """
     target = hold_layers(setup.target, work.layer)
     chunks = [Chunk(n, list(items[i : i + size])) for n, i in enumerate(range(0, len(items), size))]
@@ -252,7 +253,7 @@ def in_chunks(
 
 
 def refuse_workers(*, workers: int, **_: Any) -> None:
-    """Refuse several workers before the work where Ray is not installed."""
+    """Refuse several workers before the work begins if Ray is not installed."""
     check_workers(workers)
 
 
@@ -282,7 +283,7 @@ def _elsewhere(setup: Setup, work: Work) -> Callable[[], Callable[[Chunk], list[
 
 
 def hold_layers(target: Target, layer: int) -> Target:
-    """The model with every layer up to `layer` in memory: each chunk passes through all of them."""
+    """The model with every layer up to `layer` in memory, because each chunk passes through all of them."""
     while isinstance(target, PartTarget) and len(target.layers) <= layer:
         target = target.more()
     if isinstance(target, StreamTarget):
