@@ -293,7 +293,7 @@ class Entry:
         return getattr(import_module(self.module), self.name)
 
     def _value(self, node: ast.expr) -> Any:
-        """The value of an annotation or a default; the module of a name is imported only if the name is unknown here."""
+        """The value of an annotation or a default; a name's module is imported only if the name is unknown here."""
         code = compile(ast.Expression(node), self.module, "eval")
         try:
             return eval(code, {**_NAMES, **self._known})
