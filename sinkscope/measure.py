@@ -399,10 +399,10 @@ class Measurement(Generic[P, R]):
         alone = {"texts", *(p.name for p in self.parameters if p.option.own)}
         opening = {k: given[k] for k in _OPEN if k in given and k not in alone}
         pieces = given.get("texts", self.__signature__.parameters["texts"].default)
-        if isinstance(pieces, int):  # a measurement may also take texts by this name
+        if isinstance(pieces, int):  # a measurement may also have a parameter of this name that takes texts
             opening["texts"] = pieces
         elif pieces is not None and not any(isinstance(piece, str) for piece in pieces):
-            opening["texts"] = 0  # ids are all that is read
+            opening["texts"] = 0  # only ids are read
         setup = replace(Setup.open(**opening, loading=self.loading if edit is None else "whole"), edit=edit)
         return self._measured(setup, {k: given[k] for k in self._own if k in given}, given)
 

@@ -82,7 +82,7 @@ _NAMES: dict[str, Any] = {
     "Positive": Positive,
     "Sequence": Sequence,
     "object": Any,
-    "torch": SimpleNamespace(device=str, dtype=str),  # the command line names them
+    "torch": SimpleNamespace(device=str, dtype=str),  # the command line gives them by name
 }
 
 
@@ -285,7 +285,7 @@ class Entry:
     def kinds(self) -> tuple[str, ...]:
         """Kinds of the results that it returns. This imports their modules."""
         classes = None if self.node.returns is None else self._value(self.node.returns)
-        self.load()  # a measurement gives the class of its result the kind
+        self.load()  # a measurement assigns the kind to the class of its result
         return tuple(kind for cls in get_args(classes) or [classes] if (kind := getattr(cls, "kind", None)))
 
     def load(self) -> Any:
@@ -311,7 +311,7 @@ class Entry:
         """A constant of the module, or the object it imports under this name."""
         home = self.module
         line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
-        for value in _literal(line[1]) if line else []:  # far quicker than to parse the whole file
+        for value in _literal(line[1]) if line else []:  # much faster than parsing the whole file
             return value
         for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
@@ -346,7 +346,7 @@ def entries() -> dict[str, Entry]:
 @cache
 def shared_parameters(function: str) -> tuple[Parameter, ...]:
     """Parameters of `Setup.open` or `edit_of`, shared by all measurements or by all measurements with edits."""
-    decorator = "measurement" if function == "open" else "command"  # of a method the first argument is the class
+    decorator = "measurement" if function == "open" else "command"  # the first argument of a method is the class
     tree = ast.parse((_ROOT / "measure.py").read_text(encoding="utf-8"))
     defined = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     return Entry("sinkscope.measure", function, decorator, defined[function], {}).parameters
@@ -407,7 +407,7 @@ def kinds() -> dict[str, str]:
     for file in sorted(_ROOT.rglob("*.py")):
         module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts)
         found |= dict.fromkeys(_KIND.findall(file.read_text(encoding="utf-8")), module)
-    found.pop("result", None)  # the base of all
+    found.pop("result", None)  # the base class of all results
     for entry in entries().values():
         if entry.decorator == "measurement" and entry.module not in found.values():
             found[entry.name.replace("_", "-")] = entry.module

@@ -135,7 +135,7 @@ __all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "provenance"]
 
 SCHEMA = 1
 UNKNOWN = 0.1  # share of unknown tokens from which results carry a warning
-R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks of the tests
+R = TypeVar("R", bound="Result")  # the shape checks of the tests refuse typing.Self
 _KINDS: dict[str, type[Result]] = {}
 _ENVELOPE = ("model", "settings", "provenance")
 
@@ -175,12 +175,12 @@ class Result:
 
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
-    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first that holds records
-    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are no columns
-    table_rows: ClassVar[int] = 64  # that are printed
-    columns: ClassVar[tuple[str, ...]] = ()  # shown where not all fit; empty: the first that fit
-    glossary: ClassVar[dict[str, str]] = {}  # of columns that no docstring describes
-    page: ClassVar[str] = ""  # of the documentation, below docs/ without .md; empty: measure/KIND
+    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field that holds records
+    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
+    table_rows: ClassVar[int] = 64  # number of rows that are printed
+    columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
+    glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
+    page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     model: ModelInfo = UNKNOWN_MODEL
@@ -410,7 +410,7 @@ class _OnTerminal:
         from rich.text import Text
 
         width = options.max_width
-        grids = [grid.fitted(width - 4, between=3) for grid in self.result.grids()]  # rules take four places
+        grids = [grid.fitted(width - 4, between=3) for grid in self.result.grids()]  # rules take four characters
         yield Text(visible(self.result.summary()))
         for grid in grids:
             if grid.title:

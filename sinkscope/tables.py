@@ -16,7 +16,7 @@ from sinkscope.registry import described
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
-_LEAST = 40  # a narrower terminal breaks the lines
+_LEAST = 40  # a narrower terminal wraps the lines
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|")
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
@@ -82,7 +82,7 @@ class Grid:
 
     def _laid(self, width: int | None, between: int) -> _Laid:
         """The widths of its columns. Cells are never broken, and heads only if necessary, between words."""
-        from rich.cells import cell_len  # some signs take two places
+        from rich.cells import cell_len  # some characters take two cells
 
         head = list(map(_words, self.head))
         columns = [list(column) for column in zip(*self.cells, strict=True)] or [[] for _ in head]
@@ -216,7 +216,7 @@ def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> di
     """
     classes = (base for one in (*_parts(cls), cls) for base in one.__mro__)
     found = [described(inspect.cleandoc(one.__doc__ or ""), "Attributes") for one in classes]
-    found.sort(key=lambda known: -len(known.keys() & {*names}))  # words of the class that the rows are made of win
+    found.sort(key=lambda known: -len(known.keys() & {*names}))  # the class of the rows takes precedence
     told: dict[str, str] = {}
     for name in dict.fromkeys(names):
         said = next((known[name] for known in (own, *found) if name in known), "")
@@ -230,7 +230,7 @@ def _parts(cls: type[Any]) -> Iterator[type[Any]]:
     seen: list[Any] = [cls]
     for one in seen:
         hints = [hint for name, hint in get_type_hints(one).items() if name not in ("model", "provenance")]
-        for hint in hints:  # grows: arguments of unions and tuples
+        for hint in hints:  # the list grows by the arguments of unions and tuples
             hints += get_args(hint)
             if isinstance(hint, type) and is_dataclass(hint) and hint not in seen:
                 seen.append(hint)

@@ -106,7 +106,7 @@ def and_(things: Sequence[object]) -> str:
 
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
-REPEATS = 1024  # by default, where the context holds them
+REPEATS = 1024  # default, if the context holds that many
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def repetitions(
     repeated = {token for cycle in cycles for token in cycle}
     refuse_repeated(setup, prefix, repeated)
     before = ([] if setup.bos is None else [setup.bos]) + encode(setup, prefix)
-    if not before:  # the first token is marked whatever it is, so it must be none of the repeated ones
+    if not before:  # any token in first place is marked, so it must not be a repeated one
         before = [next((t for t in setup.ids.flatten().tolist() if t not in repeated), 0)]
     count = room(setup.target, max_repeats, len(before) + after)
     rows = [before + [cycle[i % len(cycle)] for i in range(count)] for cycle in cycles]

@@ -41,7 +41,7 @@ from sinkscope.sinks.tokens import vocabulary
 from sinkscope.text import resolve_bos
 from sinkscope.text.chat import chat_text
 
-CHAT = "A chat between a user and an assistant.\nUser: "  # before the attack where there is no chat template
+CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def make_trials(
 
 
 def _contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[Context, ...]:
-    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos where there is none
+    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos if there is no BOS
     start = () if setup.bos is None else (setup.bos,)
     found = []
     if start and bos is not False:
@@ -210,7 +210,7 @@ class NormWork(Work):
         return seen.hexdigest()[:16]
 
 
-SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
+SUCCESS = 0.5  # share of BOS's norm that counts as success at a position
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "behind a chat prefix"}
 
@@ -438,7 +438,7 @@ def cluster_attack(
         attacks.append(_row(trials, task, ratios, thresholds))
         if task.source == "cluster":
             parts += _by_cluster(trials, task, ratios)
-        if task.source == "repeated" and searched:  # the last of what is drawn in a context
+        if task.source == "repeated" and searched:  # the last drawn source of a context
             for found in _searched(trials, tasks[i - 2], searched, candidates, setup.seed):
                 attacks.append(_row(trials, found, trials.norms(found.context, found.rows), thresholds))
             setup.progress("searches", i + 1, len(tasks))
@@ -481,7 +481,7 @@ def _searched(trials: Trials, drawn: _Task, count: int, candidates: int, seed: i
     context, rows, heads = drawn.context, drawn.rows[:count], drawn.heads[:count]
 
     def score(ids: Tensor) -> Tensor:
-        return trials.norms(context, ids).clamp(max=1.0)  # beyond BOS's norm nothing is gained
+        return trials.norms(context, ids).clamp(max=1.0)  # exceeding BOS's norm earns nothing
 
     yield _Task(context, "greedy", *greedy(score, trials.pools, rows.shape[1], count, candidates, seed))
     yield _Task(context, "coordinate", coordinate(score, rows, heads, trials.pools, candidates, seed), heads)

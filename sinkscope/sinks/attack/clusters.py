@@ -21,7 +21,7 @@ from sinkscope.sinks.first_token.walk import flat_number, norms_after, view_laye
 from sinkscope.sinks.tokens import draw, vocabulary
 from sinkscope.trace.run import trace
 
-_BEFORE = 16  # tokens of text before a token that stands at a later position
+_BEFORE = 16  # tokens of text that precede a token at a later position
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def _rounded(values: Tensor) -> list[float]:
     return [round(v, 4) for v in values.tolist()]
 
 
-EXAMPLES = 12  # tokens shown of a cluster
-LDA_TOKENS = 512  # tokens alone that the discriminant is fitted on
+EXAMPLES = 12  # tokens of a cluster that are shown
+LDA_TOKENS = 512  # number of single tokens that the discriminant is fitted on
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def clusters_of(
     flat = flat_number(target, layer, site.expert, site.neuron)
     hold_layers(target, layer)
     reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
-    some = draw(vocabulary(target, None), LDA_TOKENS, setup.seed)  # the few of --token would make no plane
+    some = draw(vocabulary(target, None), LDA_TOKENS, setup.seed)  # those of --token are too few for a plane
     direction = first_direction(target, setup.ids, some)
     columns = in_chunks(
         setup,
@@ -438,7 +438,7 @@ def pairs_of(
     same = head[:, None] == head
     same_pairs = same & ~torch.eye(len(head), dtype=torch.bool)
     near = torch.minimum(norm, norm.T).clamp(0, 1)
-    # No number of clusters is given: they grow while their tokens make sinks of each other, on average.
+    # The number of clusters is not fixed: they grow while their tokens, on average, make sinks of each other.
     how: dict[str, Any] = {"n_clusters": None, "metric": "precomputed", "linkage": "average"}
     found: Any = AgglomerativeClustering(**how, distance_threshold=1 - threshold)
     labels = found.fit_predict((1 - near).fill_diagonal_(0).double().numpy())

@@ -26,7 +26,7 @@ from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
 from sinkscope.text import honest_repetition, source_code, text_rows
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
-FALSE_ALARMS = 0.01  # the rate at which detection is stated
+FALSE_ALARMS = 0.01  # the false-alarm rate at which detection is reported
 FALSE_RATES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
@@ -263,7 +263,7 @@ def detect_attack(
     setup.record(harmless=list(texts))
     detector = make_detector(setup, neurons, threshold)
     for hits, window in rules:
-        replace(detector, hits=hits, window=window)  # refuses what is no rule
+        replace(detector, hits=hits, window=window)  # refuses an invalid rule
     trials = make_trials(setup, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch)
     found = list[DetectRow]()
     for done, length in enumerate(lengths):

@@ -25,7 +25,7 @@ from sinkscope.store import Folder, Keyed
 
 Pools = Mapping[int, Int[Tensor, " token"]]  # head -> the tokens of its cluster
 Score = Callable[[Tensor], Tensor]  # sequences [row pos] -> how sink-like each position is [row pos]
-_BLOCKS = 8  # a search decides over an eighth of a sequence at a time
+_BLOCKS = 8  # a search chooses an eighth of a sequence at a time
 
 
 def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> dict[int, Tensor]:
@@ -84,7 +84,7 @@ def greedy(
         seed: Seed of the draws.
     """
     generator = _generator("greedy", seed, length)
-    orders, heads = drawn_sequences(pools, length, count, seed)  # only which clusters are large enough
+    orders, heads = drawn_sequences(pools, length, count, seed)  # used only to find the clusters that are large enough
     ids = orders[:, :0]
     for size in _block_sizes(length) if len(orders) else []:
         tried = torch.stack(
@@ -113,7 +113,7 @@ def coordinate(
         if not able:
             continue
         tried = ids[able][:, None].repeat(1, candidates, 1)
-        for i, row in enumerate(able):  # candidate 0 is the sequence as it is
+        for i, row in enumerate(able):  # candidate 0 is the unchanged sequence
             tried[i, 1:, block] = _spare(pools[int(heads[row])], ids[row], size, candidates - 1, generator)
         scores = score(tried.flatten(0, 1)).mean(-1).view(len(able), candidates)
         ids[able] = tried[torch.arange(len(able)), scores.argmax(-1)]

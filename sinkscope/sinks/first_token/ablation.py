@@ -40,14 +40,14 @@ from sinkscope.sinks.first_token.walk import (
     walk,
 )
 
-DRAWS = 20  # random sets of as many neurons that every ablation is held against
-CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
+DRAWS = 20  # random control sets of the same size for every ablation
+CAUSAL = 0.1  # zeroing a causal neuron removes at least this share of the norm
 Sites = tuple[tuple[int, ...], ...]
-ROUNDS = 4  # times that the model may repair itself before the search ends
-TOP = 8  # candidates, where nothing else is asked for
-WIDE = 64  # candidates of the sink layer that are tried together where the first few do not suffice
-_TRIED = 128  # sets of one size that are tried at most
-_TOKENS = 32  # of the text in which attention is compared
+ROUNDS = 4  # rounds of searching for backups before the search ends
+TOP = 8  # default number of candidates
+WIDE = 64  # candidates of the sink layer tried together if the first few do not suffice
+_TRIED = 128  # largest number of sets of one size to try
+_TOKENS = 32  # length of the text in which attention is compared
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _prove_at(
         dims = tuple(d for d in massive if d not in without)
         spare = torch.ones_like(found.contribution, dtype=torch.bool)
         spare[top] = False
-        if first.routing is not None:  # a neuron of an expert that was not chosen would be no control
+        if first.routing is not None:  # a neuron of an expert that was not chosen is not a valid control
             spare &= found.contribution > 0
         pool = spare.nonzero().flatten().cpu()
 
@@ -372,7 +372,7 @@ class _Search:
         prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
         gone = self.gone(self.norms(prefixes), *layers)
         chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
-        while chosen is not None and len(chosen) > 1:  # leave out what is missed least, as long as the spike stays away
+        while chosen is not None and len(chosen) > 1:  # drop the least needed neuron while the spike stays gone
             fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
             if fewer is None:
                 break
@@ -417,7 +417,7 @@ def causal_sets(
     added: list[Neuron] = []
     chosen, backups = search.smallest(sites, layer, search.last), Sites()
     here = chosen or search.smallest(sites, layer)
-    if here is None:  # more neurons of the sink layer than the first candidates
+    if here is None:  # try more neurons of the sink layer than the first candidates
         wide = stage_neurons(target, ids, layer, WIDE, generator)
         sites = tuple(dict.fromkeys([*sites, *(n.site for n in wide)]))
         here = search.smallest(sites, layer)

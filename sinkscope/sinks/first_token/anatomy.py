@@ -15,11 +15,11 @@ from sinkscope.models.target import Target, on_input, plain_weight
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
 from sinkscope.trace.attention import attention_rows
 
-QUERIES = 16  # later queries that a position needs: the last ones receive much from heads that look at themselves
-HEADS = 2  # heads that a sink needs at least, and
-SHARE = 0.01  # ... the share of all heads
-LATER_SHARE = 0.05  # of a position other than the first: a head that likes one word is no sink
-SEEN = 3  # times that a later token has to be met before it is judged
+QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
+HEADS = 2  # a sink needs at least this many heads, and
+SHARE = 0.01  # ... this share of all heads
+LATER_SHARE = 0.05  # share for a position other than the first: a head that prefers one word is not a sink
+SEEN = 3  # a later token must occur this often before it is judged
 LOST = 0.5  # a head has lost a sink if this share of its attention is gone
 
 
@@ -188,8 +188,8 @@ def carried_by(found: Sequence[Carrier]) -> str | None:
     return next((name for name in needed if "embed" in name), next(iter(needed), None))
 
 
-_HELD = 0.9  # share of the squared norm that counts as all of it
-_TOKENS = 32  # typical tokens that the first one is held against
+_HELD = 0.9  # share of the squared norm that the counted dimensions hold
+_TOKENS = 32  # typical tokens that the first one is compared with
 
 
 @dataclass(frozen=True)

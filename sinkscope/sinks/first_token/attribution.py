@@ -21,8 +21,8 @@ from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.sinks.first_token.effects import Component
 from sinkscope.trace.attention import Attention, alone, listening
 
-_HEADS = 1 << 27  # numbers of all heads' outputs in memory; beyond it, heads of a layer are one component
-_ROWS = 1 << 24  # numbers of the rows of one call of an attention module
+_HEADS = 1 << 27  # largest number of values of all heads' outputs; beyond it, a layer's heads are one component
+_ROWS = 1 << 24  # largest number of values in one call of an attention module
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class FixedNorm:
         dtype = next((p.dtype for p in norm.parameters()), x.dtype)
         signs = one.clone()
         signs[:, 1::2] = -1
-        signs[:, 1] -= signs.sum()  # nowhere zero, and zero in the mean
+        signs[:, 1] -= signs.sum()  # never zero, with mean zero
         bias, flat, swing = norm.forward(torch.stack([0 * one, one, signs]).to(dtype)).float()[:, 0]
         centred = torch.allclose(flat, bias, atol=1e-3)
         gain = (swing - bias) / signs[0] if centred else flat - bias
@@ -176,7 +176,7 @@ class _Run:
         for site in neurons:
             self.sites.setdefault(site[0], []).append(tuple(site))
         self.scored = set(keys) if target.adapter.attention_interface else set[int]()
-        split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are told apart
+        split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are separate components
         self.split = split if split * target.n_heads * target.d_model * len(places) <= _HEADS else 0
         self.parts: list[Component] = []
         self.values: list[Tensor] = []
@@ -184,7 +184,7 @@ class _Run:
         self.keys: dict[int, Keys] = {}
         self.seen: dict[str, Tensor] = {}  # of the running layer
         self.norms: list[tuple[Any, Tensor, Tensor]] = []
-        self.nested = False  # an attention module is called once more
+        self.nested = False  # True while an attention module is called again
         self.before = 0  # components before the running layer
 
     def at(self, tensor: Tensor) -> Float[Tensor, "place d"]:

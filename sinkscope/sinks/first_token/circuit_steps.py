@@ -25,11 +25,11 @@ from sinkscope.sinks.tokens import and_, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-HALF = 0.5  # of an effect: from here on a component is needed, or suffices
-NEARLY = 0.75  # several are needed where each loses at least this share of what the most needed one loses
-ENOUGH = 0.9  # the search for a set ends where this is lost,
+HALF = 0.5  # share of an effect from which a component is needed, or suffices
+NEARLY = 0.75  # several are needed if each loses at least this share of the largest loss
+ENOUGH = 0.9  # the search for a set ends when this share is lost,
 GAIN = 0.05  # or where one more component adds less than this
-MOST = 8  # components that are replaced together in the search for a set
+MOST = 8  # largest number of components replaced together in the search for a set
 UNSWAPPED = ("attention bias", "sink neurons", "norm bias", "input bias")
 
 
@@ -152,7 +152,7 @@ class Bench:
     def values(self, edits: Sequence[Edit], at: int, source: int) -> tuple[Tensor, Tensor]:
         """Norms, or the attention of each head, as `[edit text part]`, and the intact values as `[text part]`."""
         asked = self.heads is not None
-        ids = self.ids if asked else self.ids[:, : max(at, source) + 1]  # later tokens change no norm
+        ids = self.ids if asked else self.ids[:, : max(at, source) + 1]  # later tokens do not change norms
         seen = effects(
             self.target, ids, edits, at=at, source=source, upto=self.layer, attention=asked, without=self.without
         )
@@ -169,12 +169,12 @@ def shares_of(
     return (change.mean(over) / span.mean(0 if each else (0, 1))).tolist()
 
 
-WRITES = 0.01  # neurons with less of the spike are backups, or have no part in it
-LARGE = 0.25  # so is what else a reading head's key holds
-SHOWN = 0.1  # a component without a role is a row of its own from this share on
-READS = 0.3  # mean attention to the first token of a head that reads it (Gu et al. 2024)
-TEXTS = 2  # pieces of typical text
-TYPICAL = 6  # positions of each piece that the first token is held against
+WRITES = 0.01  # neurons that write less of the spike are backups or not involved
+LARGE = 0.25  # share from which another part of a reading head's key is reported
+SHOWN = 0.1  # a component without a role gets its own row from this share on
+READS = 0.3  # mean attention from which a head reads the first token (Gu et al. 2024)
+TEXTS = 2  # number of pieces of typical text
+TYPICAL = 6  # positions of each piece that the first token is compared with
 
 Site = tuple[int, ...]
 

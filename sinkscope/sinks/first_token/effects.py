@@ -27,13 +27,13 @@ Kind = Literal[
     "head",
     "mlp",
     "key bias",
-    # These are told apart in sums only (see `attribution`), and cannot be swapped.
+    # These are separate only in sums (see `attribution`) and cannot be swapped.
     "attention bias",
     "sink neurons",
     "norm bias",
     "input bias",
 ]
-_ELEMENTS = 1 << 25  # of the widest activation of one batch
+_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 
 
 class Component(NamedTuple):

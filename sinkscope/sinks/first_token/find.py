@@ -49,7 +49,7 @@ from sinkscope.sinks.tokens import and_, at_once_line, pick_tokens, prefixes, ro
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
-LEAST = 1e-9  # a typical norm: a model made by hand can have 0, which nothing can be divided by
+LEAST = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 LATER = 3  # tokens behind the first position whose spikes are examined
 
 
@@ -212,7 +212,7 @@ class FindSinks(Result):
         set_drop: Share of the first token's norm that is lost when all causal neurons are zeroed together.
         set_control_drop: Largest drop when the same number of random neurons is zeroed, over 20 draws.
         stages: All layers that build the spike.
-        residual_dims: massive activations of the first token at the sink layer, largest first (Sun et al. 2024).
+        residual_dims: Massive activations of the first token at the sink layer, largest first (Sun et al. 2024).
         first_token_norm: L2 norm of the first token's residual stream after each layer (median over texts).
         typical_norm: Median norm over later positions of typical text.
         typical_low: The 5 % quantile of these norms.
@@ -284,7 +284,7 @@ class FindSinks(Result):
         if spike is None:
             return f"Attention sink without a norm spike: {rate}, and {_carried(sink)}."
         if sink.carried_by != "spike":
-            some = minimal is not None and (minimal.heads_lost or 0.0) > 0  # of those behind the sink layer
+            some = minimal is not None and (minimal.heads_lost or 0.0) > 0  # heads behind the sink layer
             return (
                 f"Norm spike and attention sink, but {'most ' * some}heads do not need the spike: {self._made()}; "
                 f"{rate}, and {_carried(sink)}."
@@ -509,7 +509,7 @@ def find_sinks(
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     limit = room(setup.target, max_repeats)
     words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
-    unknown = getattr(setup.tokenizer, "unk_token_id", None)  # repeated unknowns would be a repeated token
+    unknown = getattr(setup.tokenizer, "unk_token_id", None)  # repeated unknown tokens would act as a repeated token
     share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
     setup.record(max_repeats=limit, unknown_tokens=share)
     whole = all_layers or setup.target.resident
@@ -519,7 +519,7 @@ def find_sinks(
         target, layer, depth, stages = setup.target, seen.sink_layer(), len(seen.first), seen.stages()
         heard, rate = _received(setup, depth) if whole else (received(target, ids, RATE_EPS, layers=depth), None)
         generator = torch.Generator().manual_seed(setup.seed)
-        if layer is not None and at != stages:  # after reading on, often the same ones
+        if layer is not None and at != stages:  # after reading further layers these are often the same
             at = stages
             repeated = repeat_until_half(
                 target, layer, words, prefixes(setup, words), limit, setup.progress, seen.shared
@@ -530,7 +530,7 @@ def find_sinks(
         lost = sets.minimal.heads_lost if sets.minimal is not None else None
         if whole or depth == target.n_layers or (lost or 0.0) >= LOST:
             break
-        whole = True  # what was found does not carry the attention to the first token: read on
+        whole = True  # the stages found do not carry the attention to the first token: read on
     known = {n.site for n in proof.neurons}
     unread = [None] * (seen.n_layers - depth)
     first, low, typical, high = ((*norms, *unread) for norms in (seen.first, *zip(*seen.typical, strict=True)))
@@ -568,7 +568,7 @@ def _received(setup: Setup, depth: int) -> tuple[Received, SinkRate | None]:
     target = setup.target
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
         return received(target, setup.ids, RATE_EPS, layers=depth), None
-    # A batch holds 128 MB in the widest place. Layers that are read from disk are read once: one, smaller batch.
+    # A batch takes 128 MB at its widest activation. Layers read from disk are read once, so there is one smaller batch.
     fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
     texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
     ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)

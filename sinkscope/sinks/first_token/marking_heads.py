@@ -29,7 +29,7 @@ from sinkscope.tables import percent
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
-_HELD = 1 << 26  # numbers of one activation of the sink layer in memory at a time
+_HELD = 1 << 26  # largest number of values of one sink-layer activation in memory
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def geometry(
     return found, later.flatten()
 
 
-HALF = 0.5  # of the sink neurons' activation: below it the sink counts as gone, from it on as there
+HALF = 0.5  # share of the sink neurons' activation from which the sink counts as present
 
 
 @dataclass(frozen=True)
@@ -486,7 +486,7 @@ class _Marks:
     def sets(self, layer: int, score: Float[Tensor, "token head"], seed: int) -> list[dict[str, Any]]:
         """Per first token the shortest run of its best heads that keeps half, held against as many others."""
         heads = score.shape[1]
-        rank = score.argsort(1, descending=True).argsort(1)  # of each head, 0 the best
+        rank = score.argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
         sizes = torch.arange(1, heads + 1)
         kept = self.kept(self.bench.at(layer, rank[:, None] >= sizes[None, :, None]))
         enough = kept >= HALF

@@ -226,7 +226,7 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
         resid = first_tensor(out).detach().float()
         norm, flat = resid.norm(dim=-1), resid.abs().flatten(1)
         top, mid = flat.topk(3).values.mean(0).tolist(), flat.median(1).values.mean().item()
-        dims = spike_dims(resid.abs().amax(1).median(0).values, resid.flatten(0, 1))  # at whichever position
+        dims = spike_dims(resid.abs().amax(1).median(0).values, resid.flatten(0, 1))  # at any position
         share = 0.0 if not dims else float((resid[..., dims].abs() > max(100.0, 1000 * mid)).any(-1).float().mean())
         upper = norm[:, 1:].flatten().quantile(0.75).item()
         first = norm[:, 0].median().item()

@@ -28,7 +28,7 @@ from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 SINK_SHARE = 0.5  # a token's norm spikes from this share of the first token's on (Yona et al. 2025)
-CANDIDATES = 8  # neurons of the sink layer, each of which is ablated
+CANDIDATES = 8  # neurons of the sink layer to ablate
 SHOWN = 36  # rows of the table
 KINDS = {
     "BOS": "BOS",
@@ -258,9 +258,9 @@ def token_positions(
             f"the text has {len(words)} tokens, and the context of {target.name} holds {target.max_positions}: give a "
             "shorter one"
         )
-    setup.record(passage=None)  # the tokens of the result have it
+    setup.record(passage=None)  # the result contains the tokens instead
     own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
-    if setup.bos is None and own is not None:  # a spike is held against BOS also where the text has none
+    if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none
         pieces = torch.cat([torch.full((len(pieces), 1), own), pieces[:, :-1]], 1)
     seen = walk(target, pieces, whole=True, progress=setup.progress)
     found, sites = seen.sink_layer(), asked
@@ -322,7 +322,7 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
     if not given.strip():
         raise SinkscopeError("the text is empty: give at least one word")
     text, begin, inside = given, setup.bos, (0, len(given))
-    if chat:  # the user's words stand inside of the filled template, which may have trimmed them
+    if chat:  # the user's message is inside the filled template, which may have trimmed it
         text, begin = chat_text(tokenizer, [{"role": "user", "content": given}], setup.target.name), None
         start = max(0, text.find(given.strip()))
         inside = (start, start + len(given.strip()))
@@ -355,7 +355,7 @@ def _tokenized(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
         return [int(i) for i in got["input_ids"]], [int(end) for _, end in got["offset_mapping"]]
     ids = [int(i) for i in tokenizer(text, **options)["input_ids"]]
     ends, last = list[int](), 0
-    for i in ids:  # each token is looked for behind the one before it
+    for i in ids:  # each token is searched for after the previous one
         word = str(tokenizer.decode([i])).strip()
         at = text.find(word, last) if word else -1
         last = at + len(word) if at >= 0 else last

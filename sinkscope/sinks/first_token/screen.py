@@ -25,7 +25,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import Member
 from sinkscope.sinks.first_token.walk import column_norms, gain_of
 
-_NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # before an MLP that lies beside the attention
+_NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # norms before an MLP parallel to the attention
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
     for layer in range(target.n_layers):
         parts = reaches(target, layer)
         reach = torch.cat([part.reach for part in parts])
-        log = reach.clamp(min=1e-30).log()  # reaches of a layer lie many powers of ten apart
+        log = reach.clamp(min=1e-30).log()  # reaches in a layer differ by many orders of magnitude
         z = (log - log.mean()) / log.std(correction=0).clamp(min=1e-12)
         neurons += len(reach)
         layers.append(LayerReach(layer, float(reach.median()), float(reach.max()), float(z.max())))
@@ -184,12 +184,12 @@ def _effective(target: Target, layer: int) -> Any:
     """Rows as they act on a normalised vector before the norm's gain; behind a LayerNorm they are centred, too."""
     module: Any = target.layers[layer]
     path = target.adapter.mid
-    if path == target.adapter.mlp:  # it reads the residual stream itself
+    if path == target.adapter.mlp:  # the MLP reads the residual stream itself
         return lambda rows: rows
     norm: Any = target.sub(layer, path) if path else next(getattr(module, n) for n in _NORMS if hasattr(module, n))
     gain = gain_of(target, norm)
     lifted = norm(torch.ones(1, target.d_model, device=target.device, dtype=target.dtype))[0].float()
-    centred = bool((lifted - gain).abs().max() > 0.5 * gain.abs().max())  # ones have no length left without their mean
+    centred = bool((lifted - gain).abs().max() > 0.5 * gain.abs().max())  # a vector of ones is zero once centred
 
     def act(rows: Tensor) -> Tensor:
         scaled = rows * gain

@@ -19,9 +19,9 @@ from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.run import trace
 
-PER_TOKEN = 4  # later positions of one token at most, so that frequent words do not make up the class
+PER_TOKEN = 4  # largest number of later positions per token, so that frequent words do not dominate
 CLEAR = 8  # without BOS the first few tokens may still be marked as the first is: later positions begin here
-_LEAST = 2  # samples of a class on either side
+_LEAST = 2  # smallest number of samples of a class on either side
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,12 @@ def _experts(target: Target, layer: int, hidden: Float[Tensor, "n d_model"]) -> 
 
 Method = Literal["LDA", "logistic regression"]
 SHUFFLES = 5  # draws of the control
-SHOWN = 800  # points of the drawing
-_COLUMNS = 2048  # sorted at a time
+SHOWN = 800  # points in the figure
+_COLUMNS = 2048  # columns sorted at a time
 
 
-SEPARABLE = 0.99  # AUROC from which the conclusion says so
-CHANCE = 0.1  # by which an AUROC has to exceed that with shuffled labels
+SEPARABLE = 0.99  # AUROC from which the conclusion says "separable"
+CHANCE = 0.1  # an AUROC must exceed that with shuffled labels by this much
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ def separability(
         after_attention(target, layer, samples.ids, samples.later, batch_size, setup.progress),
     )
 
-    special = len(firsts) - len(samples.firsts)  # BOS is neither trained on nor held out: it is asked about
+    special = len(firsts) - len(samples.firsts)  # BOS is neither trained on nor held out; it is only classified
     first = torch.arange(len(firsts) + len(samples.later)) < len(firsts)
     held = torch.cat([torch.zeros(special, dtype=torch.bool), samples.first_held, samples.later_held])
     train = ~held
@@ -514,7 +514,7 @@ class Space:
         """The plane that `method` places between the classes of the training samples."""
         from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
-        with threadpool_limits(torch.get_num_threads()):  # problems of this size do not gain from more
+        with threadpool_limits(torch.get_num_threads()):  # more threads do not help problems of this size
             fitted = _model(method).fit(self.coordinates[self.train].numpy(), first[self.train].numpy())
             scores = fitted.decision_function(self.coordinates.numpy())
         way = torch.from_numpy(fitted.coef_[0]).double()

@@ -173,7 +173,7 @@ def sinks_over_training(
             show("checkpoints", len(found), len(series))
             if name not in kept.records:
                 one, way = _measure(name, model, way, revision=revision, progress=progress, **own)
-                if one.failed is None:  # a failed one is tried again next time
+                if one.failed is None:  # a failed checkpoint is tried again next time
                     kept.append([one])
                 found.append(one)
             else:
@@ -188,7 +188,7 @@ def sinks_over_training(
         settings={**settings, "checkpoints": len(found)},
         provenance=provenance(
             started=started,
-            device=way.device if way else "unknown",  # everything was there already
+            device=way.device if way else "unknown",  # every checkpoint was already measured
             dtype=way.dtype if way else "unknown",
             attention=way.attention if way else "unknown",
             bos=way.bos if way else options.get("bos"),
@@ -222,7 +222,7 @@ def _measure(
     """What `find_sinks` says of one checkpoint, or why it cannot, and how it came to it (`way`: as before)."""
     try:
         found = find_sinks(model, all_layers=True, **options)
-    except (SinkscopeError, OSError) as error:  # the next one may be whole
+    except (SinkscopeError, OSError) as error:  # the next checkpoint may be readable
         said = (str(error).splitlines() or [type(error).__name__])[0]
         return Checkpoint(name, failed=said.replace(str(model), name)), way
     spike, sink, minimal = found.norm_spike, found.attention_sink, found.minimal

@@ -19,12 +19,12 @@ from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_
 from sinkscope.trace.run import trace
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
-STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
-# spike (an early stage can be small against all that an MLP writes, but not along that direction) or at all
-FALL_SHARE = 0.05  # a step-down layer takes away at least this share of the spike's largest length
+STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
+# spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
+FALL_SHARE = 0.05  # a step-down layer removes at least this share of the spike's largest length
 SINK_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
-# Medians, and no high quantiles: some later positions are sinks, too (delimiters; without BOS the first tokens, as long
-# as they are of one cluster), and must not hide the first one.
+# Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
+# tokens, as long as they belong to one cluster), and must not hide the first one.
 _SAMPLE = 64  # positions of typical text whose activations are kept for that comparison
 _SHARED = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
@@ -50,7 +50,7 @@ class Walk:
     residual: list[Tensor] = field(default_factory=list)  # residual stream, first token (mean of rows), [d_model]
     written: list[Tensor] = field(default_factory=list)  # what the MLP adds, first token (mean of rows), [d_model]
     sample: list[Tensor] = field(default_factory=list)  # ... at some later positions, [position d_model]
-    massive: list[int] = field(default_factory=list)  # dimensions massive on all tokens, in the order they were met
+    massive: list[int] = field(default_factory=list)  # dimensions massive on all tokens, in the order found
 
     @property
     def shared(self) -> list[int]:
@@ -96,7 +96,7 @@ class Walk:
             along = float(self.written[i] @ spike)
             usual = (self.sample[i] @ spike).abs().median().item()
             builds = along >= STAGE_SHARE * largest and along > STAGE_OUTLIER * usual
-            # A stage may also be orthogonal to the rest of the spike; what points against it takes the spike away.
+            # A stage may also be orthogonal to the rest of the spike; an MLP that points against it removes the spike.
             across = self.mlp_first[i] >= STAGE_SHARE * largest and along > -STAGE_SHARE * largest
             if builds or (across and self.mlp_first[i] > STAGE_OUTLIER * self.mlp_typical[i]):
                 found.append(i)
@@ -293,7 +293,7 @@ def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neur
     for expert in experts:
         start = flat_number(target, layer, expert, 0)
         part = slice(start, start + target.width(layer, expert))
-        if bool(view.post[:, part].any()):  # norms are read of those experts only that write anything
+        if bool(view.post[:, part].any()):  # read norms only of experts that write anything
             out[:, part] = view.post[:, part].abs() * target.w_out_norms(layer, expert).float()
     return out
 
@@ -376,7 +376,7 @@ def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
 
 def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
     """(expert, neuron) of a flat number. `expert` is None if the layer is not a mixture, and for a shared expert."""
-    first = target.n_experts(layer) * target.d_mlp  # of those that have no expert's number
+    first = target.n_experts(layer) * target.d_mlp  # number of the first neuron of a shared expert
     if target.has_mlp(layer, None) and neuron >= first:
         return None, neuron - first
     return divmod(neuron, target.d_mlp)
@@ -400,7 +400,7 @@ def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, f
     """Median `hook_post` of a neuron on typical text, and of its up factor if there is one: what a patch writes."""
     expert, _ = split(target, text.layer, flat)
     post = text.post[:, flat]
-    if text.routing is not None:  # what the expert itself gives, where it was asked; the last weight is a shared one's
+    if text.routing is not None:  # the expert's own output where it was chosen; the last weight is the shared expert's
         expert = -1 if expert is None else expert
         asked = text.routing[:, expert] > 0
         post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
@@ -468,7 +468,7 @@ def repeat_until_half(
     views: dict[int, LayerView] = {}
     while True:
         left = [i for i, n in found.items() if n is None]
-        for i in left:  # a row at a time: long rows side by side would only multiply the memory
+        for i in left:  # one row at a time: a batch of long rows would only need more memory
             ids = torch.full((1, length + 1), tokens[i])
             ids[0, 0] = prefixes[i]
             where = torch.zeros_like(ids, dtype=torch.bool)

@@ -35,7 +35,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.walk import flat_number, neutral_values, neutral_view
 from sinkscope.text import text_rows
 
-CHARACTERS = 8  # of a token, at most: as in `text_rows`
+CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Change:
     Attributes:
         before: Value without the edit.
         after: Value with the edit.
-        difference: after - before.
+        difference: `after - before`.
         se: Standard error of the difference, from the differences of the samples. None for a single sample.
     """
 
@@ -125,7 +125,7 @@ def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"
     return Change.of(first, second, after.double() - before.double(), second)
 
 
-_SEED = 1234  # of the examples before a question; the harness's own
+_SEED = 1234  # seed of the examples before a question; the harness's default
 
 
 @dataclass(frozen=True)
@@ -354,7 +354,7 @@ class Tasks:
         out: dict[tuple[str, str], Tensor] = {}
         target = made.target
         with _quiet(), under(edit, target):
-            lm = model(  # it changes the tokenizer it is given
+            lm = model(  # the harness changes the tokenizer it is given
                 pretrained=target.hf,
                 tokenizer=copy.deepcopy(target.tokenizer),
                 batch_size=batch_size,
@@ -366,7 +366,7 @@ class Tasks:
                     loaded = self._manager.load([name])
                     _set_shots(loaded["tasks"].values(), shots)
                     found = evaluate(lm, loaded, limit=questions, log_samples=True, bootstrap_iters=0)
-                except OSError as error:  # the data set: no network, no such file
+                except OSError as error:  # the data set is missing: no network, or no such file
                     raise SinkscopeError(
                         f"the data of task {name!r} cannot be had ({str(error).splitlines()[0][:200]}): connect to the "
                         "hub once, or give a task file whose data is here"

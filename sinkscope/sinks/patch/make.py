@@ -29,9 +29,9 @@ from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-HEADROOM = 1.5  # times the 95 % line: one position of ordinary text in twenty lies above that line anyway
-# Of the first token's norm, in later layers: a model that copies well is sure of a repeated token, and its last layers
-# raise the norm a little for that reason, far below a sink.
+HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
+# Share of the first token's norm that is tolerated in later layers: a model that copies well is certain of a repeated
+# token, so its last layers raise the norm a little, far below that of a sink.
 SLACK = 0.03
 MOST = 256  # sets that are tried, smaller ones first, before neurons are left out of the whole set one at a time
 TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
@@ -381,7 +381,7 @@ class _Ceilings:
     @property
     def ceilings(self) -> Float[Tensor, " layer"]:
         slack = SLACK * torch.tensor(self.spike)
-        slack[0] = 0.0  # where the spike is made, the norm has to be typical
+        slack[0] = 0.0  # the norm must be typical where the spike is made
         return (HEADROOM * torch.tensor([top for _, _, top in self.typical])).maximum(slack)
 
     def first_above(self, norms: Float[Tensor, " layer"]) -> int | None:
@@ -527,7 +527,7 @@ def _smallest(
     before: list[dict[int, float]] = []
 
     def suffices(some: Sequence[Neuron]) -> bool:
-        edit = _patch(some) if some else None  # no neuron at all: how far there is to fall
+        edit = _patch(some) if some else None  # the empty set shows the norm without a patch
         norms = largest_norms(target, high, rows, edit, batch_size)
         above, taken = high.first_above(norms.amax(0)), None
         if edit is not None and above is None:

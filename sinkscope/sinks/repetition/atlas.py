@@ -21,11 +21,11 @@ from sinkscope.sinks.first_token.ablation import causal_neurons
 from sinkscope.sinks.first_token.walk import norms_after, until_half
 from sinkscope.sinks.tokens import at_once_line, draw, room, vocabulary
 
-PILOT = 16  # tokens that say how long the first pass must be
-SHORTEST = 128  # repetitions of it, at least
-_SHOWN = 200  # rows on the page at a time: a browser is slow with a hundred thousand
+PILOT = 16  # tokens that determine the length of the first pass
+SHORTEST = 128  # smallest number of repetitions in that pass
+_SHOWN = 200  # rows shown at a time: a browser is slow with a hundred thousand
 
-# Texts go in by textContent and never become HTML.
+# Texts are inserted with textContent and never become HTML.
 _SCRIPT = """
 (async()=>{
 const box=document.currentScript.parentElement, packed=atob(box.querySelector('script[type]').textContent);
@@ -85,7 +85,7 @@ class AtlasWork(Work):
         left, length = list(range(len(items))), min(self.length, self.max_repeats)
         while left:
             passes = -(-len(left) // max(1, self.batch_size // (length + 1)))
-            for part in (left[i::passes] for i in range(passes)):  # of equal size, as nearly as can be
+            for part in (left[i::passes] for i in range(passes)):  # parts of nearly equal size
                 norm = norms_after(target, self.layer, torch.tensor([self.row(items[i], length) for i in part]))
                 share = norm[:, 1:] / norm[:, :1]
                 for i, row in zip(part, share, strict=True):
@@ -193,7 +193,7 @@ class SinkAtlas(Result):
         return super().to_html() + _table(self.rows())
 
     def _repr_html_(self) -> str:
-        return super().to_html()  # a notebook is no place for a vocabulary
+        return super().to_html()  # the whole vocabulary is too large for a notebook
 
     def conclusion(self) -> str:
         """How many tokens become a sink by repetition, and how many never do."""

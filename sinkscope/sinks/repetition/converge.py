@@ -22,7 +22,7 @@ from sinkscope.sinks.tokens import encode, known_token, pick_tokens, refuse_repe
 from sinkscope.trace.attention import attention_rows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-ROUNDING = 8.0  # distances below this many rounding errors of the largest output are no distances
+ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def _same_later(last: Tensor, one: Tensor, dtype: torch.dtype, n: int) -> int | 
 PREFIX = "some prefix:"  # this and the words are those of figure 5 of the paper
 WORDS = ("cat", "dog", "the", "bla")
 REPEATS = 500
-_POINTS = 40  # of a curve that are kept, evenly spread over log n
+_POINTS = 40  # points kept per curve, evenly spaced in log n
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class Convergence(Result):
             repetitions.
         counts: The values of n at which curves are kept.
         prefixes: The texts that stood before the repetitions.
-        layers_read: number of layers read.
+        layers_read: Number of layers read.
         curves: All curves; see `Curve`.
     """
 
@@ -446,7 +446,7 @@ def _curves(
     r = torch.maximum(values, seen.head_norms)
     bounds = 2 * k * r[:, None] * delta.exp() / n if first and outside is None else None
     if first and not target.adapter.absolute_positions and not target.adapter.learned_sinks:
-        # No weight on the prefix: both are the token's value, and what differs is rounding.
+        # Without weight on the prefix both outputs are the token's value and differ only by rounding.
         gone = (weight == 0).all(0)
         whole, heads = whole.masked_fill(gone, 0.0), heads.masked_fill(gone, 0.0)
 
@@ -454,7 +454,7 @@ def _curves(
         floor = rounding(target, max(size, float(r.max()) if first else 0.0))
         ratio = None if bound is None else torch.where(distance > floor, distance / bound, 0.0)
         of_head = head is not None and bound is not None
-        # The output itself must have digits to spare: what is already rounded can lie on the edge between two numbers.
+        # The output itself needs spare digits: an already rounded value can lie on the boundary between two numbers.
         extrapolate = first and outside is None and torch.finfo(target.dtype).bits > 16
         same = seen.same if extrapolate else tuple(replace(s, expected=None) for s in seen.same)
         return Curve(

@@ -27,7 +27,7 @@ from sinkscope.text.corpus import CorpusIndex, open_corpus
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3
 REPEATS = (50, 400)
-_POINTS = 160  # of a curve
+_POINTS = 160  # points kept per curve
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class Continuation:
 
     Attributes:
         word: The repeated word. None for an ordinary prompt of the control.
-        prefix: whether the prefix stands before the repetitions.
-        patched: whether the model runs under the patch.
+        prefix: Whether the prefix stands before the repetitions.
+        patched: Whether the model runs under the patch.
         repeats: Repetitions of the word in the prompt. For the control, the length of the prompt in tokens.
         kept: Tokens of the answer that continue the repetition, before the first other token.
         tokens: Tokens of the answer, including the end of sequence.

@@ -20,7 +20,7 @@ from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
 from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words
 
 Sites = tuple[tuple[int, ...], ...]
-POINTS = 1024  # of a curve; longer ones are thinned, `repeats` is read before that
+POINTS = 1024  # points per curve; longer curves are thinned after `repeats` is read
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024
-BINS = 32  # of a picture, beside the first position and the tail, which have bins of their own
-_ROWS = 128  # queries at a time: batch x head x _ROWS x key is the most that is in memory
+BINS = 32  # bins of a picture, besides the first position and the tail, which have their own bins
+_ROWS = 128  # queries at a time: at most batch x head x _ROWS x key values are in memory
 TAIL = 64  # tokens of natural text behind the repetitions, the same at the same positions in every sequence
 
 
