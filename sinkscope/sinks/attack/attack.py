@@ -398,7 +398,7 @@ def cluster_attack(
     comparison. If the model has no sink, `sink_layer` is None.
 
     Args:
-        clusters: Head -> token ids; None: `token_clusters` finds them.
+        clusters: Head -> token ids. By default `token_clusters` finds them.
         lengths: Tokens per sequence.
         sequences: Sequences of each kind and length, drawn from the clusters in turn; the success rate is over these.
         searched: Sequences of each search and length; 0 skips the searches.

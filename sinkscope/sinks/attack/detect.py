@@ -229,11 +229,11 @@ def detect_attack(
     negatives are pieces of the same length in the same context. If the model has no sink, `sink_layer` is None.
 
     Args:
-        clusters: Head -> token ids; None: `token_clusters` finds them.
+        clusters: Head -> token ids. By default `token_clusters` finds them.
         lengths: Tokens per sequence.
         sequences: Attacks of each kind, and the maximum number of pieces of each harmless text.
-        harmless: Name -> text; None: the typical text, source code of Python's library, tables and songs.
-        rules: (hits, window) of the running rule.
+        harmless: Name -> text. By default the typical text, source code of Python's library, tables and songs.
+        rules: Pairs (hits, window) of the running rule.
         threshold: Default score that counts as a hit.
         bos: Try the attack only with BOS, or only without. By default both are tried.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat

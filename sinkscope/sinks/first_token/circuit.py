@@ -160,7 +160,7 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
 def circuit(
     setup: Setup, *, token: str | None = None, heads: Positive = 6, max_repeats: Positive | None = None
 ) -> Circuit:
-    """Trace the circuit of the attention sink from the first token to the heads that attend to it; verify each step.
+    """Trace the circuit of the attention sink from the first token to the heads that read it, and verify each step.
 
     Every input along the way is split into exact shares of the components that write into it. Each component is then
     replaced at the first token by what it writes at a typical token (necessity), and the reverse (sufficiency), with

@@ -424,7 +424,7 @@ class Steps:
         return sets, attribute(self.target, self.ids, self.places, chosen)
 
     def spike(self, layer: int, judge: Bench | None) -> None:
-        """From the first token to the residual stream after the sink layer; `judge` is the attention that it makes."""
+        """Steps from the first token to the stream after the sink layer; `judge` is the attention that the spike causes."""
         bench = Bench(self.target, self.ids, 0, self.other, layer, without=self.shared)
         if not self.sites:
             self.mark(bench, "first token", layer, {}, judge)
@@ -462,7 +462,7 @@ class Steps:
         return tuple((at, seen.inputs[at].raw[some][:, self.first].sum(0)) for at, some in chosen.items() if some)
 
     def shares(self, seen: Attribution, first: Tensor, typical: Tensor) -> dict[str, dict[Component, float]]:
-        """What each component adds to the neurons' activation by the gate and by the up factor; sums to 1 per layer."""
+        """What each component adds to the neurons' activation through the gate and up factors; sums to 1 per layer."""
         found: dict[str, dict[Component, float]] = {}
         for layer, inputs in seen.inputs.items():
             if not _writes(inputs, first.unique()):
@@ -501,7 +501,7 @@ class Steps:
                 self.steps.append(Step(*about, float(lost[j]), None, float(given[j]), None))
 
     def repetition(self, word: int, reached: int) -> int:
-        """The same at the last of half as many repetitions again as it takes; returns their number."""
+        """Repeat the analysis at the last of 1.5 times as many repetitions as a sink needs; returns their number."""
         layer, start = self.layer, prefixes(self.setup, [word])
         assert layer is not None
         repeats = min(reached + reached // 2, (self.target.max_positions or 1 << 30) - 1)
@@ -534,7 +534,7 @@ class Steps:
         return self.layer is not None and bench.necessity(self.spike_edits()[0][:1])[0] >= HALF
 
     def keys(self, bench: Bench, by_spike: bool, listed: int) -> tuple[str, Attended]:
-        """From the spike, or from other components, to the keys of the heads that attend to the first token."""
+        """Steps from the spike, or from other components, to the keys of the heads that attend to the first token."""
         assert bench.heads is not None
         layers = bench.heads.any(1).nonzero().flatten().tolist()
         seen = attribute(self.target, self.ids, self.places, self.sites, layers)
@@ -581,11 +581,11 @@ class Steps:
             self.steps.append(Step("keys", str(best), target, place[0], of[best], None))
 
     def makes_spike(self, component: Component) -> bool:
-        """Whether this is what writes the spike."""
+        """Whether this component writes the spike."""
         return component.kind == "sink neurons" or (not self.sites and component == ("mlp", self.layer, None))
 
     def spike_edits(self) -> tuple[list[Edit], list[Edit]]:
-        """Edits that take the spike away, and that write it elsewhere; then the same of random neurons."""
+        """Edits that remove the spike, and edits that write it elsewhere; then the same for random neurons."""
         if not self.sites:
             whole = [Edit(swap=(Component("mlp", self.layer),))]
             return whole, whole
@@ -595,14 +595,14 @@ class Steps:
         return [Edit(zero=some) for some in (self.sites, *sets)], given
 
     def contrast(self, found: Keys) -> dict[int, dict[Component, float]]:
-        """Per head, what each component adds to the first token's score over that of typical keys."""
+        """For each head, what each component adds to the first token's score beyond that of typical keys."""
         first, typical = self.pairs
         by = (found.scores[:, first] - found.scores[:, typical]).mean(1)
         parts = [Component("key bias") if part.kind == "key bias" else part for part in found.parts]
         return {head: dict(zip(parts, by[:, head].tolist(), strict=True)) for head in range(by.shape[1])}
 
     def learned(self) -> float | None:
-        """Mean share of the attention of all heads that goes to learned sink logits; None: the model has none."""
+        """Mean share of the attention of all heads that goes to learned sink logits; None if the model has none."""
         if not self.target.adapter.learned_sinks:
             return None
         kept: list[float] = []

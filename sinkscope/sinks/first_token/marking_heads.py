@@ -484,7 +484,7 @@ class _Marks:
         return along / self.base.square().sum(-1, keepdim=True)
 
     def sets(self, layer: int, score: Float[Tensor, "token head"], seed: int) -> list[dict[str, Any]]:
-        """Per first token the shortest run of its best heads that keeps half, held against as many others."""
+        """For each first token, the smallest set of its best heads that keeps half, against as many other heads."""
         heads = score.shape[1]
         rank = score.argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
         sizes = torch.arange(1, heads + 1)

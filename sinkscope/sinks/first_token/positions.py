@@ -300,7 +300,7 @@ def _refuse(passage: str | None, file: object) -> None:
 
 
 def _site(setup: Setup, name: str) -> tuple[int, ...]:
-    """The neuron of a name such as L1.N338, if the model has it."""
+    """The neuron with a name such as L1.N338, if the model has it."""
     site, target = read_neuron(name), setup.target
     there = site[0] < target.n_layers
     if there and not target.has_mlp(site[0], site[1] if len(site) == 3 else None):
@@ -314,7 +314,7 @@ def _site(setup: Setup, name: str) -> tuple[int, ...]:
 
 
 def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
-    """The tokens of the text, with BOS and the chat template where they are asked for."""
+    """The tokens of the text, with BOS and the chat template if requested."""
     tokenizer, special = setup.tokenizer, set(setup.tokenizer.all_special_ids)
     own = getattr(tokenizer, "bos_token_id", None)
     if given is None:
@@ -348,7 +348,7 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
 
 
 def _tokenized(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Ids, and for each the place in the text where it ends."""
+    """Ids, and for each the position in the text where it ends."""
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
     if getattr(tokenizer, "is_fast", False):
         got = tokenizer(text, return_offsets_mapping=True, **options)
@@ -397,14 +397,14 @@ def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, 
 
 
 def _share(result: TokenPositions, position: int) -> float:
-    """How dark a token is at first: its norm after the layer, from the typical to the largest one."""
+    """How dark a token is shown at first: its norm after the layer, scaled from the typical to the largest one."""
     norms, usual = result.norm[result.layer], result.typical_norm[result.layer]
     top = max(float(norms.max()), SINK_RATIO * usual)
     return min(1.0, max(0.0, float(norms[position] - usual) / (top - usual)))
 
 
 def _page(result: TokenPositions) -> str:
-    """The text with its tokens shaded; a script shades it anew by another number or layer."""
+    """The text with its tokens shaded; a script updates the shading for another number or layer."""
     choices = {"norm": "norm", "attention": "attention received (mean of heads)"}
     choices |= {"largest": "attention received (largest head)"}
     choices |= {f"{i}": neuron.name for i, neuron in enumerate(result.neurons)}

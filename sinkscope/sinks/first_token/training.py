@@ -198,7 +198,7 @@ def sinks_over_training(
 
 
 def _series(models: list[str | Path], revisions: list[str]) -> list[tuple[str, str | Path | None, str | None]]:
-    """Name, model and revision of each checkpoint, none twice."""
+    """Name, model and revision of each checkpoint, without duplicates."""
     models, revisions = list(dict.fromkeys(models)), list(dict.fromkeys(revisions))
     if len(models) > 1 and len(revisions) > 1:
         raise SinkscopeError("several models and several revisions are given: give one model, or at most one revision")
@@ -219,7 +219,7 @@ def _label(models: Sequence[str | Path] | None) -> str:
 def _measure(
     name: str, model: str | Path | None, way: Provenance | None, **options: Any
 ) -> tuple[Checkpoint, Provenance | None]:
-    """What `find_sinks` says of one checkpoint, or why it cannot, and how it came to it (`way`: as before)."""
+    """The result of `find_sinks` for one checkpoint, or why it failed; and the provenance (`way`: as before)."""
     try:
         found = find_sinks(model, all_layers=True, **options)
     except (SinkscopeError, OSError) as error:  # the next checkpoint may be readable

@@ -211,7 +211,7 @@ def _read(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:
 
 
 def _check(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str], **_: object) -> None:
-    """A wrong file or name should not cost the loading of a model."""
+    """Refuse a wrong file or name before a model is loaded."""
     _read(patch)
     if tasks:
         Tasks(tasks)
@@ -380,13 +380,13 @@ class Tasks:
 
 @cache
 def _index(manager_class: Any, everything: bool) -> Any:
-    """Reading the index of all tasks takes seconds: once, and not for files alone."""
+    """The index of all tasks. Reading it takes seconds, so it is read once, and not for files alone."""
     with _quiet():
         return manager_class(include_defaults=everything)
 
 
 def _set_shots(tasks: Any, shots: int | None) -> None:
-    """As the harness's own command does: a task that says zero shots keeps them."""
+    """Set the shots as the harness's own command does: a task that specifies zero shots keeps them."""
     for task in tasks:
         own = task.get_config("num_fewshot")
         if own is None or (shots is not None and own != 0):
@@ -426,5 +426,5 @@ def _harness(module: str) -> Any:
 
 
 def _quiet() -> Any:
-    """The harness draws bars and writes notes on standard error; where that is no terminal, nothing is said."""
+    """Silence the progress bars and notes that the harness writes on standard error if that is not a terminal."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())

@@ -250,7 +250,7 @@ def _check(tokens: Sequence[str] | None, **_: object) -> None:
 
 
 def _write(made: PatchMade, path: str) -> str | None:
-    """A refusal is an error, because a script that goes on to use the patch must stop; nothing to patch is none."""
+    """A refusal is an error, because a script that goes on to use the patch must stop; "nothing to patch" is not."""
     if made.verdict in ("refused", "not-repaired"):
         what = "not repaired, and " * (made.verdict == "not-repaired")
         raise RefusedError(f"{what}no patch was written: {made.reason}", page="no-sink")
@@ -385,7 +385,7 @@ class _Ceilings:
         return (HEADROOM * torch.tensor([top for _, _, top in self.typical])).maximum(slack)
 
     def first_above(self, norms: Float[Tensor, " layer"]) -> int | None:
-        """The first of the layers after which the norm is above the typical range; None: none is."""
+        """The first of the layers after which the norm is above the typical range; None if there is none."""
         above = (norms > self.ceilings).nonzero().flatten()
         return self.layers[int(above[0])] if len(above) else None
 
@@ -408,9 +408,9 @@ def _no_set(high: _Ceilings, tried: tuple[Tried, ...]) -> str:
 
 
 def _still_taken(later: tuple[LaterLayer, ...]) -> list[LaterLayer]:
-    """The layers whose attention is not back, if less than half of all attention that was taken is back.
+    """The layers whose attention is not restored, if less than half of all attention that was taken is restored.
 
-    Layers are judged together: in some, heads that look at repeated tokens for another reason give less than half back.
+    Layers are judged together: in some, heads that attend to repeated tokens for another reason restore less than half.
     """
     taken, back = (sum(one.attention[i] for one in later) for i in (0, 1))
     return [one for one in later if one.attention[1] < one.attention[0] / 2] if back < taken / 2 else []
@@ -505,7 +505,7 @@ def _ordinary(setup: Setup, rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row po
 
 
 def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
-    """The smallest causal set, largest contribution first; where none takes the spike away, every causal neuron."""
+    """The smallest causal set, largest contribution first; if none removes the spike, every causal neuron."""
     target, layer, generator = setup.target, seen.sink_layer(), torch.Generator().manual_seed(setup.seed)
     assert layer is not None
     proof = prove(target, setup.ids, layer, TOP, generator, None, seen.stages(), seen.shared)
@@ -517,10 +517,10 @@ def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
 def _smallest(
     setup: Setup, candidates: list[Neuron], high: _Ceilings, rows: Tensor, batch_size: int
 ) -> tuple[tuple[Neuron, ...] | None, tuple[Tried, ...]]:
-    """The smallest set whose patch keeps the norms below the ceilings, None if none does; and all that were tried.
+    """The smallest set whose patch keeps the norms below the ceilings, None if none does; and all sets tried.
 
-    Of a large causal set not every part can be tried: then one neuron after another is left out, those that write least
-    first, as long as the rest suffices.
+    Not every subset of a large causal set can be tried. Neurons are then left out one after another, those that write
+    least first, as long as the rest suffices.
     """
     tried: list[Tried] = []
     every, target = len(candidates), setup.target

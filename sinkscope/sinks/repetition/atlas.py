@@ -333,7 +333,7 @@ def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
 
 @torch.no_grad()
 def _embedding_norms(target: Target, ids: list[int]) -> list[float]:
-    """Of what the embedding gives, scale included, where it has one."""
+    """Norms of the embedding's output, including its scale, if it has one."""
     parts = [target.embedding(torch.tensor(ids[i : i + 4096], device=target.device)) for i in range(0, len(ids), 4096)]
     norm = torch.cat([torch.linalg.vector_norm(p, dim=-1, dtype=torch.float32) for p in parts])
     return [round(v, 4) for v in norm.tolist()]
@@ -375,7 +375,7 @@ def _shared(repeats: Sequence[int | None], properties: Mapping[str, Sequence[flo
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """All tokens as a table of HTML that can be searched and sorted and needs nothing from elsewhere."""
+    """All tokens as an HTML table that can be searched and sorted and is self-contained."""
     if not rows:
         return ""
     columns = zip(*(row.values() for row in rows), strict=True)

@@ -197,7 +197,7 @@ def _same_from(outs: Tensor, one: Tensor, dtype: torch.dtype) -> int | None:
 
 
 def _same_later(last: Tensor, one: Tensor, dtype: torch.dtype, n: int) -> int | None:
-    """Were the difference at `n` to fall as 1 / n: the power of two times n from which nothing of it is left."""
+    """If the difference at `n` continues to fall as 1 / n: the power of two times n from which it is zero."""
     for doubling in range(64):
         if bool(((one + (last - one) * math.ldexp(1.0, -doubling)).to(dtype) == one.to(dtype)).all()):
             return n << doubling
@@ -500,7 +500,7 @@ def _numbers(dtype: str, found: list[SameNumbers], n: int) -> str:
 
 
 def _words(setup: Setup, tokens: Sequence[str] | None, texts: list[str], used: set[int]) -> list[int]:
-    """The tokens asked for; else words of the paper, and of the text, that stand in no prefix."""
+    """The tokens requested, or else words of the paper and of the text that occur in no prefix."""
     tokenizer = setup.tokenizer
     if tokens:
         words = [single_token(tokenizer, string) for string in tokens]
@@ -513,7 +513,7 @@ def _words(setup: Setup, tokens: Sequence[str] | None, texts: list[str], used: s
 
 
 def _first_window(target: Target) -> int | None:
-    """Tokens that the first layer's window holds, the query's own among them; None: no window."""
+    """Number of tokens in the first layer's window, including the query's own; None if it has no window."""
     window, kinds = getattr(target.config, "sliding_window", None), getattr(target.config, "layer_types", None)
     return None if not window or (kinds and kinds[0] != "sliding_attention") else int(window)
 
@@ -529,6 +529,6 @@ def _outside(target: Target, window: int | None, length: int) -> str | None:
 
 
 def _counts(n: int) -> list[int]:
-    """From 1 to n, every one of the small and then evenly over log n."""
+    """Values of n from 1 to n: all small ones, then evenly spaced in log n."""
     spread = torch.logspace(0, torch.tensor(float(n)).log10().item(), _POINTS).round().int().tolist()
     return sorted({*spread, 1, n})

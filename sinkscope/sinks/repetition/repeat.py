@@ -264,7 +264,7 @@ def repeat_norms(
 
 
 def _conditions(setup: Setup, layer: int) -> tuple[Sites, dict[str, Sites]]:
-    """The causal neurons, and what is zeroed under which name; nothing where no neuron is causal."""
+    """The causal neurons, and the neurons zeroed under each condition; empty if no neuron is causal."""
     proof = prove(setup.target, setup.ids, layer, 8, torch.Generator().manual_seed(setup.seed), None)
     causal = tuple(n.site for n in proof.neurons if n.causal)
     if not causal:
