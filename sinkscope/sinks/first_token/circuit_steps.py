@@ -424,7 +424,7 @@ class Steps:
         return sets, attribute(self.target, self.ids, self.places, chosen)
 
     def spike(self, layer: int, judge: Bench | None) -> None:
-        """Steps from the first token to the stream after the sink layer; `judge` is the attention that the spike causes."""
+        """Steps from the first token to the stream after the sink layer; `judge` is the attention the spike causes."""
         bench = Bench(self.target, self.ids, 0, self.other, layer, without=self.shared)
         if not self.sites:
             self.mark(bench, "first token", layer, {}, judge)
