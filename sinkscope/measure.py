@@ -1,7 +1,7 @@
-"""The shape of every measurement: a frozen `Result`, a function of a `Setup`, a figure, under one decorator.
+"""The common form of every measurement: a frozen `Result`, a function of a `Setup`, and a figure, under one decorator.
 
-A `Setup` is what every measurement begins with: an opened model, text to hold it against, and a record of how it ran.
-The decorators `@measurement` and `@command` add the rest to a function.
+Every measurement begins with a `Setup`: an opened model, typical text to compare it with, and a record of the run. The
+decorators `@measurement` and `@command` add the rest to a function.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class Rows:
     """Attention of one layer for the last queries of one text.
 
     Attributes:
-        text: which text, from 0.
-        layer: which layer.
-        probs: `[batch head query key]`, float32; rows sum to one unless the model has learned sink logits.
+        text: Index of the text, from 0.
+        layer: Layer number.
+        probs: Attention `[batch head query key]`, float32. Rows sum to one unless the model has learned sink logits.
     """
 
     text: int
@@ -83,20 +83,20 @@ class Rows:
 
 @dataclass
 class Setup:
-    """An opened model and the text to hold it against; what the function of a measurement receives.
+    """An opened model and typical text to compare it with; the argument of every measurement function.
 
     Attributes:
-        target: the model.
-        bos: id of the BOS token that sequences begin with; None: they begin with none.
-        text: the typical text.
-        ids: pieces of it, `[row pos]`, each beginning with BOS where there is one.
-        seed: of every random choice.
-        progress: called as `progress(what, done, total)`.
-        edit: the patch, policy, guard and other interventions that the caller asked for; None: none.
-        settings: what `record` added to the result's settings.
+        target: The model.
+        bos: Id of the BOS token that sequences begin with. None if they begin with none.
+        text: The typical text.
+        ids: Pieces of it, `[row pos]`, each beginning with BOS if there is one.
+        seed: Seed of every random choice.
+        progress: Called as `progress(what, done, total)`.
+        edit: The patch, policy, guard and other interventions that the caller requested. None if there are none.
+        settings: What `record` added to the result's settings.
         started: `time.perf_counter()` when the measurement began.
-        source: the model as it was given, and the options that open it once more in another process.
-        memory: what measurements on the same open model need not find out twice.
+        source: The model as it was given, and the options that open it again in another process.
+        memory: Cache for values that several measurements on the same open model share.
     """
 
     target: Target
@@ -141,10 +141,10 @@ class Setup:
             text: File of typical text. By default the neutral text in the package.
             seed: Seed of every random choice.
             tokenizer: For live models that carry none.
-            texts: Pieces of 64 tokens of typical text; for 0 of them, no tokenizer is needed.
+            texts: Number of pieces of typical text, 64 tokens each. With 0 pieces, no tokenizer is needed.
             trust_remote_code: Run code that comes with the checkpoint; the model is then loaded whole.
             progress: Called as `progress(what, done, total)`.
-            loading: "stream" reads layer by layer where it can; "enough" may leave out the last layers of a GGUF file
+            loading: "stream" reads layer by layer where possible; "enough" may leave out the last layers of a GGUF file
                 (see `more`); "whole" loads a model given by name into memory.
 
         Raises:
@@ -181,29 +181,29 @@ class Setup:
 
     @property
     def n_heads(self) -> int:
-        """Query heads of a layer."""
+        """Number of query heads in a layer."""
         return self.target.n_heads
 
     @property
     def n_texts(self) -> int:
-        """Pieces of typical text."""
+        """Number of pieces of typical text."""
         return len(self.ids)
 
     def edited(self) -> AbstractContextManager[Any]:
-        """A `with` in which the interventions that the caller asked for act; `attention` enters them itself."""
+        """A `with` block in which the caller's interventions act; `attention` enters them itself."""
         return nullcontext() if self.edit is None else self.edit.on(self.target)
 
     def attention(self, *, last: int | None = None, layers: Sequence[int] | None = None) -> Iterator[Rows]:
         """Attention of every layer on each piece of typical text, under the caller's interventions.
 
-        Without interventions a text is one pass. Under interventions it is read token by token from the first of
-        these queries on, because a policy or a guard acts between passes; what it evicted has no attention.
+        Without interventions a text takes one pass. Under interventions it is read token by token from the first of
+        these queries on, because a policy or a guard acts between passes; evicted keys have no attention.
 
-        The rows of one text are in memory at a time: `layer x head x last x key` numbers.
+        Only the rows of one text are in memory at a time: `layer x head x last x key` numbers.
 
         Args:
-            last: Only the last queries of each text; None: all.
-            layers: Only these layers; None: all.
+            last: Only the last queries of each text. None: all.
+            layers: Only these layers. None: all.
 
         Raises:
             SinkscopeError: The model has no such layer.
@@ -221,7 +221,7 @@ class Setup:
                 yield Rows(text, layer, torch.cat(rows, 2))
 
     def _pass(self, row: Tensor, first: int, layers: list[int] | None, parts: dict[int, list[Tensor]]) -> None:
-        """Rows from the query `first` on, from one pass."""
+        """Attention rows from the query `first` on, from one pass."""
 
         def keep(layer: int, begin: int, probs: Tensor) -> None:
             if first < begin + probs.shape[2]:
@@ -231,7 +231,7 @@ class Setup:
             self.target.forward(row[None])
 
     def _steps(self, row: Tensor, first: int, layers: list[int] | None, parts: dict[int, list[Tensor]]) -> None:
-        """The same token by token under the interventions; keys are positions, evicted ones have nothing."""
+        """The same, token by token under the interventions. Keys are positions; evicted keys have no attention."""
 
         def keep(rows: Any) -> None:
             groups = rows.probs.shape[1] // rows.pos.shape[1]
@@ -245,16 +245,16 @@ class Setup:
         decode(self.target, ids[: first + 1], len(ids) - first, edit, [*ids[first + 1 :], ids[0]])
 
     def record(self, **settings: Any) -> None:
-        """Add to the settings of the result, or replace what was asked for by what was used."""
+        """Add to the settings of the result, or replace a requested value by the one that was used."""
         self.settings.update(settings)
 
     def info(self) -> ModelInfo:
-        """Which model, for the result."""
+        """The model that was measured, for the result."""
         t = self.target
         return ModelInfo(t.name, t.config.model_type, t.n_layers, t.d_model, t.d_mlp, fingerprint_of(t))
 
     def provenance(self) -> Provenance:
-        """How, when and on what, for the result."""
+        """How, when and on which device the result was made."""
         return provenance(
             started=self.started,
             device=self.target.device,
@@ -265,7 +265,7 @@ class Setup:
         )
 
     def more(self) -> bool:
-        """Put more layers into memory, where only the first ones are (loading "enough"); false where all are."""
+        """Load more layers if only the first ones are in memory (loading "enough"); False if all layers already are."""
         if isinstance(self.target, PartTarget):
             self.target = self.target.more()
             return True
@@ -273,7 +273,7 @@ class Setup:
 
 
 def read_whole(made: Setup) -> Setup:
-    """The same with every layer, where only the first layers of a file are in memory."""
+    """The same setup with every layer, if only the first layers of a file are in memory."""
     while made.more():
         pass
     return made
@@ -286,18 +286,18 @@ def edit_of(
     guard: Any = False,
     interventions: Hidden = None,
 ) -> Intervention | None:
-    """What a measurement under interventions acts with: a patch, others, a cache policy and a guard, in this order.
+    """The interventions of a measurement: a patch, other interventions, a cache policy and a guard, in this order.
 
     Args:
         patch: The patch.json to run under; from Python also a `SinkPatch`.
-        policy: What the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from Python also
-            a policy.
+        policy: Which entries the KV cache keeps, such as streaming:512, h2o:0.25 or package.module:Class:512; from
+            Python also a policy.
         guard: Break repetition loops with LoopGuard; from Python also a `LoopGuard`.
-        interventions: Any other: an intervention, several joined by |, the name of a policy, the path of a patch, or a
-            list of these.
+        interventions: Any other interventions: one intervention, several joined by |, the name of a policy, the path of
+            a patch, or a list of these.
 
     Raises:
-        SinkscopeError: The patch cannot be read, there is no such policy, or something is no intervention.
+        SinkscopeError: The patch cannot be read, the policy does not exist, or something is not an intervention.
     """
     parts = [
         SinkPatch.load(patch) if isinstance(patch, str | os.PathLike) else patch,
@@ -330,16 +330,16 @@ _EDIT = inspect.signature(edit_of).parameters
 
 @dataclass(frozen=True)
 class Output:
-    """A file that a command writes beside JSON, HTML and PNG.
+    """A file that a command writes in addition to JSON, HTML and PNG.
 
     Attributes:
-        name: of the option, without dashes.
-        help: one sentence for the help.
-        save: called with the result and the path; it writes the file whole or not at all. Text that it returns is a
-            note for standard error.
-        required: whether the option must be given.
-        kind: mark of the earlier outputs that the file may replace: "json sink-patch", or one of `sinkscope.output`;
-            None: any file of sinkscope. Files in a format that carries no mark are never replaced.
+        name: Name of the option, without dashes.
+        help: One sentence for the help.
+        save: Called with the result and the path. It writes the whole file or nothing. Text that it returns is printed
+            as a note on standard error.
+        required: Whether the option must be given.
+        kind: Mark of the earlier outputs that the file may replace: "json sink-patch", or one of `sinkscope.output`.
+            None: any file of sinkscope. Files in a format without a mark are never replaced.
     """
 
     name: str
@@ -353,7 +353,7 @@ class Measurement(Generic[P, R]):
     """A measurement that can be called with a model; made by `@measurement`.
 
     Calling it opens the model, runs the function on the `Setup`, and fills in the result's model, settings and
-    provenance. `on(setup, ...)` runs it on a model that is open already.
+    provenance. `on(setup, ...)` runs it on a model that is already open.
     """
 
     def __init__(
@@ -392,22 +392,22 @@ class Measurement(Generic[P, R]):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Open the model and measure; the arguments are those of the signature."""
+        """Open the model and measure. The arguments are those of the signature."""
         given = self.__signature__.bind(*args, **kwargs).arguments
         self.refuse(given)
         edit = edit_of(**{k: given[k] for k in _EDIT if k in given}) if self.edits else None
         alone = {"texts", *(p.name for p in self.parameters if p.option.own)}
         opening = {k: given[k] for k in _OPEN if k in given and k not in alone}
         pieces = given.get("texts", self.__signature__.parameters["texts"].default)
-        if isinstance(pieces, int):  # a measurement may also take texts by this name
+        if isinstance(pieces, int):  # a measurement may also have a parameter of this name that takes texts
             opening["texts"] = pieces
         elif pieces is not None and not any(isinstance(piece, str) for piece in pieces):
-            opening["texts"] = 0  # ids are all that is read
+            opening["texts"] = 0  # only ids are read
         setup = replace(Setup.open(**opening, loading=self.loading if edit is None else "whole"), edit=edit)
         return self._measured(setup, {k: given[k] for k in self._own if k in given}, given)
 
     def on(self, setup: Setup, **kwargs: Any) -> R:
-        """Measure on an open model; the arguments are the measurement's own."""
+        """Measure on an open model. The arguments are the measurement's own."""
         self.refuse(kwargs)
         return self._measured(setup, kwargs, {})
 
@@ -415,7 +415,7 @@ class Measurement(Generic[P, R]):
         """Check arguments before a model is opened.
 
         Raises:
-            SinkscopeError: one of them is outside its range, or the measurement cannot use them.
+            SinkscopeError: An argument is outside its range, or the measurement cannot use the arguments.
         """
         shared = [one for one in shared_parameters("open") if one.name not in self._own]
         for one in (*self.parameters, *shared):
@@ -468,26 +468,26 @@ def measurement(
     check: Callable[..., object] | None = None,
     scan: dict[str, Any] | None = None,
 ) -> Callable[[Callable[Concatenate[Setup, P], R]], Measurement[P, R]]:
-    """Make a measurement of a function that takes a `Setup` and returns a `Result`.
+    """Turn a function that takes a `Setup` and returns a `Result` into a measurement.
 
-    The public function takes a model and the options of `Setup.open` besides its own. Its command, help, JSON, page,
-    documentation and the tests of the matrix are built from its signature and docstring; arguments of the decorator
-    other than functions must be literals, because the registry reads them without importing the file.
+    The public function takes a model and the options of `Setup.open` in addition to its own parameters. Its command,
+    help, JSON, page, documentation and the tests of the matrix are built from its signature and docstring. Arguments of
+    the decorator other than functions must be literals, because the registry reads them without importing the file.
 
     Args:
-        group: The help and the documentation show measurements of one group together.
-        figure: Draws the result; "module:function" is imported when it is drawn.
-        command: Words of the command; None: the function's name with dashes.
-        flag: The measurement shares the command with another one and runs when this option is given.
-        adds: With `flag`: it runs after the other one, and its result stands under this key of the JSON.
+        group: The help and the documentation list measurements of one group together.
+        figure: Function that draws the result; "module:function" is imported when it is needed.
+        command: Words of the command. None: the function's name with dashes.
+        flag: The measurement shares its command with another one and runs when this option is given.
+        adds: With `flag`: it runs after the other measurement, and its result is stored under this key of the JSON.
         loading: As in `Setup.open`.
-        edits: Whether it runs under a patch, a policy or a guard; `setup.edit` is what was asked for.
-        quick: Arguments with which it takes about a second on a small model; the tests of the matrix use them.
-        outputs: Further files that its command writes.
-        sets: With `flag`: arguments that the option gives to the other measurement, too.
-        check: Called with the measurement's own arguments, by name, before a model is opened; it raises
-            `SinkscopeError` for what their types and ranges do not tell.
-        scan: Makes it a part of `sinkscope scan`; the registry reads it (`sinkscope.registry.ScanMark`).
+        edits: Whether it can run under a patch, a policy or a guard; `setup.edit` holds those requested.
+        quick: Arguments with which it takes about a second on a small model, for the tests of the matrix.
+        outputs: Additional files that its command writes.
+        sets: With `flag`: arguments that the option also passes to the other measurement.
+        check: Called with the measurement's own arguments, by name, before a model is opened. It raises
+            `SinkscopeError` for errors that types and ranges do not exclude.
+        scan: Makes it part of `sinkscope scan`; the registry reads it (`sinkscope.registry.ScanMark`).
     """
 
     def wrap(function: Callable[Concatenate[Setup, P], R]) -> Measurement[P, R]:

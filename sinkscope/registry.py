@@ -1,6 +1,6 @@
-"""Every measurement and command, read from the source without importing it, so that `--help` loads no torch.
+"""All measurements and commands, read from the source without importing it, so that `--help` does not load torch.
 
-A function under `@measurement(...)` or `@command(...)` in any file of the package is an entry, and so is each entry
+Every function under `@measurement(...)` or `@command(...)` in any file of the package is an entry, and so is each entry
 point of the group `sinkscope.measurements` in an installed package. The public names of `sinkscope`, the command line,
 the help, the API page and the tests that every measurement must pass are all built from these entries.
 """
@@ -32,22 +32,23 @@ _KIND = re.compile(r"^    kind: ClassVar\[str\] = \"([\w-]+)\"", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Option:
-    """How a parameter appears on the command line, where its name and type do not say it; used in `Annotated`.
+    """How a parameter appears on the command line, if its name and type do not determine it; used in `Annotated`.
 
     Attributes:
-        name: of the option, such as "--prompt-file"; None: the parameter's, without the plural's "s" where it may be
-            given again.
-        metavar: what the help shows for its value.
-        min: smallest value, also for callers from Python.
-        max: largest value, also for callers from Python.
-        reads: how the words become the value: "text" reads a file or standard input, "head" reads L0.H4, "commas"
-            splits at commas.
-        argument: whether it stands without a name.
-        hidden: whether only Python callers can give it.
-        required: whether the command line asks for it although it has a default in Python.
-        own: whether it is the measurement's alone, although an option that opens the model has the same name.
-        writes: whether it names a file or folder that is written; the command line refuses one that would be a loss.
-        many: whether it takes several values although its type does not say so.
+        name: Name of the option, such as "--prompt-file". None: the parameter's name, in the singular if the option may
+            be repeated.
+        metavar: Placeholder for its value in the help.
+        min: Smallest value, also for callers from Python.
+        max: Largest value, also for callers from Python.
+        reads: How the value is parsed: "text" reads a file or standard input, "head" reads L0.H4, "commas" splits at
+            commas.
+        argument: Whether it is a positional argument.
+        hidden: Whether only Python callers can give it.
+        required: Whether the command line requires it although it has a default in Python.
+        own: Whether it belongs to the measurement alone although an option that opens the model has the same name.
+        writes: Whether it names a file or folder to write. The command line refuses a path whose replacement would lose
+            other data.
+        many: Whether it takes several values although its type does not say so.
     """
 
     name: str | None = None
@@ -81,7 +82,7 @@ _NAMES: dict[str, Any] = {
     "Positive": Positive,
     "Sequence": Sequence,
     "object": Any,
-    "torch": SimpleNamespace(device=str, dtype=str),  # the command line names them
+    "torch": SimpleNamespace(device=str, dtype=str),  # the command line gives them by name
 }
 
 
@@ -93,15 +94,15 @@ def command(
     several: bool = False,
     flag: str | None = None,
 ) -> Callable[[F], F]:
-    """Give a plain function a command, built from its signature and docstring; what it returns is printed.
+    """Give a plain function a command, built from its signature and docstring. Its return value is printed.
 
     Args:
-        group: The help shows commands of one group together.
-        command: Words of the command; None: the function's name with dashes.
-        outputs: Further files that the command writes from the result (`sinkscope.measure.Output`).
-        several: The function shares the command with a measurement, and runs instead of it when an option that is one
-            value there and many here (`revision` and `revisions`) is given several times.
-        flag: The function shares the command with another one and runs when this option is given.
+        group: The help lists commands of one group together.
+        command: Words of the command. None: the function's name with dashes.
+        outputs: Additional files that the command writes from the result (`sinkscope.measure.Output`).
+        several: The function shares its command with a measurement. It runs instead of the measurement if an option
+            that takes one value there and many here (`revision` and `revisions`) is given several times.
+        flag: The function shares its command with another one and runs when this option is given.
     """
 
     def wrap(function: F) -> F:
@@ -116,13 +117,13 @@ class Parameter:
     """One parameter of an entry.
 
     Attributes:
-        name: in Python.
-        type: its annotation without `Annotated` and without None.
-        option: how it appears on the command line.
-        default: its default; `inspect.Parameter.empty` where it has none.
-        help: from the docstring.
-        many: whether it takes several values.
-        keyword: whether Python callers must name it.
+        name: Name in Python.
+        type: Its annotation without `Annotated` and without None.
+        option: How it appears on the command line.
+        default: Its default; `inspect.Parameter.empty` if it has none.
+        help: Its description, from the docstring.
+        many: Whether it takes several values.
+        keyword: Whether Python callers must pass it by name.
     """
 
     name: str
@@ -135,7 +136,7 @@ class Parameter:
 
     @property
     def required(self) -> bool:
-        """Whether the command line asks for it."""
+        """Whether the command line requires it."""
         return self.option.required or self.default is inspect.Parameter.empty
 
     @property
@@ -148,7 +149,7 @@ class Parameter:
         """Refuse a value outside the option's range.
 
         Raises:
-            SinkscopeError: the value is too small, too large, or not a number.
+            SinkscopeError: The value is too small, too large, or not a number.
         """
         low, high = self.option.min, self.option.max
         if value is None or self.type not in (int, float):
@@ -165,7 +166,7 @@ class Parameter:
                 raise SinkscopeError(f"{self.flag} {one!r}: expected {self._wanted(low, high)}")
 
     def _wanted(self, low: int | float | None, high: int | float | None) -> str:
-        """What `check` expects, in words."""
+        """The values that `check` accepts, in words."""
         bounds = [f"of at least {low:g}" if low is not None else "", f"at most {high}" if high else ""]
         wanted = " and ".join(bound for bound in bounds if bound)
         return f"{'a whole number' if self.type is int else 'a number'} {wanted} ({self.name}=... in Python)"
@@ -175,18 +176,19 @@ class Parameter:
 class ScanMark:
     """How a measurement takes part in `sinkscope scan`: the literal `scan={...}` of its decorator.
 
-    Paths lead from the result to a value: names of attributes and numbers of items with dots between; `*` takes every
-    item, and then the median over those that are not None counts.
+    Paths lead from the result to a value: attribute names and item indices, separated by dots. `*` stands for all
+    items; the median over those that are not None is used.
 
     Attributes:
-        order: parts with lower numbers run and stand on the card first.
-        seconds: with --quick and without it, on a small model; the weights of the time left.
-        quick: arguments with --quick; None: it is left out then.
-        full: arguments without --quick.
-        streams: whether --quick runs it on a model that is read layer by layer; not where it reads the layers often.
-        numbers: label -> paths of the value, of its control, and, if it is known, of the margin within which it changes
-            by chance; "a - b" is the distance of two paths.
-        facts: label -> path of a word or a list that two models can be compared by.
+        order: Position in the run and on the card; lower numbers come first.
+        seconds: Seconds with --quick and without it, on a small model; used as weights of the remaining time.
+        quick: Arguments with --quick. None: it is then left out.
+        full: Arguments without --quick.
+        streams: Whether --quick runs it on a model that is read layer by layer. False if it reads the layers many
+            times.
+        numbers: Label -> paths of the value, of its control and, if known, of the margin within which it varies by
+            chance; "a - b" is the distance of two paths.
+        facts: Label -> path of a word or a list by which two models can be compared.
     """
 
     order: int = 100
@@ -200,15 +202,15 @@ class ScanMark:
 
 @dataclass(frozen=True)
 class Entry:
-    """One function under `@measurement` or `@command`, as its source states it.
+    """A function under `@measurement` or `@command`, as its source declares it.
 
     Attributes:
-        module: where it is defined.
-        name: of the function, which is also its public name.
+        module: Module that defines it.
+        name: Name of the function, which is also its public name.
         decorator: "measurement" or "command".
-        node: its definition.
-        marks: arguments of the decorator that are literals; for `outputs`, a list of (name, help, required).
-        text: source of its module.
+        node: Syntax tree of its definition.
+        marks: Arguments of the decorator that are literals. For `outputs`, a list of (name, help, required).
+        text: Source of its module.
     """
 
     module: str
@@ -225,17 +227,17 @@ class Entry:
 
     @property
     def command_line(self) -> str:
-        """What is typed for it: its command, and the flag if it shares one."""
+        """The words to type for it: its command, and its flag if it shares the command."""
         return self.command + (f" --{self.marks['flag'].replace('_', '-')}" if "flag" in self.marks else "")
 
     @property
     def group(self) -> str:
-        """The help shows commands of one group together."""
+        """Group under which the help lists the command."""
         return self.marks.get("group", "Other")
 
     @cached_property
     def scan(self) -> ScanMark | None:
-        """How it takes part in `sinkscope scan`; None: it does not."""
+        """How it takes part in `sinkscope scan`; None if it does not."""
         return ScanMark(**self.marks["scan"]) if "scan" in self.marks else None
 
     @property
@@ -250,12 +252,12 @@ class Entry:
 
     @property
     def help(self) -> str:
-        """Its docstring without the sections, for the help of its command."""
+        """Its docstring without the sections, as the help of its command."""
         return re.split(r"\n\n(?:Args|Example|Raises|Returns):\n", self.doc)[0]
 
     @property
     def examples(self) -> tuple[str, ...]:
-        """The lines of the section "Example" of its docstring: commands to type."""
+        """The lines of the "Example" section of its docstring: commands to type."""
         section = re.search(r"^Example:\n((?:    .+\n?)*)", self.doc, re.MULTILINE)
         return tuple(line.strip() for line in (section[1] if section else "").splitlines())
 
@@ -281,17 +283,17 @@ class Entry:
         )
 
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of the results that it returns; this imports their modules."""
+        """Kinds of the results that it returns. This imports their modules."""
         classes = None if self.node.returns is None else self._value(self.node.returns)
-        self.load()  # a measurement gives the class of its result the kind
+        self.load()  # a measurement assigns the kind to the class of its result
         return tuple(kind for cls in get_args(classes) or [classes] if (kind := getattr(cls, "kind", None)))
 
     def load(self) -> Any:
-        """The function itself; this imports its module."""
+        """The function itself. This imports its module."""
         return getattr(import_module(self.module), self.name)
 
     def _value(self, node: ast.expr) -> Any:
-        """What an annotation or a default means; the module of a name is imported only where it is not known here."""
+        """The value of an annotation or a default; a name's module is imported only if the name is unknown here."""
         code = compile(ast.Expression(node), self.module, "eval")
         try:
             return eval(code, {**_NAMES, **self._known})
@@ -302,14 +304,14 @@ class Entry:
 
     @cached_property
     def _known(self) -> dict[str, Any]:
-        """Names that were looked up."""
+        """Names that have been looked up."""
         return {}
 
     def _look_up(self, name: str) -> Any:
-        """A constant of the module, or what it imports under this name."""
+        """A constant of the module, or the object it imports under this name."""
         home = self.module
         line = re.search(rf"^{name} = (.+)$", self.text, re.MULTILINE)
-        for value in _literal(line[1]) if line else []:  # far quicker than to parse the whole file
+        for value in _literal(line[1]) if line else []:  # much faster than parsing the whole file
             return value
         for node in ast.walk(ast.parse(self.text)):
             if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name:
@@ -325,7 +327,7 @@ def entries() -> dict[str, Entry]:
     """Every entry by its public name: those of the package, then those of entry points.
 
     Raises:
-        SinkscopeError: two entries have one name or one command.
+        SinkscopeError: Two entries share a name or a command.
     """
     found: dict[str, Entry] = {}
     for file in sorted(_ROOT.rglob("*.py")):
@@ -343,15 +345,15 @@ def entries() -> dict[str, Entry]:
 
 @cache
 def shared_parameters(function: str) -> tuple[Parameter, ...]:
-    """Parameters of `Setup.open` or `edit_of`, which every measurement, or every one with edits, has."""
-    decorator = "measurement" if function == "open" else "command"  # of a method the first argument is the class
+    """Parameters of `Setup.open` or `edit_of`, shared by all measurements or by all measurements with edits."""
+    decorator = "measurement" if function == "open" else "command"  # the first argument of a method is the class
     tree = ast.parse((_ROOT / "measure.py").read_text(encoding="utf-8"))
     defined = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     return Entry("sinkscope.measure", function, decorator, defined[function], {}).parameters
 
 
 def external_entries(module: str) -> list[Entry]:
-    """The entries of a module outside the package, which is found but not imported."""
+    """The entries of a module outside the package, which is located but not imported."""
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:
         raise SinkscopeError(f"entry point {module!r} of {ENTRY_POINTS} has no source: reinstall its package")
@@ -374,8 +376,8 @@ def read_entries(module: str, text: str) -> list[Entry]:
     """The entries of one source file.
 
     Args:
-        module: its name.
-        text: its source.
+        module: Name of the module.
+        text: Its source.
     """
     found: list[Entry] = []
     for node in _marked(text):
@@ -389,7 +391,7 @@ def read_entries(module: str, text: str) -> list[Entry]:
 
 
 def _marked(text: str) -> list[ast.FunctionDef]:
-    """Functions under a decorator. Source that is formatted is parsed only where they stand, because that is faster."""
+    """Functions under a decorator. In formatted source only the functions are parsed, because that is faster."""
     starts = [m.start() for m in _MARK.finditer(text)]
     try:
         trees = [ast.parse(text[start:].partition("\n\n\n")[0]) for start in starts]
@@ -400,12 +402,12 @@ def _marked(text: str) -> list[ast.FunctionDef]:
 
 @cache
 def kinds() -> dict[str, str]:
-    """Each kind of result, and the module that defines it."""
+    """Each kind of result, with the module that defines it."""
     found: dict[str, str] = {}
     for file in sorted(_ROOT.rglob("*.py")):
         module = ".".join(file.relative_to(_ROOT.parent).with_suffix("").parts)
         found |= dict.fromkeys(_KIND.findall(file.read_text(encoding="utf-8")), module)
-    found.pop("result", None)  # the base of all
+    found.pop("result", None)  # the base class of all results
     for entry in entries().values():
         if entry.decorator == "measurement" and entry.module not in found.values():
             found[entry.name.replace("_", "-")] = entry.module
@@ -431,7 +433,7 @@ def _outputs(node: ast.expr) -> list[tuple[str, str, bool]]:
 
 
 def described(doc: str, title: str) -> dict[str, str]:
-    """What a section of a docstring, such as "Args" or "Attributes", says of each name."""
+    """The description of each name in a section of a docstring, such as "Args" or "Attributes"."""
     section = re.search(rf"^{title}:\n((?:    .*\n?|\n)*)", doc, re.MULTILINE)
     found: dict[str, list[str]] = {}
     for line in (section[1] if section else "").splitlines():
@@ -443,14 +445,14 @@ def described(doc: str, title: str) -> dict[str, str]:
 
 
 def parameter(name: str, hint: Any, default: Any, *, help: str = "", keyword: bool = False) -> Parameter:
-    """A parameter from its annotation.
+    """Build a parameter from its annotation.
 
     Args:
-        name: in Python.
-        hint: its annotation, evaluated.
-        default: its default; `inspect.Parameter.empty` where it has none.
-        help: from the docstring.
-        keyword: whether Python callers must name it.
+        name: Name in Python.
+        hint: Its annotation, evaluated.
+        default: Its default; `inspect.Parameter.empty` if it has none.
+        help: Its description, from the docstring.
+        keyword: Whether Python callers must pass it by name.
     """
     option = Option()
     many = False

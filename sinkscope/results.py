@@ -1,4 +1,4 @@
-"""What every measurement returns: frozen, with the model, the settings and how it was made beside it."""
+"""The return type of every measurement: frozen, with the model, the settings and the provenance of the result."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ class Provenance:
     """How a result was made.
 
     Attributes:
-        argv: the command, paths relative or base names.
-        versions: of python, sinkscope, and those of torch, transformers, transformer_lens, nnsight that took part.
-        device: as torch names it.
-        dtype: of the model.
-        attention: implementation the model ran with.
-        bos: whether a beginning-of-sequence token stood first; None where that has no meaning.
-        seed: of every random choice.
-        seconds: from start to result.
-        peak_memory_bytes: largest memory of this process so far, on cuda largest memory allocated there.
+        argv: The command, with relative paths or base names.
+        versions: Versions of python, sinkscope, and of torch, transformers, transformer_lens and nnsight if they were
+            used.
+        device: Device name in torch's notation.
+        dtype: Data type of the model.
+        attention: Attention implementation that the model ran with.
+        bos: Whether sequences began with BOS. None if that has no meaning.
+        seed: Seed of every random choice.
+        seconds: Time from start to result.
+        peak_memory_bytes: Largest memory of this process so far; on cuda, the largest memory allocated there.
     """
 
     argv: tuple[str, ...]
@@ -60,7 +61,7 @@ class Provenance:
 
 
 def versions() -> dict[str, str]:
-    """Versions of python, sinkscope, and the libraries that took part."""
+    """Versions of python, sinkscope, and the libraries that were used."""
     own = {"python": platform.python_version(), "sinkscope": _version("sinkscope")}
     return own | {name: _version(name) for name in _PACKAGES if name in sys.modules}
 
@@ -78,13 +79,13 @@ def provenance(
     """Collect the provenance at the end of a measurement.
 
     Args:
-        started: `time.perf_counter()` at its beginning.
-        device: torch device, or its name.
-        dtype: torch dtype, or its name.
-        attention: implementation the model ran with.
-        bos: whether a BOS token stood first.
-        seed: of every random choice.
-        argv: the command; by default that of this process.
+        started: `time.perf_counter()` at the beginning of the measurement.
+        device: Torch device, or its name.
+        dtype: Torch dtype, or its name.
+        attention: Attention implementation that the model ran with.
+        bos: Whether sequences began with BOS.
+        seed: Seed of every random choice.
+        argv: The command. By default that of this process.
     """
     return Provenance(
         argv=tuple(sys.argv if argv is None else argv),
@@ -100,7 +101,7 @@ def provenance(
 
 
 def peak_memory(device: str = "cpu") -> int | None:
-    """Largest memory so far in bytes: resident memory of this process, or allocated on a cuda device."""
+    """Largest memory so far in bytes: resident memory of this process, or memory allocated on a cuda device."""
     if device.startswith("cuda"):
         import torch
 
@@ -134,14 +135,14 @@ __all__ = ["Grid", "ModelInfo", "Provenance", "Result", "cell", "provenance"]
 
 SCHEMA = 1
 UNKNOWN = 0.1  # share of unknown tokens from which results carry a warning
-R = TypeVar("R", bound="Result")  # typing.Self is refused by the shape checks of the tests
+R = TypeVar("R", bound="Result")  # the shape checks of the tests refuse typing.Self
 _KINDS: dict[str, type[Result]] = {}
 _ENVELOPE = ("model", "settings", "provenance")
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Which model was measured. The fingerprint is made of the configuration and a sample of the weights."""
+    """The model that was measured. The fingerprint is computed from the configuration and a sample of the weights."""
 
     name: str
     family: str
@@ -162,23 +163,24 @@ UNKNOWN_PROVENANCE = Provenance((), {}, "unknown", "unknown", "unknown", None, 0
 class Result:
     """Base of all results. A subclass is a frozen dataclass that states its `kind`; its own fields are the result.
 
-    Fields are numbers, strings, None, tuples, dicts with string keys, and dataclasses of these: what a JSON file
-    gives back equal to what was saved (tensors are written as lists). `settings` is made plain when the result is.
+    Fields are numbers, strings, None, tuples, dicts with string keys, and dataclasses of these: values that a JSON file
+    returns unchanged after saving (tensors are written as lists). `settings` is converted to such plain values on
+    creation.
 
     Attributes:
-        model: which model.
-        settings: the arguments that made the result.
-        provenance: how, when and on what it was made.
+        model: The model that was measured.
+        settings: The arguments that produced the result.
+        provenance: How, when and on which device it was made.
     """
 
     kind: ClassVar[str] = "result"
     percent: ClassVar[tuple[str, ...]] = ()  # columns that tables show in per cent
-    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first that holds records
-    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are no columns
-    table_rows: ClassVar[int] = 64  # that are printed
-    columns: ClassVar[tuple[str, ...]] = ()  # shown where not all fit; empty: the first that fit
-    glossary: ClassVar[dict[str, str]] = {}  # of columns that no docstring describes
-    page: ClassVar[str] = ""  # of the documentation, below docs/ without .md; empty: measure/KIND
+    table_of: ClassVar[str] = ""  # field whose records are the rows; empty: the first field that holds records
+    table_without: ClassVar[tuple[str, ...]] = ()  # fields of a record that are not shown as columns
+    table_rows: ClassVar[int] = 64  # number of rows that are printed
+    columns: ClassVar[tuple[str, ...]] = ()  # columns shown if not all fit; empty: the first that fit
+    glossary: ClassVar[dict[str, str]] = {}  # meaning of columns that no docstring describes
+    page: ClassVar[str] = ""  # page of the documentation, relative to docs/, without .md; empty: measure/KIND
     drawing: ClassVar[Callable[[Any], Any] | str | None] = None  # or module:function, imported when it is drawn
 
     model: ModelInfo = UNKNOWN_MODEL
@@ -192,7 +194,7 @@ class Result:
 
     @classmethod
     def claim(cls, kind: str) -> None:
-        """Make this the class of the results of a kind.
+        """Register this class for the results of a kind.
 
         Raises:
             SinkscopeError: The kind belongs to another class.
@@ -207,7 +209,7 @@ class Result:
         object.__setattr__(self, "settings", plain(self.settings, scrub=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """The envelope: schema, kind, model, result, settings, provenance; only what JSON knows, NaN and inf None."""
+        """The envelope: schema, kind, model, result, settings, provenance. Plain JSON: NaN and inf become None."""
         result = {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name not in _ENVELOPE}
         return {
             "schema": SCHEMA,
@@ -219,30 +221,30 @@ class Result:
         }
 
     def to_json(self, **also: Result) -> str:
-        """`to_dict` as one JSON object, indented, ending in a newline; `also` are put beside it under their names."""
+        """`to_dict` as one indented JSON object with a final newline; the entries of `also` are added by name."""
         whole = {**self.to_dict(), **{key: other.to_dict() for key, other in also.items()}}
         return json.dumps(whole, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write `to_json` to `path`, whole or not at all. It may replace an earlier result, but no other file.
+        """Write `to_json` to `path`, completely or not at all. It may replace an earlier result, but no other file.
 
         Raises:
-            SinkscopeError: the file cannot be written, or holds something else; it is then untouched.
+            SinkscopeError: The file cannot be written, or holds something else; it is then unchanged.
         """
         return write_output(path, self.to_json())
 
     @classmethod
     def load(cls: type[R], path: str | os.PathLike[str]) -> R:
-        """Read what `save` or `--json` wrote; the result has the class of its kind.
+        """Read a file written by `save` or `--json`; the result has the class of its kind.
 
         Raises:
-            SinkscopeError: the file cannot be read, is not such a file, or holds another kind than this class.
+            SinkscopeError: The file cannot be read, is not such a file, or holds another kind than this class.
         """
         return cls.from_dict(read_json(path), os.path.basename(os.fspath(path)) or os.fspath(path))
 
     @classmethod
     def from_dict(cls: type[R], data: Any, name: str = "data") -> R:
-        """The result whose `to_dict` is `data`; `name` is what errors call it.
+        """The result whose `to_dict` is `data`. Error messages refer to it as `name`.
 
         Raises:
             SinkscopeError: `data` is not such an envelope.
@@ -270,9 +272,9 @@ class Result:
         return build(found, {**inside, **parts}, name)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The result as a table, a dict per row: the records of a field, else one row of the plain fields.
+        """The result as a table, one dict per row: the records of a field, or else one row of the plain fields.
 
-        A rate in a record becomes three columns: itself, the lower and the upper end of its interval.
+        A rate in a record becomes three columns: the rate and the lower and upper end of its interval.
         """
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _ENVELOPE}
         for name, value in own.items():
@@ -283,15 +285,15 @@ class Result:
         return [{name: plain(value) for name, value in own.items() if isinstance(value, str | int | float | None)}]
 
     def conclusion(self) -> str:
-        """What to conclude, in one sentence with the control beside it; every kind of sinkscope has one."""
+        """The conclusion in one sentence that includes the control; every kind of sinkscope has one."""
         return ""
 
     def details(self) -> list[str]:
-        """Lines of plain text that stand below the conclusion; a subclass overrides it."""
+        """Lines of plain text below the conclusion; a subclass overrides it."""
         return []
 
     def beside(self) -> tuple[Result, ...]:
-        """Further results that stand on its page; a subclass overrides it."""
+        """Further results shown on its page; a subclass overrides it."""
         return ()
 
     def summary(self) -> str:
@@ -309,11 +311,11 @@ class Result:
         return "\n".join([*lines, *self.details()])
 
     def shown_rows(self) -> list[dict[str, Any]]:
-        """The rows that are printed: the first ones where there are many."""
+        """The rows that are printed; if there are many, the first ones."""
         return self.rows()[: self.table_rows]
 
     def grids(self) -> list[Grid]:
-        """The tables as they are shown: that of `shown_rows`; a subclass with several overrides it."""
+        """The tables that are shown, by default that of `shown_rows`; a subclass with several overrides it."""
         rows = self.shown_rows()
         head, cells = strings(rows, self.percent)
         every, note = self.rows(), ""
@@ -332,10 +334,10 @@ class Result:
         return pd.DataFrame(self.rows())
 
     def figure(self) -> go.Figure:
-        """The result drawn with plotly.
+        """The result as a plotly figure.
 
         Raises:
-            SinkscopeError: there is no drawing of this kind.
+            SinkscopeError: Results of this kind have no figure.
         """
         draw = type(self).drawing
         if isinstance(draw, str):
@@ -346,20 +348,20 @@ class Result:
         return draw(self)
 
     def text(self, width: int | None = WIDTH) -> str:
-        """`summary`, the tables and what their columns mean: what is printed where there is no terminal.
+        """`summary`, the tables and the meaning of their columns: the output where there is no terminal.
 
         Args:
-            width: characters of a line of the tables; None: every column is shown.
+            width: Characters per line of the tables. None: every column is shown.
         """
         grids = [grid.fitted(width) for grid in self.grids()]
         return "\n\n".join([self.summary(), *(grid.text(width) for grid in grids), *self.below(grids, width)])
 
     def table(self) -> Any:
-        """The same for a terminal: a rich renderable."""
+        """The same for a terminal, as a rich renderable."""
         return _OnTerminal(self)
 
     def below(self, grids: Sequence[Grid], width: int | None) -> list[str]:
-        """What the columns shown mean, a line each, and the page of the documentation."""
+        """The meaning of the columns shown, one line each, and the page of the documentation."""
         told = self._glossary(grids)
         size = max(map(len, told), default=0)
         lines = [f"{name.replace('_', ' '):{size}}  {said}" for name, said in told.items()]
@@ -374,7 +376,7 @@ class Result:
 
     @classmethod
     def link(cls) -> str:
-        """The page of the documentation that treats results of this kind."""
+        """The page of the documentation about results of this kind."""
         return f"docs/{cls.page or f'measure/{cls.kind}'}.md"
 
     def __str__(self) -> str:
@@ -384,11 +386,11 @@ class Result:
         return self.to_html()
 
     def inset(self) -> str:
-        """HTML between the summary and the tables, everything escaped; a subclass overrides it."""
+        """HTML between the summary and the tables, fully escaped; a subclass overrides it."""
         return ""
 
     def to_html(self) -> str:
-        """`summary` and the tables with every column as a piece of HTML, everything escaped; what a notebook shows."""
+        """`summary` and the tables with every column as an HTML fragment, fully escaped; notebooks show this."""
         first, *details = map(html.escape, self.summary().split("\n"))
         grids = self.grids()
         told = self._glossary(grids).items()
@@ -408,7 +410,7 @@ class _OnTerminal:
         from rich.text import Text
 
         width = options.max_width
-        grids = [grid.fitted(width - 4, between=3) for grid in self.result.grids()]  # rules take four places
+        grids = [grid.fitted(width - 4, between=3) for grid in self.result.grids()]  # rules take four characters
         yield Text(visible(self.result.summary()))
         for grid in grids:
             if grid.title:
@@ -429,15 +431,15 @@ def _row(record: dict[str, Any], without: Sequence[str]) -> dict[str, Any]:
 
 
 def known_kinds() -> tuple[str, ...]:
-    """Kinds that `Result.load` reads: those of sinkscope, then those defined elsewhere and imported so far."""
+    """Kinds that `Result.load` can read: those of sinkscope, then those defined elsewhere and imported so far."""
     return tuple(dict.fromkeys((*kinds(), *_KINDS)))
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
-        SinkscopeError: the file cannot be read, or is none.
+        SinkscopeError: The file cannot be read, or is not JSON.
     """
     name = os.path.basename(os.fspath(path)) or os.fspath(path)
     try:

@@ -1,4 +1,4 @@
-"""Tables of results: what fits a width, constants in the caption, and what the columns mean."""
+"""Tables of results: columns that fit the width, constants in the caption, and the meaning of the columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sinkscope.registry import described
 
 WIDTH = 80
 """Characters of a line where there is no terminal."""
-_LEAST = 40  # a narrower terminal breaks the lines
+_LEAST = 40  # a narrower terminal wraps the lines
 _NUMBER = re.compile(r"[-+]?[\d.,]*\d(e[-+]?\d+)?%?|-|yes|no|")
 PLAIN = frozenset(
     "layer layers head neuron expert position token tokens text model name method seed step prompt kind id task set "
@@ -29,12 +29,12 @@ class Grid:
     """A table as plain text, as HTML, and as a rich renderable.
 
     Attributes:
-        head: names of the columns.
-        cells: rows of strings.
-        title: above the table.
-        note: below it.
-        columns: names of the columns that matter most, shown where not all fit; empty: the first that fit.
-        same: names of columns whose one value the note gives.
+        head: Names of the columns.
+        cells: Rows of strings.
+        title: Title above the table.
+        note: Note below the table.
+        columns: Names of the most important columns, shown if not all fit. Empty: the first columns that fit.
+        same: Names of columns with one constant value, which the note gives.
     """
 
     head: Sequence[str]
@@ -45,13 +45,13 @@ class Grid:
     same: Sequence[str] = ()
 
     def fitted(self, width: int | None, between: int = 2) -> Grid:
-        """The table with the columns that a width has room for; None: every column.
+        """The table with the columns that fit into a width; None: every column.
 
-        A column with one value in all rows goes into the note, which also names the columns left out.
+        A column with the same value in all rows moves into the note, which also names the columns left out.
 
         Args:
-            width: characters of a line.
-            between: characters between two columns.
+            width: Characters per line.
+            between: Characters between two columns.
         """
         if width is None or not self.cells:
             return self
@@ -81,8 +81,8 @@ class Grid:
         return replace(self, head=names, cells=[[line[i] for i in places] for line in self.cells])
 
     def _laid(self, width: int | None, between: int) -> _Laid:
-        """How wide its columns are: no cell is broken, and heads only where they must, between words."""
-        from rich.cells import cell_len  # some signs take two places
+        """The widths of its columns. Cells are never broken, and heads only if necessary, between words."""
+        from rich.cells import cell_len  # some characters take two cells
 
         head = list(map(_words, self.head))
         columns = [list(column) for column in zip(*self.cells, strict=True)] or [[] for _ in head]
@@ -96,7 +96,7 @@ class Grid:
         return _Laid(head, widths, [all(map(_NUMBER.fullmatch, column)) for column in columns], excess <= 0)
 
     def text(self, width: int | None = None) -> str:
-        """Title, aligned columns and note; heads may take several lines, numbers stand right and words left."""
+        """Title, aligned columns and note. Heads may take several lines; numbers are right-aligned, words left."""
         from rich.cells import cell_len, set_cell_size
 
         laid = self._laid(width, 2)
@@ -116,7 +116,7 @@ class Grid:
         return "\n".join(one for one in around if one)
 
     def html(self) -> str:
-        """The same as HTML with every column, everything escaped."""
+        """The same as HTML with every column, fully escaped."""
         told = f"<h3>{html.escape(self.title)}</h3>" if self.title else ""
         told += f"<p>{html.escape(self.note)}</p>" if self.note else ""
         head, *body = (
@@ -126,7 +126,7 @@ class Grid:
         return f"{told}<table><thead>{head}</thead><tbody>{''.join(body)}</tbody></table>"
 
     def __rich_console__(self, console: Any, options: Any) -> Any:
-        """What rich draws: with rules if there is room for them, else plain text that the terminal breaks."""
+        """The table for rich: with rules if there is room for them, else plain text that the terminal wraps."""
         from rich.table import Table
         from rich.text import Text
 
@@ -149,7 +149,7 @@ class Grid:
 
 
 class _Laid(NamedTuple):
-    """How a table is laid out: its head in words, widths, which columns stand right, and whether it fits."""
+    """The layout of a table: its head in words, its widths, the right-aligned columns, and whether it fits."""
 
     head: list[str]
     widths: list[int]
@@ -162,7 +162,7 @@ def _words(name: str) -> str:
 
 
 def cell(value: Any, *, percent: bool = False) -> str:
-    """A value as a table shows it: four significant digits or per cent, yes and no, a dash for nothing."""
+    """A value as text: four significant digits or per cent, yes or no, and a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -177,16 +177,16 @@ def cell(value: Any, *, percent: bool = False) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share in whole per cent; a dash for none."""
+    """A share in whole per cent; a dash for None."""
     return "-" if value is None else f"{value:.0%}".replace("-0%", "0%")
 
 
 def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> tuple[list[str], list[list[str]]]:
-    """Head and rows as strings. A neuron or head is one column, and columns that are empty in every row are left out.
+    """Head and rows as strings. A neuron or head becomes one column; columns that are empty in every row are dropped.
 
     Args:
-        rows: a mapping per row, with the same keys in all.
-        percent: columns shown in per cent.
+        rows: One mapping per row, with the same keys in all.
+        percent: Columns shown in per cent.
     """
     named = [_named(row) for row in rows]
     names = [n for n in (named[0] if named else {}) if any(row.get(n) is not None for row in named)]
@@ -194,7 +194,7 @@ def strings(rows: Sequence[Mapping[str, Any]], percent: Sequence[str] = ()) -> t
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with its layer and neuron, or layer and head, as one name."""
+    """The row with its layer and neuron, or layer and head, merged into one name."""
     for key, parts, name in (("neuron", ("layer", "expert", "neuron"), neuron_name), ("head", _HEAD, head_name)):
         if {"layer", key} <= row.keys():
             known = isinstance(row["layer"], int) and isinstance(row[key], int)
@@ -207,16 +207,16 @@ _HEAD = ("layer", "head")
 
 
 def glossary(cls: type[Any], names: Sequence[str], own: Mapping[str, str]) -> dict[str, str]:
-    """What columns mean, for those that are not plain words.
+    """The meaning of columns whose names are not plain words.
 
     Args:
-        cls: class of the result; the docstrings of it and of the classes of its fields describe the columns.
-        names: of the columns.
-        own: explanations that come before those.
+        cls: Class of the result. Its docstring and those of the classes of its fields describe the columns.
+        names: Names of the columns.
+        own: Explanations that take precedence over the docstrings.
     """
     classes = (base for one in (*_parts(cls), cls) for base in one.__mro__)
     found = [described(inspect.cleandoc(one.__doc__ or ""), "Attributes") for one in classes]
-    found.sort(key=lambda known: -len(known.keys() & {*names}))  # words of the class that the rows are made of win
+    found.sort(key=lambda known: -len(known.keys() & {*names}))  # the class of the rows takes precedence
     told: dict[str, str] = {}
     for name in dict.fromkeys(names):
         said = next((known[name] for known in (own, *found) if name in known), "")
@@ -230,7 +230,7 @@ def _parts(cls: type[Any]) -> Iterator[type[Any]]:
     seen: list[Any] = [cls]
     for one in seen:
         hints = [hint for name, hint in get_type_hints(one).items() if name not in ("model", "provenance")]
-        for hint in hints:  # grows: arguments of unions and tuples
+        for hint in hints:  # the list grows by the arguments of unions and tuples
             hints += get_args(hint)
             if isinstance(hint, type) and is_dataclass(hint) and hint not in seen:
                 seen.append(hint)

@@ -1,4 +1,4 @@
-"""Words that are put first or repeated: strings to single tokens, and sequences of repetitions."""
+"""Words that are put first or repeated: conversion of strings to single tokens, and sequences of repetitions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sinkscope.models.target import Target
 
 
 def single_token(tokenizer: Any, string: str) -> int:
-    """The id of a string that is one token, as written or with a space before it.
+    """The id of a string that is a single token, either as written or with a space before it.
 
     Raises:
-        SinkscopeError: it is several tokens (the message says which), none, or unknown to the tokenizer.
+        SinkscopeError: The string is several tokens (the message lists them), no token, or unknown to the tokenizer.
     """
     unknown = None if string == getattr(tokenizer, "unk_token", None) else getattr(tokenizer, "unk_token_id", None)
     pieces: list[int] = []
@@ -36,14 +36,14 @@ def single_token(tokenizer: Any, string: str) -> int:
 
 
 def pick_tokens(tokenizer: Any, ids: Tensor, strings: Sequence[str] | None, seed: int, count: int = 5) -> list[int]:
-    """Ids of the strings; without strings, `count` words of the text, drawn by the seed.
+    """Ids of the strings. Without strings, `count` words of the text, drawn with the seed.
 
     Args:
-        tokenizer: of the model.
-        ids: typical text `[row pos]`; the first column is not drawn from.
-        strings: what to repeat.
-        seed: of the draw.
-        count: how many to draw.
+        tokenizer: Tokenizer of the model.
+        ids: Typical text `[row pos]`. Nothing is drawn from the first column.
+        strings: The strings to repeat.
+        seed: Seed of the draw.
+        count: How many to draw.
     """
     if strings:
         return [single_token(tokenizer, s) for s in strings]
@@ -61,14 +61,14 @@ def draw(ids: list[int], count: int, seed: int) -> list[int]:
 
 
 def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Sequence[str] | None = None) -> list[int]:
-    """Different tokens to put first: the strings; without strings, tokens of the text, then of the vocabulary.
+    """Distinct tokens to put first: the strings, or else tokens of the text, then of the vocabulary.
 
     Args:
-        target: the model, for its tokenizer and the size of its vocabulary.
-        ids: typical text `[row pos]`; the first column is not drawn from.
-        count: how many at most.
-        seed: of the draw.
-        strings: what to put first instead.
+        target: The model, for its tokenizer and the size of its vocabulary.
+        ids: Typical text `[row pos]`. Nothing is drawn from the first column.
+        count: Maximum number of tokens.
+        seed: Seed of the draw.
+        strings: The strings to put first instead.
     """
     every = vocabulary(target, strings)
     if strings:
@@ -82,10 +82,10 @@ def first_tokens(target: Target, ids: Tensor, count: int, seed: int, strings: Se
 
 
 def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int]:
-    """Ids of the strings; without strings every id that both the tokenizer and the embedding know.
+    """Ids of the strings. Without strings, every id that both the tokenizer and the embedding know.
 
     Raises:
-        SinkscopeError: a string is not one token.
+        SinkscopeError: A string is not a single token.
     """
     if strings:
         return list(dict.fromkeys(single_token(target.tokenizer, s) for s in strings))
@@ -93,32 +93,32 @@ def vocabulary(target: Target, strings: Sequence[str] | None = None) -> list[int
 
 
 def at_once_line(words: Sequence[str]) -> list[str]:
-    """Which tokens a median over repetitions leaves out, as a line; no line where it leaves out none."""
+    """A line that says which tokens a median over repetitions leaves out; no line if it leaves out none."""
     names = ", ".join(map(repr, words[:12])) + (f" and {len(words) - 12} more" if len(words) > 12 else "")
     told = f"The median leaves out tokens whose first occurrence is already a sink, without repetition: {names}."
     return [told] if words else []
 
 
 def and_(things: Sequence[object]) -> str:
-    """A list in words."""
+    """The items of a list joined in words."""
     names = [str(thing) for thing in things]
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
 
 
 CYCLE = ("Another", "one", "bit", "es", "the", "dust")  # input of Fig. 3 of Yona et al. 2025
-REPEATS = 1024  # by default, where the context holds them
+REPEATS = 1024  # default, if the context holds that many
 
 
 @dataclass(frozen=True)
 class Repetitions:
-    """Sequences of one length: the same tokens before, then `count` repeated tokens.
+    """Sequences of one length: the same preceding tokens, then `count` repeated tokens.
 
     Attributes:
-        labels: what is repeated, for readers.
-        cycles: the ids repeated in turn.
-        ids: the sequences.
-        start: position of the first repetition.
-        count: repetitions (of a cycle: tokens).
+        labels: Names of what is repeated, for readers.
+        cycles: The ids that are repeated in turn.
+        ids: The sequences.
+        start: Position of the first repetition.
+        count: Number of repetitions (for a cycle, of tokens).
     """
 
     labels: tuple[str, ...]
@@ -131,22 +131,23 @@ class Repetitions:
 def choose(
     setup: Setup, tokens: Sequence[str] | None, prefix: str | None, paper: Sequence[str] = (), count: int = 5
 ) -> tuple[list[int], tuple[tuple[str, str], ...]]:
-    """What to repeat: the given strings; else those of the paper; else words of the text.
+    """What to repeat: the given strings, or else the paper's words, or else words of the text.
 
-    Words of the text take the place of those of the paper that are not one token here. None of them is in the prefix.
+    If a word of the paper is not a single token here, a word of the text replaces it. Words of the text that occur in
+    the prefix are not used.
 
     Args:
-        setup: the model and its text.
-        tokens: the strings asked for.
-        prefix: what stands before the repetitions.
-        paper: the strings the paper uses.
-        count: words of the text, where there are no strings.
+        setup: The model and its text.
+        tokens: The strings requested.
+        prefix: The text before the repetitions.
+        paper: The strings that the paper uses.
+        count: Number of words of the text, if there are no strings.
 
     Returns:
-        The ids, and pairs of (wanted, used) for the replaced ones.
+        The ids, and pairs of (wanted, used) for the replaced words.
 
     Raises:
-        SinkscopeError: a string asked for is not one token, or the text has too few words to replace with.
+        SinkscopeError: A requested string is not a single token, or the text has too few words for replacements.
     """
     tokenizer, before = setup.tokenizer, set(encode(setup, prefix))
     if tokens:
@@ -171,7 +172,7 @@ def choose(
 
 
 def known_token(tokenizer: Any, string: str) -> int | None:
-    """The id of a string that is one token and not the unknown one, else None."""
+    """The id of a string that is a single token other than the unknown one, else None."""
     try:
         return single_token(tokenizer, string)
     except SinkscopeError:
@@ -184,10 +185,10 @@ def encode(setup: Setup, prefix: str | None) -> list[int]:
 
 
 def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) -> None:
-    """A prefix may not contain a repeated word, because its first occurrence would count as a repetition.
+    """Refuse a prefix that contains a repeated word, because its first occurrence would count as a repetition.
 
     Raises:
-        SinkscopeError: it contains one.
+        SinkscopeError: The prefix contains one.
     """
     for token in encode(setup, prefix):
         if token in words:
@@ -198,21 +199,21 @@ def refuse_repeated(setup: Setup, prefix: str | None, words: Collection[int]) ->
 
 
 def prefixes(made: Setup, tokens: Sequence[int]) -> list[int]:
-    """What stands before each repeated token: BOS; without BOS, another token of the text."""
+    """The token before each repeated token: BOS or, without BOS, another token of the text."""
     return [int(made.ids[made.ids != t][0]) if made.bos is None else made.bos for t in tokens]
 
 
 def room(target: Target, asked: int | None, around: int = 1, most: int = REPEATS) -> int:
-    """The number of repetitions: what was asked for, else `most` or what the context holds.
+    """The number of repetitions: the number requested, or else `most` or what the context holds.
 
     Args:
-        target: the model.
+        target: The model.
         asked: `--max-repeats`.
-        around: tokens of the sequence beside the repetitions; 1 is what stands first.
-        most: the default.
+        around: Tokens of the sequence besides the repetitions; 1 is the token that stands first.
+        most: The default.
 
     Raises:
-        SinkscopeError: the context is too short.
+        SinkscopeError: The context is too short.
     """
     context = target.max_positions or 1 << 30
     largest = context - around
@@ -232,22 +233,22 @@ def room(target: Target, asked: int | None, around: int = 1, most: int = REPEATS
 def repetitions(
     setup: Setup, cycles: Sequence[tuple[int, ...]], prefix: str | None, max_repeats: int | None, after: int = 0
 ) -> Repetitions:
-    """BOS (or a word of the text, where there is neither BOS nor prefix), the prefix, and the repetitions.
+    """BOS (or a word of the text, if there is neither BOS nor prefix), the prefix, and the repetitions.
 
     Args:
-        setup: the model and its text.
-        cycles: the ids to repeat in turn, a tuple per sequence.
-        prefix: text between BOS and the repetitions.
-        max_repeats: number of repeated tokens; None: `REPEATS`, or what the context holds.
-        after: positions of the context that are kept free for what follows.
+        setup: The model and its text.
+        cycles: The ids to repeat in turn, one tuple per sequence.
+        prefix: Text between BOS and the repetitions.
+        max_repeats: Number of repeated tokens. None: `REPEATS`, or what the context holds.
+        after: Positions of the context that are kept free for what follows.
 
     Raises:
-        SinkscopeError: the prefix contains a repeated token, or the context is too short.
+        SinkscopeError: The prefix contains a repeated token, or the context is too short.
     """
     repeated = {token for cycle in cycles for token in cycle}
     refuse_repeated(setup, prefix, repeated)
     before = ([] if setup.bos is None else [setup.bos]) + encode(setup, prefix)
-    if not before:  # the first token is marked whatever it is, so it must be none of the repeated ones
+    if not before:  # any token in first place is marked, so it must not be a repeated one
         before = [next((t for t in setup.ids.flatten().tolist() if t not in repeated), 0)]
     count = room(setup.target, max_repeats, len(before) + after)
     rows = [before + [cycle[i % len(cycle)] for i in range(count)] for cycle in cycles]
@@ -261,6 +262,6 @@ def single_words(tokenizer: Any, ids: Sequence[int]) -> tuple[str, ...]:
 
 
 def replaced_line(replaced: Sequence[tuple[str, str]]) -> list[str]:
-    """Which words of the paper other words stand for, as a line; no line where none was replaced."""
+    """A line that says which words replace words of the paper; no line if none was replaced."""
     pairs = ", ".join(f"{wanted!r} by {used!r}" for wanted, used in replaced)
     return [f"Words of the paper that are not one token here were replaced: {pairs}."] if pairs else []

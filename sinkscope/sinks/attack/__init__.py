@@ -1,1 +1,1 @@
-"""Clusters of tokens that one head marks, and the attack that they allow."""
+"""Clusters of tokens that one head marks, and the attack that they make possible."""

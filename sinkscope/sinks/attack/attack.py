@@ -1,6 +1,6 @@
-"""Sequences without any repeated token that are sinks all over, and how often (Yona et al. 2025, section 5.2).
+"""Sequences without repeated tokens whose positions become sinks, and how often they do (Yona et al. 2025, 5.2).
 
-Attacks are tried on a model up to its sink layer, with nothing, BOS or the beginning of a chat before a sequence.
+Attacks are tried on a model up to its sink layer, preceded by nothing, by BOS, or by the beginning of a chat.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sinkscope.sinks.tokens import vocabulary
 from sinkscope.text import resolve_bos
 from sinkscope.text.chat import chat_text
 
-CHAT = "A chat between a user and an assistant.\nUser: "  # before the attack where there is no chat template
+CHAT = "A chat between a user and an assistant.\nUser: "  # used before the attack if there is no chat template
 
 
 @dataclass(frozen=True)
@@ -54,18 +54,18 @@ class Context:
 
 @dataclass(frozen=True)
 class Trials:
-    """Everything that an attack needs to be tried.
+    """Everything needed to try an attack.
 
     Attributes:
-        setup: model and text.
-        layer: the sink layer.
-        reference: norm of the first token there, on typical text: BOS's where there is one.
-        contexts: what may stand before the sequence.
-        pools: head -> the ordinary tokens of its cluster.
-        everyone: all ordinary tokens, as if they were the cluster of a head -1.
-        batch: rows of a pass.
-        workers: processes.
-        resume: folder for what is finished.
+        setup: The model and its text.
+        layer: The sink layer.
+        reference: Norm of the first token in this layer on typical text: of BOS, if there is one.
+        contexts: What may stand before the sequence.
+        pools: Head -> the ordinary tokens of its cluster.
+        everyone: All ordinary tokens, stored as the cluster of a head -1.
+        batch: Rows per pass.
+        workers: Number of processes.
+        resume: Folder for finished parts.
     """
 
     setup: Setup
@@ -79,15 +79,15 @@ class Trials:
     resume: Path | None = None
 
     def norms(self, context: Context, rows: Int[Tensor, "row pos"]) -> Float[Tensor, "row attacked"]:
-        """Norm over the reference at the attacked positions.
+        """Norms at the attacked positions divided by the reference.
 
-        Attacked are all positions of a sequence but the model's position 0, where any token is a first token.
+        All positions of a sequence are attacked except the model's position 0, where any token is a first token.
         """
         parts = rows.split(self.batch)
         return torch.cat([_norms(self.setup.target, self.layer, self.reference, context.lead, p) for p in parts])
 
     def norms_of_all(self, tasks: Sequence[tuple[Context, Tensor]]) -> list[Float[Tensor, "row attacked"]]:
-        """`norms` of many sets of sequences at once: over several workers and resumed, if that was asked for."""
+        """`norms` of many sets of sequences at once, with several workers and resumable if requested."""
         batches = [(c.lead, part, i) for i, (c, rows) in enumerate(tasks) for part in rows.split(self.batch)]
         work = NormWork(self.layer, self.reference, tuple((lead, part) for lead, part, _ in batches))
         found = in_chunks(
@@ -117,10 +117,11 @@ def make_trials(
     workers: int = 1,
     resume: str | Path | None = None,
 ) -> Trials:
-    """Contexts, tokens and the norm to reach; the arguments are those of `cluster_attack`. The pools may be empty.
+    """Contexts, tokens and reference norm, from the arguments of `cluster_attack`. The pools may be empty.
 
     Raises:
-        SinkscopeError: sequences that do not fit the context or the clusters, an empty prefix, bad clusters.
+        SinkscopeError: Sequences do not fit the context or the clusters, the prefix is empty, or the clusters are
+            invalid.
     """
     target, folder = setup.target, None if resume is None else Path(resume)
     contexts = _contexts(setup, bos, prefix)
@@ -152,7 +153,7 @@ def make_trials(
 
 
 def _contexts(setup: Setup, bos: bool | None, prefix: str | None) -> tuple[Context, ...]:
-    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos where there is none
+    resolve_bos(setup.tokenizer, setup.target.config, bos)  # refuses --bos if there is no BOS
     start = () if setup.bos is None else (setup.bos,)
     found = []
     if start and bos is not False:
@@ -186,54 +187,54 @@ def _norms(
 
 @dataclass(frozen=True)
 class NormWork(Work):
-    """Norms of many batches, in whichever process: an item is the number of a batch.
+    """Norms of many batches, in any process. An item is the index of a batch.
 
     Attributes:
-        layer: the sink layer.
-        reference: what norms are divided by.
-        batches: what stands before the sequences, and the sequences.
+        layer: The sink layer.
+        reference: The norm that norms are divided by.
+        batches: For each batch, what stands before the sequences, and the sequences.
     """
 
     reference: float
     batches: tuple[tuple[tuple[int, ...], Tensor], ...]
 
     def __call__(self, target: Target, items: list[int]) -> Columns:
-        """A list of rows of norms per batch."""
+        """A list of rows of norms for each batch."""
         return {"norms": [_norms(target, self.layer, self.reference, *self.batches[i]).tolist() for i in items]}
 
     def digest(self) -> str:
-        """Changes with what is measured."""
+        """A digest that changes with what is measured."""
         seen = hashlib.sha256()
         for lead, rows in self.batches:
             seen.update(f"{lead} {tuple(rows.shape)}".encode() + rows.numpy().tobytes())
         return seen.hexdigest()[:16]
 
 
-SUCCESS = 0.5  # of BOS's norm, at a position (definition of success)
+SUCCESS = 0.5  # share of BOS's norm that counts as success at a position
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 _WHERE = {"BOS": "after BOS", "no BOS": "without BOS", "chat": "behind a chat prefix"}
 
 
 @dataclass(frozen=True)
 class AttackRow:
-    """One way to make sequences, in one context, of one length.
+    """One way to make sequences, in one context and of one length.
 
     Attributes:
-        context: "BOS", "no BOS" or "chat" (behind a prefix).
-        source: "cluster" (drawn from one cluster each), "random" (drawn from all tokens), "repeated" (one token over
-            and over), "greedy" or "coordinate" (searched among the tokens of one cluster).
-        length: tokens of a sequence.
-        sequences: how many.
-        positions: mean share of the attacked positions that succeed, with a norm of at least half of BOS's.
-        any: share of the sequences that succeed at some position.
-        most: share of the sequences that succeed at half of their positions or more.
-        first: median number of tokens until the first success; None: half of the sequences never succeed.
-        norm: mean norm over that of BOS, median over sequences.
-        round_trip: share of sequences that survive being written as text and read again.
-        any_swept: share of sequences that succeed somewhere, for each of `thresholds`.
-        most_swept: ... at half of their positions or more.
-        by_position: share of sequences that succeed at each attacked position.
-        example: the sequence with the largest mean norm, as text.
+        context: "BOS", "no BOS" or "chat" (after a prefix).
+        source: "cluster" (drawn from one cluster each), "random" (drawn from all tokens), "repeated" (one token
+            repeated), "greedy" or "coordinate" (searched among the tokens of one cluster).
+        length: Tokens per sequence.
+        sequences: Number of sequences.
+        positions: Mean share of attacked positions that succeed, with a norm of at least half of BOS's.
+        any: Share of sequences that succeed at some position.
+        most: Share of sequences that succeed at half of their positions or more.
+        first: Median number of tokens until the first success. None if half of the sequences never succeed.
+        norm: Mean norm divided by that of BOS, median over sequences.
+        round_trip: Share of sequences that survive decoding to text and encoding again.
+        any_swept: Share of sequences that succeed at some position, for each of `thresholds`.
+        most_swept: Share of sequences that succeed at half of their positions or more, for each of `thresholds`.
+        by_position: Share of sequences that succeed at each attacked position.
+        example: The sequence with the largest mean norm, as text.
     """
 
     context: str
@@ -254,7 +255,7 @@ class AttackRow:
 
 @dataclass(frozen=True)
 class ClusterRate:
-    """Success of the drawn sequences of one cluster; `tokens` are those an attack can use."""
+    """Success of the sequences drawn from one cluster. `tokens` are those that an attack can use."""
 
     head: int
     tokens: int
@@ -270,13 +271,13 @@ class ClusterAttack(Result):
     """How often sequences without a repeated token make sinks.
 
     Attributes:
-        sink_layer: where norms are read; None: the model has no sink, and nothing was tried.
-        reference: norm of the first token there: of BOS, where the model has one.
-        success: share of it that counts as success.
-        thresholds: shares that were swept.
-        attacks: a row for each context, source and length.
-        clusters: the rows of source "cluster" for each head.
-        unfilled: lengths for which no cluster has enough tokens.
+        sink_layer: Layer where norms are read. None if the model has no sink; nothing was tried then.
+        reference: Norm of the first token in that layer: of BOS, if the model has one.
+        success: Share of the reference that counts as success.
+        thresholds: Shares that were swept.
+        attacks: One row for each context, source and length.
+        clusters: Success of source "cluster", for each head.
+        unfilled: Lengths for which no cluster has enough tokens.
     """
 
     kind: ClassVar[str] = "attack"
@@ -313,7 +314,7 @@ class ClusterAttack(Result):
     unfilled: tuple[int, ...] = ()
 
     def conclusion(self) -> str:
-        """What share of positions succeeds at most, beside random tokens and one token repeated."""
+        """The largest share of positions that succeeds, compared with random tokens and with one repeated token."""
         if self.sink_layer is None:
             return "The model has no sink, so there is nothing to attack."
         if not self.attacks:
@@ -331,7 +332,7 @@ class ClusterAttack(Result):
         )
 
     def details(self) -> list[str]:
-        """What counts as success, every way at the longest length, and the clusters that succeed."""
+        """What counts as success, all sources at the longest length, and the clusters that succeed."""
         if not self.attacks:
             return []
         lines = [
@@ -390,25 +391,25 @@ def cluster_attack(
     workers: Positive = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> ClusterAttack:
-    """Try to make sinks with sequences in which no token occurs twice, from the tokens that one head serves.
+    """Try to make sinks with sequences in which no token occurs twice, built from the tokens that one head serves.
 
-    Yona et al. 2025 (section 5.2) show two such sequences and leave the success rate open. The same sequences are
-    tried after BOS, without it, and behind a chat prefix; random and repeated tokens are tried beside them, and two
-    searches. A model without a sink is an answer: `sink_layer` is None.
+    Yona et al. 2025 (section 5.2) show two such sequences and do not report a success rate. Here the same sequences are
+    tried after BOS, without it, and after a chat prefix. Random and repeated tokens and two searches are tried for
+    comparison. If the model has no sink, `sink_layer` is None.
 
     Args:
-        clusters: Head -> token ids; None: `token_clusters` finds them.
-        lengths: Tokens of a sequence.
-        sequences: Sequences of each kind and length, from the clusters in turn; the success rate is over these.
-        searched: Sequences of each search and length; 0 searches for none.
+        clusters: Head -> token ids. By default `token_clusters` finds them.
+        lengths: Tokens per sequence.
+        sequences: Sequences of each kind and length, drawn from the clusters in turn; the success rate is over these.
+        searched: Sequences of each search and length; 0 skips the searches.
         candidates: Blocks of tokens that a search tries at each of its (up to eight) steps.
-        bos: Try the attack only with BOS, or only without. By default it is tried both ways.
+        bos: Try the attack only with BOS, or only without. By default both are tried.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
         thresholds: Shares of BOS's norm to sweep.
-        batch: Sequences in a pass.
-        workers: Processes; more than one run over Ray (the searches run in one).
-        resume: Keep finished parts in this folder, and go on from those that are there.
+        batch: Sequences per pass.
+        workers: Number of processes; more than one run over Ray (the searches run in one).
+        resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope attack --model llama-2-7b --length 8 --sequences 100
@@ -437,7 +438,7 @@ def cluster_attack(
         attacks.append(_row(trials, task, ratios, thresholds))
         if task.source == "cluster":
             parts += _by_cluster(trials, task, ratios)
-        if task.source == "repeated" and searched:  # the last of what is drawn in a context
+        if task.source == "repeated" and searched:  # the last drawn source of a context
             for found in _searched(trials, tasks[i - 2], searched, candidates, setup.seed):
                 attacks.append(_row(trials, found, trials.norms(found.context, found.rows), thresholds))
             setup.progress("searches", i + 1, len(tasks))
@@ -480,7 +481,7 @@ def _searched(trials: Trials, drawn: _Task, count: int, candidates: int, seed: i
     context, rows, heads = drawn.context, drawn.rows[:count], drawn.heads[:count]
 
     def score(ids: Tensor) -> Tensor:
-        return trials.norms(context, ids).clamp(max=1.0)  # beyond BOS's norm nothing is gained
+        return trials.norms(context, ids).clamp(max=1.0)  # exceeding BOS's norm earns nothing
 
     yield _Task(context, "greedy", *greedy(score, trials.pools, rows.shape[1], count, candidates, seed))
     yield _Task(context, "coordinate", coordinate(score, rows, heads, trials.pools, candidates, seed), heads)

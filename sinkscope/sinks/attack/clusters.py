@@ -1,4 +1,4 @@
-"""Which head of the first layer marks which token as first (Yona et al. 2025, section 5.2 and appendix B)."""
+"""Which head of the first layer marks each token as first (Yona et al. 2025, section 5.2 and appendix B)."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from sinkscope.sinks.first_token.walk import flat_number, norms_after, view_laye
 from sinkscope.sinks.tokens import draw, vocabulary
 from sinkscope.trace.run import trace
 
-_BEFORE = 16  # tokens of text before a token that stands at a later position
+_BEFORE = 16  # tokens of text that precede a token at a later position
 
 
 @dataclass(frozen=True)
 class HeadWork(Work):
-    """For each token: how far the sink neuron fires by single heads (Yona et al. 2025, section 5.2, appendix B).
+    """For each token, how strongly single heads fire the sink neuron (Yona et al. 2025, section 5.2, appendix B).
 
     Attributes:
-        layer: of the sink neuron; no deeper one is run.
-        neuron: its number, in a mixture `expert * d_mlp + neuron`.
-        reference: its activation at the first token of natural text; activations are shares of it.
-        threshold: a share from which it fires.
-        mean: what each head's `hook_z` is on average at later positions of natural text, heads side by side.
-        direction: of a linear discriminant of the residual stream after attention 0, first against later positions.
-        offset: it says "first" where `x @ direction + offset > 0`.
+        layer: Layer of the sink neuron; no deeper layer is run.
+        neuron: Its number; in a mixture `expert * d_mlp + neuron`.
+        reference: Its activation at the first token of natural text. Activations are given as shares of it.
+        threshold: Share from which the neuron counts as firing.
+        mean: Mean `hook_z` of each head at later positions of natural text, heads side by side.
+        direction: Direction of a linear discriminant of the residual stream after attention 0, first against later
+            positions.
+        offset: Offset of the discriminant, which says "first" where `x @ direction + offset > 0`.
     """
 
     neuron: int
@@ -47,7 +48,7 @@ class HeadWork(Work):
 
     @torch.no_grad()
     def __call__(self, target: Target, items: list[int]) -> Columns:
-        """Columns head, best, sufficing, intact, background, lda_fired, lda_quiet; an entry per token."""
+        """Columns head, best, sufficing, intact, background, lda_fired, lda_quiet, with one entry per token."""
         share, first = self.shares(target, items)
         alone = share[:, 2:]
         fires = alone >= self.threshold
@@ -64,7 +65,7 @@ class HeadWork(Work):
 
     @torch.no_grad()
     def shares(self, target: Target, items: list[int]) -> tuple[Tensor, Tensor]:
-        """Activations over the reference, and the discriminant's side.
+        """Activations divided by the reference, and the side of the discriminant.
 
         Returns:
             `[token 2+head]`: intact, no head, each head alone; and `[token head]`, True for "first", each head alone.
@@ -83,7 +84,7 @@ class HeadWork(Work):
 
 
 def after_attention(target: Target, kept: list[Tensor]) -> list[tuple[Any, str, Any]]:
-    """Hooks that add to `kept` the stream after the attention of layer 0 (also where the MLP runs beside it)."""
+    """Hooks that append the stream after the attention of layer 0 to `kept` (also where the MLP runs in parallel)."""
     before: list[Tensor] = []
 
     def keep_after(out: Any) -> None:
@@ -115,13 +116,13 @@ def first_direction(
 ) -> tuple[Float[Tensor, " d_model"], float]:
     """A linear discriminant (Fisher's, shrunk) of the residual stream after attention 0 (Yona et al. 2025, figure 4).
 
-    Each token stands once alone and once behind natural text, so that what a token is cannot tell the two apart.
+    Each token stands once alone and once after natural text, so the token itself cannot separate the two classes.
 
     Args:
-        target: the model.
-        ids: natural text, whose first positions are what stands before.
-        tokens: what is put at either place.
-        batch: rows per pass.
+        target: The model.
+        ids: Natural text; its beginnings are the text before a token.
+        tokens: Tokens that are put in both places.
+        batch: Rows per pass.
     """
     from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
@@ -144,13 +145,13 @@ def _rounded(values: Tensor) -> list[float]:
     return [round(v, 4) for v in values.tolist()]
 
 
-EXAMPLES = 12  # tokens shown of a cluster
-LDA_TOKENS = 512  # tokens alone that the discriminant is fitted on
+EXAMPLES = 12  # tokens of a cluster that are shown
+LDA_TOKENS = 512  # number of single tokens that the discriminant is fitted on
 
 
 @dataclass(frozen=True)
 class HeadCluster:
-    """The tokens that one head of layer 0 serves best; examples are those for which it fires the neuron most."""
+    """The tokens that one head of layer 0 serves best. Examples are those for which it fires the neuron most."""
 
     head: int
     tokens: int
@@ -159,11 +160,11 @@ class HeadCluster:
 
 @dataclass(frozen=True)
 class LdaSide:
-    """Where a linear discriminant (first against later positions) puts a token with one head alone.
+    """The side on which a linear discriminant (first against later positions) puts a token with one head alone.
 
     Attributes:
-        fired: share of (token, head) that fire the sink neuron and lie on the side of first positions.
-        quiet: share of those that do not fire it and lie there all the same.
+        fired: Share of (token, head) pairs that fire the sink neuron and lie on the side of first positions.
+        quiet: Share of the pairs that do not fire it and still lie on that side.
     """
 
     fired: float
@@ -172,17 +173,17 @@ class LdaSide:
 
 @dataclass(frozen=True)
 class PairNorms:
-    """Sequences of two tokens without BOS: does the second one become a sink, as in "Sch Com"?
+    """Two-token sequences without BOS: does the second token become a sink, as in "Sch Com"?
 
     Attributes:
-        ids: the tokens, by head.
-        tokens: the same as strings.
-        heads: the head that serves each.
-        norm: norm at the second position over that of the first token, `[first second]`.
-        same_head: share of pairs of one head whose second token reaches the threshold.
-        other_head: share of pairs of two heads.
-        clusters: how many an agglomerative clustering of the norms finds.
-        adjusted_rand: its agreement with the heads: 1 the same clusters, 0 as by chance.
+        ids: The tokens, ordered by head.
+        tokens: The same tokens as strings.
+        heads: The head that serves each token.
+        norm: Norm at the second position divided by that of the first token, `[first second]`.
+        same_head: Share of pairs from one head whose second token reaches the threshold.
+        other_head: The same share for pairs from two heads.
+        clusters: Number of clusters that an agglomerative clustering of the norms finds.
+        adjusted_rand: Agreement of these clusters with the heads: 1 identical, 0 chance level.
     """
 
     ids: tuple[int, ...]
@@ -201,23 +202,23 @@ class TokenClusters(Result):
     neuron's activation at the first token of natural text.
 
     Attributes:
-        sink_layer: None: the model has no sink.
-        neuron: the sink neuron, (layer, neuron) or (layer, expert, neuron); None: no neuron is causal by itself.
-        threshold: share from which the neuron fires.
-        n_heads: of layer 0.
-        ids: the tokens.
-        tokens: the same as strings.
-        head: the head that serves the token; None where no single head does, or none is needed.
-        best: activation with only that head (with the best one, where none serves).
-        sufficing: number of heads that suffice by themselves.
-        intact: activation when the token stands first and nothing is replaced.
-        background: activation with no head intact.
-        clusters: tokens per head, largest first.
-        unserved: tokens that fire when intact, but by no single head.
-        silent: tokens that do not fire when intact.
-        without_heads: tokens that fire with no head of layer 0 intact: what marks them is elsewhere.
-        lda: agreement with a linear discriminant.
-        pairs: agreement with norms of pairs; None without two served tokens.
+        sink_layer: Sink layer. None if the model has no sink.
+        neuron: The sink neuron, (layer, neuron) or (layer, expert, neuron). None if no neuron is causal by itself.
+        threshold: Share of the activation from which the neuron counts as firing.
+        n_heads: Number of heads in layer 0.
+        ids: Ids of the tokens.
+        tokens: The same tokens as strings.
+        head: The head that serves the token. None if no single head does, or none is needed.
+        best: Activation with only that head intact (with the best head, if none serves the token).
+        sufficing: Number of heads that suffice alone.
+        intact: Activation when the token stands first and nothing is replaced.
+        background: Activation with no head intact.
+        clusters: Tokens of each head, largest cluster first.
+        unserved: Tokens that fire when intact, but with no single head alone.
+        silent: Tokens that do not fire when intact.
+        without_heads: Tokens that fire with no head of layer 0 intact; something else marks them.
+        lda: Agreement with a linear discriminant.
+        pairs: Agreement with the norms of pairs. None if fewer than two tokens are served.
     """
 
     kind: ClassVar[str] = "clusters"
@@ -254,12 +255,12 @@ class TokenClusters(Result):
         ]
 
     def tokens_of(self, head: int) -> tuple[int, ...]:
-        """Ids of the tokens that a head serves, those it fires strongest first: material for a cluster attack."""
+        """Ids of the tokens that a head serves, those that fire most strongly first: input for a cluster attack."""
         mine = [(-b, i) for i, h, b in zip(self.ids, self.head, self.best, strict=True) if h == head]
         return tuple(i for _, i in sorted(mine))
 
     def conclusion(self) -> str:
-        """How many tokens one head serves, and how many fire with no head."""
+        """How many tokens a single head serves, and how many fire without any head."""
         if self.sink_layer is None:
             return "The model has no attention sink, so no token is marked as first."
         if self.neuron is None:
@@ -276,7 +277,7 @@ class TokenClusters(Result):
         )
 
     def details(self) -> list[str]:
-        """The neuron, the other tokens, and how two other methods agree."""
+        """The neuron, the remaining tokens, and the agreement with two other methods."""
         if self.neuron is None:
             return []
         several = sum(n > 1 for n in self.sufficing)
@@ -319,19 +320,19 @@ def token_clusters(
     workers: Positive = 1,
     resume: Annotated[str | Path | None, Option(metavar="DIR", writes=True)] = None,
 ) -> TokenClusters:
-    """Find for every token the single head of layer 0 that suffices to fire the sink neuron when it stands first.
+    """Find, for every token, the single head of layer 0 that suffices to fire the sink neuron when the token is first.
 
-    All other heads are held at their mean over later positions of natural text. Two controls go with it: nothing
-    replaced, and every head at its mean; where the latter fires, the mark is not made in layer 0. The tokens stand
-    alone, without BOS (Yona et al. 2025, section 5.2 and appendix B).
+    All other heads are held at their mean over later positions of natural text. There are two controls: nothing
+    replaced, and every head at its mean. If the second control fires, the mark is not made by the heads of layer 0. The
+    tokens stand alone, without BOS (Yona et al. 2025, section 5.2 and appendix B).
 
     Args:
         tokens: Token to measure. By default the whole vocabulary.
-        threshold: Share of the sink neuron's usual activation from which it fires.
-        sample: Tokens whose pairs are measured; 0 measures none.
-        batch_size: Rows in a pass; a token takes two more than there are heads.
-        workers: Processes; more than one run over Ray.
-        resume: Keep finished parts in this folder, and go on from those that are there.
+        threshold: Share of the sink neuron's usual activation from which it counts as firing.
+        sample: Number of tokens whose pairs are measured; 0 measures none.
+        batch_size: Rows per pass; a token takes two more rows than there are heads.
+        workers: Number of processes; more than one run over Ray.
+        resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope clusters --model llama-2-7b --resume clusters
@@ -352,7 +353,7 @@ def clusters_of(
     workers: int = 1,
     resume: str | Path | None = None,
 ) -> TokenClusters:
-    """`token_clusters` of a model whose sink is known."""
+    """`token_clusters` for a model whose sink is known."""
     target = setup.target
     empty: dict[str, Any] = {"sink_layer": layer, "threshold": threshold, "n_heads": target.n_heads}
     if layer is None or not neurons:
@@ -361,7 +362,7 @@ def clusters_of(
     flat = flat_number(target, layer, site.expert, site.neuron)
     hold_layers(target, layer)
     reference = float(neuron_at(target, layer, flat, setup.ids[:, :1]).median())
-    some = draw(vocabulary(target, None), LDA_TOKENS, setup.seed)  # the few of --token would make no plane
+    some = draw(vocabulary(target, None), LDA_TOKENS, setup.seed)  # those of --token are too few for a plane
     direction = first_direction(target, setup.ids, some)
     columns = in_chunks(
         setup,
@@ -424,7 +425,7 @@ def pairs_of(
     sample: int,
     batch_size: int,
 ) -> PairNorms | None:
-    """Norms of two-token sequences of a sample of served tokens, and their clustering."""
+    """Norms of two-token sequences for a sample of served tokens, and their clustering."""
     from sklearn.cluster import AgglomerativeClustering
     from sklearn.metrics import adjusted_rand_score
 
@@ -437,7 +438,7 @@ def pairs_of(
     same = head[:, None] == head
     same_pairs = same & ~torch.eye(len(head), dtype=torch.bool)
     near = torch.minimum(norm, norm.T).clamp(0, 1)
-    # No number of clusters is given: they grow while their tokens make sinks of each other, on average.
+    # The number of clusters is not fixed: they grow while their tokens, on average, make sinks of each other.
     how: dict[str, Any] = {"n_clusters": None, "metric": "precomputed", "linkage": "average"}
     found: Any = AgglomerativeClustering(**how, distance_threshold=1 - threshold)
     labels = found.fit_predict((1 - near).fill_diagonal_(0).double().numpy())
@@ -456,14 +457,14 @@ def pairs_of(
 def pair_norms(
     target: Target, layer: int, tokens: list[int], first: Int[Tensor, "row 1"], batch_size: int
 ) -> Float[Tensor, "token token"]:
-    """Norm at the second of two tokens after `layer`, over the norm of the first tokens of natural text.
+    """Norm at the second of two tokens after `layer`, divided by the norm of the first tokens of natural text.
 
     Args:
-        target: the model.
-        layer: the sink layer.
-        tokens: every ordered pair of them is a sequence, without BOS.
-        first: first tokens of natural text, `[row 1]`.
-        batch_size: rows per pass.
+        target: The model.
+        layer: The sink layer.
+        tokens: Every ordered pair of these is a sequence, without BOS.
+        first: First tokens of natural text, `[row 1]`.
+        batch_size: Rows per pass.
     """
     ids = torch.tensor(tokens)
     pairs = norms_after(target, layer, torch.cartesian_prod(ids, ids), batch_size)[:, -1]

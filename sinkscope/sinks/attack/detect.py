@@ -1,4 +1,4 @@
-"""How well sink neurons at later positions tell attacks from text, code and honest repetition."""
+"""How well sink neurons at later positions distinguish attacks from text, code and honest repetition."""
 
 from __future__ import annotations
 
@@ -26,30 +26,31 @@ from sinkscope.sinks.first_token.ablation import Neuron, causal_neurons
 from sinkscope.text import honest_repetition, source_code, text_rows
 
 RULES = ((1, 1), (2, 4), (4, 8), (8, 16))  # (hits, window)
-FALSE_ALARMS = 0.01  # the rate at which detection is stated
+FALSE_ALARMS = 0.01  # the false-alarm rate at which detection is reported
 FALSE_RATES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 @dataclass(frozen=True)
 class DetectRow:
-    """One rule against one kind of harmless text.
+    """One rule tested against one kind of harmless text.
 
     Attributes:
         context: "BOS", "no BOS" or "chat".
-        length: tokens of every sequence, attacks and harmless ones.
+        length: Tokens per sequence, attacks and harmless ones.
         attack: "cluster" or "repeated".
-        harmless: kind of harmless text; "all" for all of them together.
-        hits: how many positions must count,
-        window: of how many.
-        attacks: sequences that made a sink at some position; these are to be detected.
-        tried: sequences that were tried.
-        harmless_pieces: pieces of harmless text.
-        auroc: probability that an attack scores above a harmless piece; None: no attack made a sink.
-        detected: share of the attacks found at no more than 1 % false alarms on this text; None: no attack made a sink.
-        cut: the score from which that rule raises the alarm.
-        detected_here: share of the attacks found at the default threshold.
-        false_alarms: share of the harmless pieces that raise the alarm at the default threshold.
-        roc: share detected at each of `false_rates`; empty: no attack made a sink.
+        harmless: Kind of harmless text; "all" for all kinds together.
+        hits: Number of positions that must exceed the threshold,
+        window: within this number of latest positions.
+        attacks: Sequences that made a sink at some position; these are to be detected.
+        tried: Number of sequences tried.
+        harmless_pieces: Number of pieces of harmless text.
+        auroc: Probability that an attack scores above a harmless piece. None if no attack made a sink.
+        detected: Share of attacks detected at no more than 1 % false alarms on this text. None if no attack made a
+            sink.
+        cut: Score from which that rule raises the alarm.
+        detected_here: Share of attacks detected at the default threshold.
+        false_alarms: Share of harmless pieces that raise the alarm at the default threshold.
+        roc: Share detected at each of `false_rates`. Empty if no attack made a sink.
     """
 
     context: str
@@ -74,12 +75,12 @@ class AttackDetection(Result):
     """What an online rule on the sink neurons detects.
 
     Attributes:
-        sink_layer: None: the model has no sink.
-        sites: the neurons that are watched.
-        levels: value of each at the first token.
-        threshold: score that counts by default, in a first token's.
-        false_rates: false alarms at which `roc` is given.
-        detections: one for each context, length, attack, harmless text and rule.
+        sink_layer: Sink layer. None if the model has no sink.
+        sites: The neurons that are watched.
+        levels: Value of each neuron at the first token.
+        threshold: Default score that counts as a hit, as a share of a first token's score.
+        false_rates: False-alarm rates at which `roc` is given.
+        detections: One row for each context, length, attack, harmless text and rule.
     """
 
     page: ClassVar[str] = "measure/attack"
@@ -98,10 +99,10 @@ class AttackDetection(Result):
     detections: tuple[DetectRow, ...] = ()
 
     def detector(self, hits: int = 2, window: int = 4, threshold: float | None = None) -> SinkDetector:
-        """The detector that was measured, to be entered on a model.
+        """The detector that was measured, ready to be applied to a model.
 
         Raises:
-            SinkscopeError: the model has no sink, so there is nothing to watch.
+            SinkscopeError: The model has no sink, so there is nothing to watch.
         """
         if not self.sites:
             raise SinkscopeError(f"{self.model.name} has no sink, so there is no neuron to watch: use another model")
@@ -110,7 +111,7 @@ class AttackDetection(Result):
 
     @property
     def only_harmless(self) -> str | None:
-        """Name of the harmless text where there is only one, and so no row "all"."""
+        """Name of the harmless text if there is only one, in which case there is no row "all"."""
         names = {d.harmless for d in self.detections}
         return names.pop() if len(names) == 1 else None
 
@@ -123,7 +124,7 @@ class AttackDetection(Result):
         return [row for row in self.rows() if row["harmless"] in ("all", self.only_harmless)]
 
     def conclusion(self) -> str:
-        """How well the best rule detects, beside its false alarms."""
+        """How well the best rule detects attacks, with its false alarms."""
         if self.sink_layer is None:
             return "The model has no sink, so there is nothing to detect."
         best = max((b for b in self._best().values() if b is not None), key=_merit, default=None)
@@ -133,7 +134,7 @@ class AttackDetection(Result):
         return f"Cluster attacks {verdict}: {_said(best)} ({best.length} tokens, {best.context})."
 
     def details(self) -> list[str]:
-        """What is watched, and how well it separates in each context and length."""
+        """What is watched, and how well it separates attacks in each context and length."""
         if not self.sites:
             return []
         lines = [
@@ -146,7 +147,7 @@ class AttackDetection(Result):
         return lines
 
     def _best(self) -> dict[tuple[str, int], DetectRow | None]:
-        """The rule that detects most cluster attacks against all harmless text, by context and length."""
+        """The rule that detects most cluster attacks against all harmless text, for each context and length."""
         ours = [d for d in self.detections if d.attack == "cluster" and d.harmless in ("all", self.only_harmless)]
         places: dict[tuple[str, int], list[DetectRow]] = {}
         for d in ours:
@@ -181,7 +182,7 @@ class _Recorder(SinkDetector):
 def neuron_values(
     target: Target, sites: Sequence[tuple[int, ...]], ids: Int[Tensor, "row pos"], batch: int
 ) -> Float[Tensor, "row pos neuron"]:
-    """`hook_post` of the neurons, from passes that end at their layer (of an expert: also where it was not asked)."""
+    """`hook_post` of the neurons, from passes that end at their layer (for an expert, also where it was not chosen)."""
     recorder = _Recorder(sites=sites, levels=[1.0] * len(sites))
     layer = target.layers[sites[0][0]]
     with recorder.on(target), target.hooks((layer, "post", lambda *_: target.stop())):
@@ -193,7 +194,7 @@ def neuron_values(
 def make_detector(setup: Setup, neurons: Sequence[Neuron], threshold: float = 0.5) -> SinkDetector:
     """A detector for sink neurons, calibrated on the first tokens of the typical text.
 
-    Neurons of one expert only: those of the one that writes most.
+    It watches neurons of one expert only: the one that writes most.
     """
     sites = [n.site for n in neurons if n.expert == neurons[0].expert]
     levels = neuron_values(setup.target, sites, setup.ids[:, :1], len(setup.ids))[:, 0].median(0).values
@@ -221,23 +222,23 @@ def detect_attack(
     prefix: str | None = None,
     batch: Annotated[int, Option(name="--batch-size", min=1)] = 64,
 ) -> AttackDetection:
-    """Measure how well sink neurons give the attack away: `SinkDetector` against text, code and honest repetition.
+    """Measure how well sink neurons reveal the attack: `SinkDetector` against text, code and honest repetition.
 
-    What a rule says of a sequence is the largest score at which it would raise the alarm somewhere, so one pass gives
-    the whole curve. Positives are the attacks that made a sink at some position (norm >= half of BOS's); negatives are
-    pieces of the same length in the same context. A model without a sink is an answer: `sink_layer` is None.
+    The score of a sequence under a rule is the largest threshold at which the rule would raise the alarm somewhere, so
+    one pass gives the whole curve. Positives are the attacks that made a sink at some position (norm >= half of BOS's);
+    negatives are pieces of the same length in the same context. If the model has no sink, `sink_layer` is None.
 
     Args:
-        clusters: Head -> token ids; None: `token_clusters` finds them.
-        lengths: Tokens of a sequence.
-        sequences: Attacks of each kind, and at most as many pieces of each harmless text.
-        harmless: Name -> text; None: the typical text, source code of Python's library, tables and songs.
-        rules: (hits, window) of the running rule.
-        threshold: Score that counts by default.
-        bos: Try the attack only with BOS, or only without. By default it is tried both ways.
+        clusters: Head -> token ids. By default `token_clusters` finds them.
+        lengths: Tokens per sequence.
+        sequences: Attacks of each kind, and the maximum number of pieces of each harmless text.
+        harmless: Name -> text. By default the typical text, source code of Python's library, tables and songs.
+        rules: Pairs (hits, window) of the running rule.
+        threshold: Default score that counts as a hit.
+        bos: Try the attack only with BOS, or only without. By default both are tried.
         prefix: Text of the chat before the attack; "" leaves the chat out. By default that of the tokenizer's chat
             template, or of a plain chat.
-        batch: Sequences in a pass.
+        batch: Sequences per pass.
 
     Example:
         sinkscope attack --detect --model llama-2-7b
@@ -262,7 +263,7 @@ def detect_attack(
     setup.record(harmless=list(texts))
     detector = make_detector(setup, neurons, threshold)
     for hits, window in rules:
-        replace(detector, hits=hits, window=window)  # refuses what is no rule
+        replace(detector, hits=hits, window=window)  # refuses an invalid rule
     trials = make_trials(setup, layer, neurons, bos=bos, prefix=prefix, clusters=clusters, lengths=lengths, batch=batch)
     found = list[DetectRow]()
     for done, length in enumerate(lengths):
@@ -351,7 +352,7 @@ def _row(
 
 
 def cut_at(quiet: Float[Tensor, " piece"], rate: float) -> float:
-    """The lowest score that at most a share `rate` of harmless pieces exceeds; minus infinity where all may."""
+    """The lowest score that at most a share `rate` of harmless pieces exceeds; minus infinity if all may."""
     allowed = math.floor(rate * len(quiet) + 1e-9)
     return -math.inf if allowed >= len(quiet) else float(quiet.sort(descending=True).values[allowed])
 

@@ -1,4 +1,4 @@
-"""The tokens of a vocabulary, and work on many items in chunks: in one process or several (Ray), and resumed."""
+"""The tokens of a vocabulary, and resumable work on many items in chunks, in one process or several (Ray)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from sinkscope.store import Folder, Keyed
 
 Pools = Mapping[int, Int[Tensor, " token"]]  # head -> the tokens of its cluster
 Score = Callable[[Tensor], Tensor]  # sequences [row pos] -> how sink-like each position is [row pos]
-_BLOCKS = 8  # a search decides over an eighth of a sequence at a time
+_BLOCKS = 8  # a search chooses an eighth of a sequence at a time
 
 
 def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out: set[int]) -> dict[int, Tensor]:
-    """The clusters as tensors, without the tokens of `left_out`; clusters of less than two tokens make no attack.
+    """The clusters as tensors, without the tokens of `left_out`. Clusters of fewer than two tokens are dropped.
 
     Raises:
-        SinkscopeError: a token that the model does not have.
+        SinkscopeError: A token does not exist in the model.
     """
     pools: dict[int, Tensor] = {}
     for head, tokens in clusters.items():
@@ -51,7 +51,7 @@ def make_pools(clusters: Mapping[int, Sequence[int]], vocabulary: int, left_out:
 def drawn_sequences(
     pools: Pools, length: int, count: int, seed: int
 ) -> tuple[Int[Tensor, "row pos"], Int[Tensor, " row"]]:
-    """`count` sequences of different tokens of one cluster each, the clusters in turn, and the head of each.
+    """`count` sequences of distinct tokens, each from one cluster, the clusters taken in turn; and the head of each.
 
     No rows if no cluster has `length` tokens.
     """
@@ -64,27 +64,27 @@ def drawn_sequences(
 
 
 def repeat(rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row pos"]:
-    """The first token of each sequence over and over: what the attack does without."""
+    """The first token of each sequence, repeated: the baseline that the attack does without."""
     return rows[:, :1].expand_as(rows).contiguous()
 
 
 def greedy(
     score: Score, pools: Pools, length: int, count: int, candidates: int, seed: int
 ) -> tuple[Int[Tensor, "row pos"], Int[Tensor, " row"]]:
-    """Sequences grown block by block; of some random blocks the one is taken whose own positions score highest.
+    """Grow sequences block by block; of several random blocks, keep the one whose own positions score highest.
 
-    Later tokens cannot change earlier positions, so nothing is computed twice but the prefix.
+    Later tokens cannot change earlier positions, so only the prefix is computed more than once.
 
     Args:
-        score: see `Score`; given sequences of any length.
-        pools: the clusters.
-        length: tokens of a sequence.
-        count: sequences.
-        candidates: blocks tried at each step.
-        seed: of the draws.
+        score: See `Score`; called with sequences of any length.
+        pools: The clusters.
+        length: Tokens per sequence.
+        count: Number of sequences.
+        candidates: Blocks tried at each step.
+        seed: Seed of the draws.
     """
     generator = _generator("greedy", seed, length)
-    orders, heads = drawn_sequences(pools, length, count, seed)  # only which clusters are large enough
+    orders, heads = drawn_sequences(pools, length, count, seed)  # used only to find the clusters that are large enough
     ids = orders[:, :0]
     for size in _block_sizes(length) if len(orders) else []:
         tried = torch.stack(
@@ -99,10 +99,10 @@ def greedy(
 def coordinate(
     score: Score, rows: Int[Tensor, "row pos"], heads: Int[Tensor, " row"], pools: Pools, candidates: int, seed: int
 ) -> Int[Tensor, "row pos"]:
-    """Sequences improved block by block: each block is replaced by the best of some random ones, or stays.
+    """Improve sequences block by block: each block is replaced by the best of several random ones, or kept.
 
-    The mean score never falls. Tokens come from the same cluster and are not in the sequence yet; where the cluster
-    has not enough of them, the block stays as it is.
+    The mean score never falls. New tokens come from the same cluster and do not occur in the sequence yet. If the
+    cluster has too few of them, the block stays unchanged.
     """
     generator = _generator("coordinate", seed, rows.shape[1])
     ids, start = rows.clone(), 0
@@ -113,7 +113,7 @@ def coordinate(
         if not able:
             continue
         tried = ids[able][:, None].repeat(1, candidates, 1)
-        for i, row in enumerate(able):  # candidate 0 is the sequence as it is
+        for i, row in enumerate(able):  # candidate 0 is the unchanged sequence
             tried[i, 1:, block] = _spare(pools[int(heads[row])], ids[row], size, candidates - 1, generator)
         scores = score(tried.flatten(0, 1)).mean(-1).view(len(able), candidates)
         ids[able] = tried[torch.arange(len(able)), scores.argmax(-1)]
@@ -137,7 +137,7 @@ def _spare(
 
 
 def round_trip(tokenizer: Any, rows: Int[Tensor, "row pos"]) -> float:
-    """Share of sequences that come back as the same ids when they are written as text and read again."""
+    """Share of sequences that give the same ids after decoding to text and encoding again."""
     texts = tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
     again = tokenizer(texts, add_special_tokens=False)["input_ids"]
     return sum(a == b for a, b in zip(again, rows.tolist(), strict=True)) / max(len(rows), 1)
@@ -148,7 +148,7 @@ Columns = dict[str, list[Any]]
 
 
 def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
-    """Each token as text; where it is none by itself (part of a character), as the tokenizer spells it."""
+    """Each token as text, or as the tokenizer spells it if it is no text by itself (part of a character)."""
     texts = [str(target.tokenizer.decode([i])) for i in ids]
     return tuple(
         text if text and "\ufffd" not in text else str(target.tokenizer.convert_ids_to_tokens(i))
@@ -158,22 +158,22 @@ def shown(target: Target, ids: Sequence[int]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done to a chunk of items. It is pickled for other processes, so it holds no model.
+    """The operation applied to a chunk of items. It is pickled for other processes, so it holds no model.
 
     Attributes:
-        layer: the deepest layer it runs.
+        layer: The deepest layer it runs.
     """
 
     layer: int
 
     def __call__(self, target: Target, items: list[int]) -> Columns:
-        """Columns with an entry per item."""
+        """Columns with one entry per item."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some of the items."""
+    """Some of the items, processed together."""
 
     index: int
     items: list[int]
@@ -185,13 +185,13 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of items."""
         return len(self.items)
 
 
 @dataclass(frozen=True)
 class Done(Keyed):
-    """What was found for a chunk."""
+    """The result for a chunk."""
 
     identity: ClassVar[tuple[str, ...]] = ("chunk",)
 
@@ -210,17 +210,18 @@ def in_chunks(
     resume: str | Path | None = None,
     settings: dict[str, Any],
 ) -> Columns:
-    """`work` on every chunk of `items`, joined in order: the same table however many workers, and after any kill.
+    """Run `work` on every chunk of `items` and join the results in order.
 
     Args:
-        setup: the model and its text.
-        work: what to do.
-        items: token ids, or numbers of what `work` holds.
-        what: name of the work, for progress and messages.
-        size: items per chunk.
-        workers: processes; more than 1 run over Ray.
-        resume: folder where finished chunks are kept, and found again.
-        settings: what decides the table beside model, text, BOS and seed; a folder made with others is refused.
+        setup: The model and its text.
+        work: The operation.
+        items: Token ids, or indices into what `work` holds.
+        what: Name of the work, for progress and messages.
+        size: Items per chunk.
+        workers: Number of processes; more than one run over Ray.
+        resume: Folder that keeps finished chunks, so that an interrupted run can continue.
+        settings: Everything that determines the table besides model, text, BOS and seed. A folder made with other
+            settings is refused.
     """
     target = hold_layers(setup.target, work.layer)
     chunks = [Chunk(n, list(items[i : i + size])) for n, i in enumerate(range(0, len(items), size))]
@@ -252,7 +253,7 @@ def in_chunks(
 
 
 def refuse_workers(*, workers: int, **_: Any) -> None:
-    """Refuse several workers before the work where Ray is not installed."""
+    """Refuse several workers before the work begins if Ray is not installed."""
     check_workers(workers)
 
 
@@ -282,7 +283,7 @@ def _elsewhere(setup: Setup, work: Work) -> Callable[[], Callable[[Chunk], list[
 
 
 def hold_layers(target: Target, layer: int) -> Target:
-    """The model with every layer up to `layer` in memory: each chunk passes through all of them."""
+    """The model with every layer up to `layer` in memory, because each chunk passes through all of them."""
     while isinstance(target, PartTarget) and len(target.layers) <= layer:
         target = target.more()
     if isinstance(target, StreamTarget):

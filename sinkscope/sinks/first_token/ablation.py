@@ -1,8 +1,8 @@
-"""The neurons that make the sink: what zeroing each of them takes away, and the smallest set that takes the sink away.
+"""Finds the neurons that make the sink: the effect of zeroing each, and the smallest set whose removal ends it.
 
-The down projection is linear, so what ablation does *at the same layer* needs no second forward pass: the neurons'
-columns are taken from the MLP's output before whatever norm stands between it and the residual stream. The tests
-hold this against real ablated passes. What ablation does in later layers, and to attention, comes from real passes.
+The down projection is linear, so the effect of an ablation *at the same layer* needs no second forward pass: the
+neurons' columns are subtracted from the MLP's output before any norm that stands between it and the residual stream.
+The tests compare this with real ablated passes. Effects in later layers and on attention are measured in real passes.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from sinkscope.sinks.first_token.walk import (
     walk,
 )
 
-DRAWS = 20  # random sets of as many neurons that every ablation is held against
-CAUSAL = 0.1  # a causal neuron takes at least this share of the norm with it
+DRAWS = 20  # random control sets of the same size for every ablation
+CAUSAL = 0.1  # zeroing a causal neuron removes at least this share of the norm
 Sites = tuple[tuple[int, ...], ...]
-ROUNDS = 4  # times that the model may repair itself before the search ends
-TOP = 8  # candidates, where nothing else is asked for
-WIDE = 64  # candidates of the sink layer that are tried together where the first few do not suffice
-_TRIED = 128  # sets of one size that are tried at most
-_TOKENS = 32  # of the text in which attention is compared
+ROUNDS = 4  # rounds of searching for backups before the search ends
+TOP = 8  # default number of candidates
+WIDE = 64  # candidates of the sink layer tried together if the first few do not suffice
+_TRIED = 128  # largest number of sets of one size to try
+_TOKENS = 32  # length of the text in which attention is compared
 
 
 @dataclass(frozen=True)
 class Member:
-    """A neuron; expert is None where the layer is no mixture, and for a neuron of a shared expert."""
+    """A neuron. `expert` is None if the layer is not a mixture, and for a neuron of a shared expert."""
 
     layer: int
     expert: int | None
@@ -74,17 +74,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Neuron(Member):
-    """One candidate; drops are shares of the norm at the sink layer that vanish when it is zeroed.
+    """A candidate neuron. Drops are the share of the norm at the sink layer that is lost when the neuron is zeroed.
 
     Attributes:
-        contribution_norm: norm of what the neuron writes at the first token, `hook_post[j] * W_out[j]`.
-        share: contribution norm over the norm of the MLP's output at the first token.
-        ablation_drop: share of the first token's norm that is lost when the neuron is zeroed.
-        repeat_drop: the same at the last of the repeated tokens; None if no token got there.
-        control_drop: largest loss with a random neuron of the layer zeroed instead, of 20 draws.
-        causal: the ablation drop exceeds the control drop and is at least 0.1.
-        neutral_post: median `hook_post` on typical text: what SinkPatch writes instead.
-        neutral_up: median output of the up projection there; None where there is no such factor.
+        contribution_norm: Norm of what the neuron writes at the first token, `hook_post[j] * W_out[j]`.
+        share: Contribution norm divided by the norm of the MLP's output at the first token.
+        ablation_drop: Share of the first token's norm that is lost when the neuron is zeroed.
+        repeat_drop: Share of the norm lost at the last of the repeated tokens; None if no token became a sink.
+        control_drop: Largest loss when a random neuron of the layer is zeroed instead, over 20 draws.
+        causal: Whether the ablation drop exceeds the control drop and is at least 0.1.
+        neutral_post: Median `hook_post` on typical text, the value that SinkPatch writes instead.
+        neutral_up: Median output of the up projection on typical text; None if the MLP has no such factor.
     """
 
     contribution_norm: float
@@ -99,14 +99,14 @@ class Neuron(Member):
 
 @dataclass(frozen=True)
 class Proof:
-    """The candidates and what zeroing the causal ones together does at the sink layer.
+    """The candidates, and the effect at the sink layer of zeroing all causal ones together.
 
     Attributes:
-        neurons: those of the sink layer, largest contribution first, then those of other stages.
-        set_drop: share of the norm that goes with all causal ones; None: there are none at the sink layer.
-        set_control_drop: largest drop among random sets of as many neurons of the sink layer.
-        controls: sites of one of these sets.
-        dims: massive activations of the first token there, largest first.
+        neurons: Neurons of the sink layer, largest contribution first, followed by those of other stages.
+        set_drop: Share of the norm that is lost when all causal neurons are zeroed. None if the sink layer has none.
+        set_control_drop: Largest drop among random sets of the same number of neurons of the sink layer.
+        controls: Sites of one of these random sets.
+        dims: Massive activations of the first token at the sink layer, largest first.
     """
 
     neurons: tuple[Neuron, ...]
@@ -117,7 +117,7 @@ class Proof:
 
     @property
     def causal(self) -> tuple[Neuron, ...]:
-        """The neurons proven to make the sink."""
+        """The neurons that ablation has verified as causes of the sink."""
         return tuple(n for n in self.neurons if n.causal)
 
 
@@ -170,18 +170,18 @@ def stage_neurons(
     at: int = 0,
     upto: int = 0,
 ) -> tuple[Neuron, ...]:
-    """The neurons of a layer that write most at a position, and what zeroing each takes away.
+    """The neurons of a layer that write most at a position, and the effect of zeroing each.
 
-    Under an ablation, these are the neurons that write most then.
+    If an ablation is active, these are the neurons that write most under it.
 
     Args:
-        target: the model.
-        ids: typical text.
-        stage: the layer.
-        top_k: how many.
-        generator: of the 20 random neurons that they are held against.
-        at: the position.
-        upto: the layer after which the norm is read, where it lies behind `stage`.
+        target: The model.
+        ids: Typical text.
+        stage: The layer.
+        top_k: How many neurons to return.
+        generator: Draws the 20 random control neurons.
+        at: The position.
+        upto: The layer after which the norm is read, if it is later than `stage`.
     """
     with target.loaded(stage):
         found = _Candidates.of(target, ids, stage, min(top_k, target.d_mlp // 2), at)
@@ -206,17 +206,17 @@ def prove(
     stages: Sequence[int] = (),
     without: Sequence[int] = (),
 ) -> Proof:
-    """Candidates of the sink layer and of other stages, and what zeroing them does at the sink layer.
+    """Candidate neurons of the sink layer and of other stages, and the effect of zeroing them at the sink layer.
 
     Args:
-        target: the model.
-        ids: typical text, position 0 the first token.
-        layer: the sink layer.
-        top_k: number of candidates there.
-        generator: of the random draws.
-        repeated: the layer at the last repetition of tokens that reached half of the first token's norm.
-        stages: layers that build the spike, the sink layer among them or not.
-        without: residual dimensions that norms leave out, because they are massive on all tokens.
+        target: The model.
+        ids: Typical text; position 0 holds the first token.
+        layer: The sink layer.
+        top_k: Number of candidates in the sink layer.
+        generator: Source of the random draws.
+        repeated: The layer's view at the last repetition of each token that reached half of the first token's norm.
+        stages: Layers that build the spike; the sink layer may be among them.
+        without: Residual dimensions that norms leave out because they are massive on all tokens.
     """
     proof = _prove_at(target, ids, layer, top_k, generator, repeated, without)
     others = [n for s in stages if s != layer for n in stage_neurons(target, ids, s, 2, generator, upto=layer)]
@@ -245,7 +245,7 @@ def _prove_at(
         dims = tuple(d for d in massive if d not in without)
         spare = torch.ones_like(found.contribution, dtype=torch.bool)
         spare[top] = False
-        if first.routing is not None:  # a neuron of an expert that was not chosen would be no control
+        if first.routing is not None:  # a neuron of an expert that was not chosen is not a valid control
             spare &= found.contribution > 0
         pool = spare.nonzero().flatten().cpu()
 
@@ -272,19 +272,19 @@ def _prove_at(
 
 @dataclass(frozen=True)
 class CausalSet:
-    """Neurons that make the spike together, and what zeroing all of them takes away.
+    """Neurons that together make the spike, and the effect of zeroing all of them.
 
     Attributes:
-        sites: the neurons.
-        drop_sink_layer: share of the first token's norm at the sink layer that goes with them.
-        drop_last_layer: the same at the last layer after which the norm stands out.
-        drop_attention: share of the attention to the first token that goes with them, over the heads of the sink
-            behind the sink layer; None: there are no such heads among the layers read.
-        heads_lost: share of these heads that lose at least half of it.
-        control: the largest of these drops among 20 random sets of as many neurons of the same layers.
-        kind: "minimal": the smallest set found that takes the spike away; "partial": the best set found, which does
-            not; "backup": neurons of the minimal set that write a spike only when the others are silent. Its drops are
-            against the state with the others silent.
+        sites: The neurons of the set.
+        drop_sink_layer: Share of the first token's norm at the sink layer that is lost when the set is zeroed.
+        drop_last_layer: The same share at the last layer after which the norm stands out.
+        drop_attention: Share of the attention to the first token that is lost, over the heads of the sink behind the
+            sink layer. None if there are no such heads among the layers read.
+        heads_lost: Share of these heads that lose at least half of that attention.
+        control: The largest of these drops among 20 random sets of the same number of neurons from the same layers.
+        kind: "minimal": the smallest set found that removes the spike; "partial": the best set found, which does not
+            remove it; "backup": neurons of the minimal set that write a spike only when the other neurons of the set
+            are silent. The drops of a backup are relative to the state with the others silent.
     """
 
     sites: tuple[Member, ...]
@@ -297,18 +297,18 @@ class CausalSet:
 
     @property
     def verified(self) -> bool:
-        """Whether its effect on the norm is larger than every effect of the random sets."""
+        """Whether the set's effect on the norm is larger than that of every random set."""
         return min(self.drop_sink_layer, self.drop_last_layer) > self.control
 
     @property
     def numbers(self) -> Sites:
-        """The sites as interventions take them."""
+        """The sites in the form that interventions take."""
         return tuple(member.site for member in self.sites)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the search found: the sets, the neurons it added to the candidates, and what it did not try."""
+    """The result of the search: the sets, the neurons it added to the candidates, and what it did not try."""
 
     sets: tuple[CausalSet, ...]
     added: tuple[Neuron, ...]
@@ -316,11 +316,11 @@ class Found:
 
     @property
     def minimal(self) -> CausalSet | None:
-        """The smallest set that takes the spike away."""
+        """The smallest set that removes the spike."""
         return next((s for s in self.sets if s.kind == "minimal"), None)
 
     def members(self, candidates: Sequence[Neuron]) -> tuple[Neuron, ...]:
-        """Its neurons; empty where no set takes the spike away."""
+        """The neurons of the minimal set; empty if no set removes the spike."""
         sites = () if self.minimal is None else self.minimal.numbers
         return tuple(n for n in (*candidates, *self.added) if n.site in sites)
 
@@ -372,7 +372,7 @@ class _Search:
         prefixes = [sites[:k] for k in range(2, len(sites) + 1)]
         gone = self.gone(self.norms(prefixes), *layers)
         chosen = next((some for some, good in zip(prefixes, gone, strict=True) if good), None)
-        while chosen is not None and len(chosen) > 1:  # leave out what is missed least, as long as the spike stays away
+        while chosen is not None and len(chosen) > 1:  # drop the least needed neuron while the spike stays gone
             fewer = self._best([tuple(s for s in chosen if s != out) for out in chosen], *layers)
             if fewer is None:
                 break
@@ -397,17 +397,17 @@ def causal_sets(
 ) -> Found:
     """Search for the smallest set of neurons that makes the spike, and for backups that take over.
 
-    The candidates are silenced alone, together, in every combination as long as these are few, and else by leaving one
-    out at a time. If the spike comes back in a later layer when a set is silent, the neurons that bring it back join
-    the candidates.
+    The candidates are silenced one at a time, all together, and in every combination while these are few; otherwise one
+    at a time is left out. If the spike returns in a later layer while a set is silent, the neurons that bring it back
+    join the candidates.
 
     Args:
-        target: the model.
-        ids: typical text, position 0 the first token.
-        seen: the walk that found the stages.
-        neurons: candidates of all stages.
-        heads: (layer, head) that attend to the first token.
-        generator: of the random sets.
+        target: The model.
+        ids: Typical text; position 0 holds the first token.
+        seen: The walk that found the stages.
+        neurons: Candidates of all stages.
+        heads: The (layer, head) pairs that attend to the first token.
+        generator: Draws the random sets.
     """
     layer = seen.sink_layer()
     if layer is None:
@@ -417,7 +417,7 @@ def causal_sets(
     added: list[Neuron] = []
     chosen, backups = search.smallest(sites, layer, search.last), Sites()
     here = chosen or search.smallest(sites, layer)
-    if here is None:  # more neurons of the sink layer than the first candidates
+    if here is None:  # try more neurons of the sink layer than the first candidates
         wide = stage_neurons(target, ids, layer, WIDE, generator)
         sites = tuple(dict.fromkeys([*sites, *(n.site for n in wide)]))
         here = search.smallest(sites, layer)
@@ -456,9 +456,9 @@ def _with_backups(
 
 
 def causal_neurons(made: Setup) -> tuple[int | None, tuple[Neuron, ...]]:
-    """Sink layer and its causal neurons; (None, ()) for a model without a spike that an MLP makes.
+    """The sink layer and its causal neurons; (None, ()) if no MLP of the model makes a spike.
 
-    Where no neuron is causal by itself, because others stand in for it, these are the neurons of the smallest set.
+    If no neuron is causal by itself because others stand in for it, the neurons of the smallest set are returned.
     """
     asked = ("causal neurons", made.seed, len(made.ids))
     if asked not in made.memory:
@@ -483,7 +483,7 @@ def later_set(
     heads: Sequence[tuple[int, int]],
     generator: torch.Generator,
 ) -> CausalSet | None:
-    """The smallest set that makes the spike of a later position `(row, position)`; None: no MLP makes it."""
+    """The smallest set that makes the spike of a later position `(row, position)`; None if no MLP makes it."""
     row, at = place
     writes = torch.stack([norms[row, at] for norms in seen.mlp_norms])
     outlying = writes > STAGE_OUTLIER * torch.tensor(seen.mlp_typical)

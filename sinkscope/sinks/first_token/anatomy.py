@@ -1,4 +1,4 @@
-"""The anatomy of a sink: which heads attend to it, what carries it to them, and what makes its norm spike."""
+"""The anatomy of a sink: which heads attend to it, what signals it to them, and what makes its norm spike."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from sinkscope.models.target import Target, on_input, plain_weight
 from sinkscope.sinks.first_token.effects import Component, Edit, effects, has_key_bias, writers
 from sinkscope.trace.attention import attention_rows
 
-QUERIES = 16  # later queries that a position needs: the last ones receive much from heads that look at themselves
-HEADS = 2  # heads that a sink needs at least, and
-SHARE = 0.01  # ... the share of all heads
-LATER_SHARE = 0.05  # of a position other than the first: a head that likes one word is no sink
-SEEN = 3  # times that a later token has to be met before it is judged
+QUERIES = 16  # later queries a position needs: heads that attend to themselves favour the last positions
+HEADS = 2  # a sink needs at least this many heads, and
+SHARE = 0.01  # ... this share of all heads
+LATER_SHARE = 0.05  # share for a position other than the first: a head that prefers one word is not a sink
+SEEN = 3  # a later token must occur this often before it is judged
 LOST = 0.5  # a head has lost a sink if this share of its attention is gone
 
 
 @dataclass(frozen=True)
 class Received:
-    """Which heads attend to which positions, of texts `ids`.
+    """Which heads attend to which positions of the texts `ids`.
 
     Attributes:
-        ids: the texts, `[text pos]`.
-        eps: the bar.
-        above: whether the mean attention over all queries from the position on exceeds `eps`; without the last
-            positions of the texts, which too few queries see.
-        learned: the same of the learned sink logit of each head.
+        ids: The texts, `[text pos]`.
+        eps: The threshold on mean attention.
+        above: Whether the mean attention from all queries at or after the position exceeds `eps`. The last positions of
+            each text are left out because too few queries see them.
+        learned: The same for the learned sink logit of each head.
     """
 
     ids: Int[Tensor, "text pos"]
@@ -46,17 +46,17 @@ class Received:
         return float(self.above[..., 0].float().mean())
 
     def heads(self) -> list[tuple[int, int]]:
-        """(layer, head) that attend to the first token in most texts; empty where they are too few for a sink."""
+        """The (layer, head) pairs that attend to the first token in most texts; empty if too few for a sink."""
         return _enough(self.above[..., 0].float().mean(-1) >= 0.5)
 
     def learned_heads(self) -> list[tuple[int, int]]:
-        """(layer, head) whose learned sink logit takes that much in most texts; empty where they are too few."""
+        """The (layer, head) pairs whose learned sink logit exceeds eps in most texts; empty if there are too few."""
         return _enough(self.learned.float().mean(-1) >= 0.5)
 
     def later(self) -> list[tuple[int | None, int, float]]:
-        """What receives attention behind the first position: (token, first position met, share of heads).
+        """Positions behind the first that receive attention: (token, first position where it was seen, share of heads).
 
-        The token is None for a position that receives it whatever stands there.
+        The token is None if the position receives attention regardless of the token there.
         """
         seen = self.ids[:, : self.above.shape[-1]]
         tokens: dict[int | None, tuple[int, float]] = {}
@@ -95,17 +95,17 @@ def received(
     progress: Progress = silent,
     batch: int = 8,
 ) -> Received:
-    """Run texts and note which heads attend to which position.
+    """Run texts and record which heads attend to which position.
 
     The attention that position k receives is the mean of A[i, k] over all queries i >= k (Gu et al. 2024).
 
     Args:
-        target: the model.
-        ids: texts of equal length.
-        eps: 0.3 in the paper.
-        layers: number of layers that are run; None: all.
-        progress: told of each batch.
-        batch: texts that run together.
+        target: The model.
+        ids: Texts of equal length.
+        eps: Threshold; 0.3 in the paper.
+        layers: Number of layers to run. None: all.
+        progress: Called after each batch.
+        batch: Number of texts that run together.
     """
     count, length = target.n_layers if layers is None else layers, ids.shape[1]
     places = max(1, length - QUERIES)
@@ -130,13 +130,12 @@ def received(
 
 @dataclass(frozen=True)
 class Carrier:
-    """A candidate for what the heads of a sink read.
+    """A candidate for the signal that the heads of a sink read.
 
     Attributes:
-        name: "spike", "attention of layer 0", "position embedding" and so on.
-        heads_lost: share of the heads of the sink that lose at least half of their attention to the first token
-            without it.
-        drop: share of their attention to the first token that goes, averaged over heads.
+        name: The component, such as "spike", "attention of layer 0" or "position embedding".
+        heads_lost: Share of the sink's heads that lose at least half of their attention to the first token without it.
+        drop: Share of the attention to the first token that is lost without it, averaged over these heads.
     """
 
     name: str
@@ -149,7 +148,7 @@ def losses(
     intact: Float[Tensor, "text layer head"],
     heads: Sequence[tuple[int, int]],
 ) -> tuple[list[float], list[float]]:
-    """Per edit the share of `heads` that lose half of their attention to the first token, and the mean drop."""
+    """For each edit, the share of `heads` that lose half of their attention to the first token, and the mean drop."""
     layer, head = torch.tensor(heads).T
     drops = 1 - attention[:, :, layer, head].median(1).values / intact[:, layer, head].median(0).values
     return (drops >= LOST).float().mean(1).tolist(), drops.mean(1).tolist()
@@ -158,9 +157,9 @@ def losses(
 def carriers(
     target: Target, ids: Int[Tensor, "text pos"], heads: Sequence[tuple[int, int]], at: int = 0
 ) -> list[Carrier]:
-    """Each component replaced at the position by what it writes at a later one: whose absence ends the sink?
+    """Replace each component at the position by what it writes at a later one, to see whose absence ends the sink.
 
-    "position" is what is left when everything that is written at the position is replaced.
+    "position" is what remains when everything written at the position is replaced.
     """
     last = max(layer for layer, _ in heads)
     parts = writers(target, last)
@@ -177,7 +176,7 @@ def carriers(
 
 
 def carried_by(found: Sequence[Carrier]) -> str | None:
-    """What most heads of the sink need, of several the one nearest to the heads; None: no single component.
+    """The component that most heads of the sink need; of several, the one nearest to the heads. None if no single one.
 
     What an attention layer or an MLP writes without making a spike is called the mark.
     """
@@ -189,17 +188,17 @@ def carried_by(found: Sequence[Carrier]) -> str | None:
     return next((name for name in needed if "embed" in name), next(iter(needed), None))
 
 
-_HELD = 0.9  # share of the squared norm that counts as all of it
-_TOKENS = 32  # typical tokens that the first one is held against
+_HELD = 0.9  # share of the squared norm that the counted dimensions hold
+_TOKENS = 32  # typical tokens that the first one is compared with
 
 
 @dataclass(frozen=True)
 class Trigger:
-    """A neuron's gate times up as a quadratic form of the input, and how well tokens fit its best direction.
+    """A neuron's gate times up as a quadratic form of its input, and how well tokens match its best direction.
 
-    Where the activation is close to linear, a neuron computes about `(g x)(u x)` for an input x. Over inputs of one
-    length its largest value is `(|g| |u| + g u) / 2` times the squared length. `first` and `typical` are the share of
-    it that the first token and the median typical token reach.
+    Where the activation function is close to linear, a neuron computes about `(g x)(u x)` for an input x. Over inputs
+    of a fixed length its largest value is `(|g| |u| + g u) / 2` times the squared length. `first` and `typical` are the
+    shares of that maximum that the first token and the median typical token reach.
     """
 
     layer: int
@@ -210,13 +209,13 @@ class Trigger:
 
 @dataclass(frozen=True)
 class Normalised:
-    """A token's residual stream behind the norm in front of the attention, means over the layers of the plateau.
+    """A token's residual stream after the norm in front of the attention, averaged over the layers of the plateau.
 
     Attributes:
-        dims: residual dimensions that hold 90 % of the squared norm at the first token.
-        typical_dims: the same at typical tokens.
-        cosine: between neighbouring layers, at the first token; near 1 it is constant.
-        typical_cosine: the same at typical tokens.
+        dims: Number of residual dimensions that hold 90 % of the squared norm at the first token.
+        typical_dims: The same number at typical tokens.
+        cosine: Cosine between neighbouring layers at the first token. Near 1 the normalised stream is constant.
+        typical_cosine: The same cosine at typical tokens.
     """
 
     dims: float
@@ -226,7 +225,7 @@ class Normalised:
 
 
 def maker(target: Target, ids: Int[Tensor, "text pos"], layer: int, without: Sequence[int]) -> str | None:
-    """The component without which the first token's spike after `layer` is gone; None: no single one."""
+    """The component without which the first token's spike after `layer` is gone; None if there is no single one."""
     candidates = writers(target, layer + 1)
     edits = [Edit(swap=(c,)) for c in candidates]
     seen = effects(target, ids, edits, source=ids.shape[1] // 2, upto=layer, without=without)
@@ -237,7 +236,7 @@ def maker(target: Target, ids: Int[Tensor, "text pos"], layer: int, without: Seq
 
 @torch.no_grad()
 def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sequence[tuple[int, ...]]) -> tuple[Trigger, ...]:
-    """How well the first token's input fits each neuron; empty for MLPs without a gate and for mixtures."""
+    """How well the first token's input matches each neuron; empty for MLPs without a gate and for mixtures."""
     rows: list[Trigger] = []
     gate, up = target.adapter.gate, target.adapter.up
     if gate is None or up is None:
@@ -260,7 +259,7 @@ def triggers(target: Target, ids: Int[Tensor, "row pos"], sites: Sequence[tuple[
 
 @torch.no_grad()
 def normalised(target: Target, ids: Int[Tensor, "row pos"], standing: Sequence[int], depth: int) -> Normalised | None:
-    """What the norms of the layers behind a plateau make of the first token; None where no layer shows it.
+    """What the norms of the layers behind a plateau do to the first token; None if no layer exposes it.
 
     `depth` is the number of layers that may be run.
     """

@@ -1,8 +1,8 @@
-"""What each component writes into the inputs of a neuron and into the keys of a head: exact shares.
+"""What each component writes into the inputs of a neuron and into the keys of a head, as exact shares.
 
-From the components to these inputs everything is linear once the scale of each norm on the way is fixed at its value:
+Once the scale of each norm on the way is fixed at its value, everything from the components to these inputs is linear:
 token and position embedding, each head's part of the attention output, the attention's bias, each MLP, and the biases
-of norms and projections sum to the input. The sum is held against the model's own value in every run.
+of norms and projections sum to the input. Every run compares this sum with the model's own value.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from sinkscope.models.target import Target, first_tensor, on_input, on_output
 from sinkscope.sinks.first_token.effects import Component
 from sinkscope.trace.attention import Attention, alone, listening
 
-_HEADS = 1 << 27  # numbers of all heads' outputs in memory; beyond it, heads of a layer are one component
-_ROWS = 1 << 24  # numbers of the rows of one call of an attention module
+_HEADS = 1 << 27  # largest number of values of all heads' outputs; beyond it, a layer's heads are one component
+_ROWS = 1 << 24  # largest number of values in one call of an attention module
 
 
 @dataclass(frozen=True)
 class FixedNorm:
-    """A norm whose scale is fixed at some positions: a linear map of each, and a bias.
+    """A norm whose scale is fixed at some positions, so that it is a linear map plus a bias at each.
 
-    The norm's gain, its bias and whether it takes the mean away are asked of the module itself.
+    Its gain, its bias and whether it subtracts the mean are determined by probing the module itself.
     """
 
     gain: Float[Tensor, " d"]
@@ -39,10 +39,10 @@ class FixedNorm:
 
     @classmethod
     def of(cls, norm: Any, x: Float[Tensor, "*n d"], y: Float[Tensor, "*n d"]) -> FixedNorm:
-        """At the positions where the module made `y` of `x`; None for the module: there is no norm, and `y` is `x`.
+        """Built from positions where the module turned `x` into `y`. Module None: there is no norm, and `y` equals `x`.
 
         Raises:
-            UnsupportedError: the module is no such norm.
+            UnsupportedError: The module is not a norm of this form.
         """
         one = torch.ones(1, x.shape[-1], device=x.device)
         if norm is None:
@@ -50,7 +50,7 @@ class FixedNorm:
         dtype = next((p.dtype for p in norm.parameters()), x.dtype)
         signs = one.clone()
         signs[:, 1::2] = -1
-        signs[:, 1] -= signs.sum()  # nowhere zero, and zero in the mean
+        signs[:, 1] -= signs.sum()  # never zero, with mean zero
         bias, flat, swing = norm.forward(torch.stack([0 * one, one, signs]).to(dtype)).float()[:, 0]
         centred = torch.allclose(flat, bias, atol=1e-3)
         gain = (swing - bias) / signs[0] if centred else flat - bias
@@ -61,7 +61,7 @@ class FixedNorm:
         return cls(gain, bias, centred, inverse)
 
     def __call__(self, parts: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-        """What parts of `x` become, without the bias."""
+        """Apply the norm to parts of `x`, without the bias."""
         return self.gain * (parts - parts.mean(-1, keepdim=True) if self.centred else parts) * self.inverse
 
 
@@ -70,15 +70,15 @@ class Inputs:
     """Gate and up inputs of neurons, by component; sums over components are the model's own pre-activations.
 
     Attributes:
-        sites: the neurons.
-        parts: the components.
-        gate: None where the MLP has no gate.
-        up: of an MLP without gate, its only input.
-        post: the neurons' activation as a function of gate and up.
-        written: what the neurons add to the residual stream at each place.
-        raw: the same before a norm behind the MLP; the same where there is none.
-        stream: the residual stream after the layer.
-        error: largest distance of the sums from the model's own values, over the largest of these.
+        sites: The neurons.
+        parts: The components.
+        gate: Gate input of each neuron by component. None if the MLP has no gate.
+        up: Up input of each neuron by component; for an MLP without a gate, its only input.
+        post: The neurons' activation as a function of gate and up.
+        written: What the neurons add to the residual stream at each place.
+        raw: The same before a norm behind the MLP; equal to `written` if there is no such norm.
+        stream: The residual stream after the layer.
+        error: Largest distance of the sums from the model's own values, relative to the largest of these values.
     """
 
     sites: tuple[tuple[int, ...], ...]
@@ -94,11 +94,12 @@ class Inputs:
     def contrast(
         self, first: Int[Tensor, " pair"], typical: Int[Tensor, " pair"]
     ) -> Float[Tensor, "factor part neuron"]:
-        """What each component adds to the activation at `first` places over that at `typical` ones, mean over pairs.
+        """What each component adds to the activation at `first` places beyond that at `typical` ones, mean over pairs.
 
-        The activation is a function of two factors, so its difference is split between them as in a Shapley value: the
-        mean over both orders in which they can change. Each factor's part is split between the components by their
-        linear parts of its input. The sum over factors (gate, then up) and components is the difference.
+        The activation is a function of two factors, so the difference is split between them as in a Shapley value: by
+        the mean over both orders in which they can change. The part of each factor is split between the components in
+        proportion to their linear shares of its input. The sum over factors (gate, then up) and components equals the
+        difference.
         """
         u1, u0 = self.up.sum(0)[first], self.up.sum(0)[typical]
         to_up = self.up[:, first] - self.up[:, typical]
@@ -117,12 +118,12 @@ def _slope(rise: Tensor, run: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Keys:
-    """Scores of keys with the mean query of later positions, by component, before any soft cap.
+    """Scores of keys against the mean query of later positions, by component, before any soft cap.
 
     Attributes:
-        parts: the components.
-        scores: sums over components are the scores.
-        error: as in `Inputs`.
+        parts: The components.
+        scores: Score of each component; their sums are the model's scores.
+        error: As in `Inputs`.
     """
 
     parts: tuple[Component, ...]
@@ -132,7 +133,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What `attribute` returns, by layer."""
+    """The result of `attribute`, by layer."""
 
     inputs: dict[int, Inputs]
     keys: dict[int, Keys]
@@ -146,14 +147,14 @@ def attribute(
     neurons: Sequence[tuple[int, ...]],
     keys: Sequence[int] = (),
 ) -> Attribution:
-    """Split the inputs of neurons, and the keys of layers, into what each component writes into them, in one pass.
+    """Split the inputs of neurons and the keys of layers into what each component writes into them, in one pass.
 
     Args:
-        target: the model.
-        ids: sequences.
-        places: (row, position) of the places of interest.
-        neurons: (layer, neuron) or (layer, expert, neuron).
-        keys: layers whose keys are split; an architecture whose keys are not offered (Falcon) gives none.
+        target: The model.
+        ids: The sequences.
+        places: The (row, position) places of interest.
+        neurons: Each neuron as (layer, neuron) or (layer, expert, neuron).
+        keys: Layers whose keys are split. Architectures that do not expose their keys (Falcon) give none.
     """
     run = _Run(target, ids, places, neurons, keys)
     last = max([*keys, *(site[0] for site in neurons)])
@@ -175,7 +176,7 @@ class _Run:
         for site in neurons:
             self.sites.setdefault(site[0], []).append(tuple(site))
         self.scored = set(keys) if target.adapter.attention_interface else set[int]()
-        split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are told apart
+        split = max(self.sites, default=target.n_layers - 1) + 1  # layers whose heads are separate components
         self.split = split if split * target.n_heads * target.d_model * len(places) <= _HEADS else 0
         self.parts: list[Component] = []
         self.values: list[Tensor] = []
@@ -183,7 +184,7 @@ class _Run:
         self.keys: dict[int, Keys] = {}
         self.seen: dict[str, Tensor] = {}  # of the running layer
         self.norms: list[tuple[Any, Tensor, Tensor]] = []
-        self.nested = False  # an attention module is called once more
+        self.nested = False  # True while an attention module is called again
         self.before = 0  # components before the running layer
 
     def at(self, tensor: Tensor) -> Float[Tensor, "place d"]:

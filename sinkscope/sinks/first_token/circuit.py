@@ -1,4 +1,4 @@
-"""The circuit of the attention sink, from the first token to the heads that attend to it, each step with its proof."""
+"""The circuit of the attention sink, from the first token to the heads that attend to it, with evidence per step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ class Circuit(Result):
     """How the first token becomes a sink, step by step.
 
     Attributes:
-        first_token: the token that stands first in the texts.
-        sink_layer: the last layer whose MLP makes the spike; None: no MLP does.
-        spike_by: what makes the spike, "MLP" or another component; None: there is none, or no single one makes it.
-        neurons: the smallest set that makes it, such as "L1.N912"; empty: none was found, and the whole MLP of the sink
-            layer stands for them.
-        repeated: the token that is repeated; None: there is no spike, or repetition makes none.
-        repeats: how often it is repeated.
-        carried_by: what the reading heads' keys need: "spike", the names of other components, or None: no head reads.
-        attention: None where no head reads the first token.
-        learned_logits: mean share of all attention that goes to learned sink logits; None: the model has none.
-        marking: between layers first, then between the heads of a layer.
-        steps: from the first token to the heads.
-        error: largest distance of a sum of shares from the model's own value, over the largest such value.
+        first_token: The token that stands first in the texts.
+        sink_layer: The last layer whose MLP makes the spike. None if no MLP does.
+        spike_by: The component that makes the spike: "MLP" or another one. None if there is no spike, or no single
+            maker.
+        neurons: The smallest set that makes the spike, such as "L1.N912". If empty, none was found and the whole MLP of
+            the sink layer stands for it.
+        repeated: The token that is repeated. None if there is no spike, or if repetition makes none.
+        repeats: How often it is repeated.
+        carried_by: What the keys of the reading heads need: "spike" or the names of other components. None if no head
+            reads.
+        attention: Attention of the reading heads to the first token. None if no head reads it.
+        learned_logits: Mean share of all attention that goes to learned sink logits. None if the model has none.
+        marking: Groups of components that mark the first token: groups of layers first, then groups of heads in a
+            layer.
+        steps: The edges of the circuit, from the first token to the heads.
+        error: Largest distance of a sum of shares from the model's own value, relative to the largest such value.
     """
 
     percent: ClassVar[tuple[str, ...]] = (
@@ -66,7 +69,7 @@ class Circuit(Result):
     error: float | None = None
 
     def conclusion(self) -> str:
-        """The circuit in one sentence, with the control beside it."""
+        """The circuit in one sentence, with its control."""
         a, logits = self.attention, ""
         if self.learned_logits is not None and a is None:
             logits = f" (learned sink logits take {percent(self.learned_logits)} of all attention)"
@@ -102,7 +105,7 @@ class Circuit(Result):
         )
 
     def details(self) -> list[str]:
-        """How the marks work together, repetition, learned sink logits, and how exact the shares are."""
+        """How the marks combine, repetition, learned sink logits, and the numerical error of the shares."""
         said = {
             "alone": "suffices alone",
             "all needed": "are all needed, and none suffices",
@@ -157,15 +160,15 @@ def _opened(setup: Setup, found: FindSinks) -> tuple[int | None, Steps]:
 def circuit(
     setup: Setup, *, token: str | None = None, heads: Positive = 6, max_repeats: Positive | None = None
 ) -> Circuit:
-    """Follow the circuit of the attention sink from the first token to the heads that attend to it, with proofs.
+    """Trace the circuit of the attention sink from the first token to the heads that read it, and verify each step.
 
-    Every input on the way is split into exact shares of the components that write into it. Every component is then
-    replaced at the first token by what it gives at a typical one (necessity), and the other way round (sufficiency),
-    with random components as the control. A model without a spike, or without a sink, is an answer.
+    Every input along the way is split into exact shares of the components that write into it. Each component is then
+    replaced at the first token by what it writes at a typical token (necessity), and the reverse (sufficiency), with
+    random components as the control. For a model without a spike or without a sink, the result says so.
 
     Args:
-        token: The token that is repeated. By default one of five words of the text, drawn by the seed.
-        heads: Reading heads that are listed, those with most attention first.
+        token: The token to repeat. By default one of five words of the text, drawn by the seed.
+        heads: Number of reading heads to list, those with most attention first.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
 
     Example:

@@ -1,6 +1,6 @@
-"""The steps of a circuit, one after the other, each with its share, its proof and its control.
+"""The steps of a circuit in order, each with its share, its evidence and its control.
 
-The proof is path patching in both directions: what an effect at a position needs, and what gives it to another one.
+The evidence is path patching in both directions: what an effect at a position needs, and what transfers it to another.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from sinkscope.sinks.tokens import and_, prefixes
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-HALF = 0.5  # of an effect: from here on a component is needed, or suffices
-NEARLY = 0.75  # several are needed where each loses at least this share of what the most needed one loses
-ENOUGH = 0.9  # the search for a set ends where this is lost,
+HALF = 0.5  # share of an effect from which a component is needed, or suffices
+NEARLY = 0.75  # several are needed if each loses at least this share of the largest loss
+ENOUGH = 0.9  # the search for a set ends when this share is lost,
 GAIN = 0.05  # or where one more component adds less than this
-MOST = 8  # components that are replaced together in the search for a set
+MOST = 8  # largest number of components replaced together in the search for a set
 UNSWAPPED = ("attention bias", "sink neurons", "norm bias", "input bias")
 
 
 class Proof(NamedTuple):
-    """Of one edit: the share of the effect that is lost with it, and that it gives the typical position."""
+    """For one edit: the share of the effect that it removes, and the share that it gives to the typical position."""
 
     necessity: float | None
     sufficiency: float | None
 
 
 class Group(NamedTuple):
-    """Components that make an effect, and how.
+    """Components that make an effect, and how they combine.
 
     Attributes:
-        members: the components.
-        relation: "alone": there is one; "all needed": each is necessary, and none suffices; "in series": each is
-            necessary, and some suffice, because the effect passes through them one after the other; "any suffices":
-            none is necessary, and each is enough; "together": neither.
+        members: The components.
+        relation: "alone": there is one; "all needed": each is necessary and none suffices; "in series": each is
+            necessary and some suffice, because the effect passes through them one after another; "any suffices": none
+            is necessary and each suffices; "together": neither.
     """
 
     members: tuple[Component, ...]
@@ -56,16 +56,16 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Bench:
-    """An effect at a position, in units in which a typical position has 0 and this one has 1.
+    """An effect at a position, scaled so that a typical position has 0 and this position has 1.
 
     Attributes:
-        target: the model.
-        ids: the texts.
-        at: the position.
-        other: the typical one.
-        layer: the effect is the norm after this layer;
-        heads: or, where they are given, the attention that these heads pay to the position.
-        without: residual dimensions that norms leave out.
+        target: The model.
+        ids: The texts.
+        at: The position.
+        other: The typical position.
+        layer: The effect is the norm after this layer, unless `heads` are given.
+        heads: If given, the effect is the attention that these heads pay to the position.
+        without: Residual dimensions that norms leave out.
     """
 
     target: Target
@@ -77,12 +77,12 @@ class Bench:
     without: tuple[int, ...] = ()
 
     def necessity(self, edits: Sequence[Edit], each: bool = False) -> list[Any]:
-        """The share of the effect that each edit at the position takes away; with `each`, of every head's part."""
+        """The share of the effect that each edit at the position removes; with `each`, the share for every head."""
         edited, top = self.values(edits, self.at, self.other)
         return shares_of(top - edited, self.span, each)
 
     def sufficiency(self, edits: Sequence[Edit], each: bool = False) -> list[Any]:
-        """The share of the effect that each edit gives the typical position."""
+        """The share of the effect that each edit gives to the typical position."""
         edited, floor = self.values(edits, self.other, self.at)
         return shares_of(edited - floor, self.span, each)
 
@@ -92,7 +92,7 @@ class Bench:
         return self.values([], self.at, self.other)[1] - self.values([], self.other, self.at)[1]
 
     def proofs(self, sets: Sequence[Sequence[Component]]) -> list[Proof]:
-        """Both, of components that are replaced together; None where that cannot be done."""
+        """Necessity and sufficiency of components replaced together; None where that cannot be done."""
         swapped = [all(c.kind not in UNSWAPPED for c in some) for some in sets]
         given = [ok and all(c.kind != "key bias" for c in some) for ok, some in zip(swapped, sets, strict=True)]
         found: list[list[float | None]] = []
@@ -105,12 +105,12 @@ class Bench:
     def needed(
         self, candidates: Sequence[Component], base: tuple[Component, ...] = (), judge: Bench | None = None
     ) -> Group:
-        """The components that make the effect, and how they do it together.
+        """The components that make the effect, and how they combine.
 
         Args:
-            candidates: what may be replaced.
-            base: replaced all the time.
-            judge: the effect by which the relation is told, where it is another one.
+            candidates: Components that may be replaced.
+            base: Components that are replaced all the time.
+            judge: The effect by which the relation is decided, if it is a different one.
         """
         alone = self.necessity([self.edit((*base, c)) for c in candidates])
         bar = max(HALF, NEARLY * max(alone))
@@ -135,14 +135,14 @@ class Bench:
         return "any suffices" if max(only) < HALF else "together"
 
     def edit(self, some: Sequence[Component]) -> Edit:
-        """Replaces all of these."""
+        """An edit that replaces all of these components."""
         biases = [Component("key bias", i) for i in range(self.target.n_layers) if has_key_bias(self.target, i)]
         return Edit(swap=tuple(d for c in some for d in (biases if c == ("key bias", None, None) else [c])))
 
     def candidates(self, depth: int) -> list[Component]:
-        """Everything that writes into the stream before the MLP of a layer; before the keys, where heads are given.
+        """Everything that writes into the stream before the MLP of a layer, or before its keys if heads are given.
 
-        A key bias without layer stands for those of all layers.
+        A key bias without a layer stands for the key biases of all layers.
         """
         found = writers(self.target, depth)
         if self.heads is None:
@@ -150,9 +150,9 @@ class Bench:
         return found + ([Component("key bias")] if has_key_bias(self.target, depth) else [])
 
     def values(self, edits: Sequence[Edit], at: int, source: int) -> tuple[Tensor, Tensor]:
-        """Norms, or attention of each head, `[edit text part]`, and intact `[text part]`."""
+        """Norms, or the attention of each head, as `[edit text part]`, and the intact values as `[text part]`."""
         asked = self.heads is not None
-        ids = self.ids if asked else self.ids[:, : max(at, source) + 1]  # later tokens change no norm
+        ids = self.ids if asked else self.ids[:, : max(at, source) + 1]  # later tokens do not change norms
         seen = effects(
             self.target, ids, edits, at=at, source=source, upto=self.layer, attention=asked, without=self.without
         )
@@ -164,17 +164,17 @@ class Bench:
 def shares_of(
     change: Float[Tensor, "edit text part"], span: Float[Tensor, "text part"], each: bool = False
 ) -> list[Any]:
-    """Changes over the whole effect: of all parts together, or of each part."""
+    """Changes divided by the whole effect, for all parts together or for each part."""
     over = 1 if each else (1, 2)
     return (change.mean(over) / span.mean(0 if each else (0, 1))).tolist()
 
 
-WRITES = 0.01  # neurons with less of the spike are backups, or have no part in it
-LARGE = 0.25  # so is what else a reading head's key holds
-SHOWN = 0.1  # a component without a role is a row of its own from this share on
-READS = 0.3  # mean attention to the first token of a head that reads it (Gu et al. 2024)
-TEXTS = 2  # pieces of typical text
-TYPICAL = 6  # positions of each piece that the first token is held against
+WRITES = 0.01  # neurons that write less of the spike are backups or not involved
+LARGE = 0.25  # share from which another part of a reading head's key is reported
+SHOWN = 0.1  # a component without a role gets its own row from this share on
+READS = 0.3  # mean attention from which a head reads the first token (Gu et al. 2024)
+TEXTS = 2  # number of pieces of typical text
+TYPICAL = 6  # positions of each piece that the first token is compared with
 
 Site = tuple[int, ...]
 
@@ -184,20 +184,22 @@ class Step:
     """One edge of the circuit.
 
     Attributes:
-        step: "first token" (what marks it), "repetition" (what marks the last of many), "gate and up" of the sink
-            neurons, their "column", or "keys" of heads.
-        source: the component that writes.
-        target: the component that reads it.
-        layer: of the source, for keys of the head; None for the embeddings.
-        share: exact share of what sets the first token apart from typical ones in the input that is read; shares of
-            everything that writes into it sum to one. For a column: of the first token's residual stream.
-        necessity: share of the effect that is lost if the source writes at the first token what it writes at a typical
-            one (neurons: nothing). The effect is the norm at the sink layer, for keys the attention that the head pays
-            to the first token, for gate and up the neuron's activation.
-        necessity_control: largest loss with as many random heads or neurons instead; None where there are not as many.
-        sufficiency: share of the effect that a typical position gets if the source writes there what it writes at the
+        step: The kind of edge: "first token" (what marks it), "repetition" (what marks the last of many), "gate and up"
+            of the sink neurons, their "column", or "keys" of heads.
+        source: The component that writes.
+        target: The component that reads.
+        layer: Layer of the source; for keys, of the head. None for the embeddings.
+        share: Exact share of the source in what distinguishes the first token from typical ones in the input that is
+            read; shares of everything that writes into it sum to one. For a column: share of the first token's residual
+            stream.
+        necessity: Share of the effect that is lost if the source writes at the first token what it writes at a typical
+            one (a neuron: nothing). The effect is the norm at the sink layer; for keys, the attention that the head
+            pays to the first token; for gate and up, the neuron's activation.
+        necessity_control: Largest loss with the same number of random heads or neurons instead. None if there are too
+            few.
+        sufficiency: Share of the effect that a typical position gains if the source writes there what it writes at the
             first token.
-        sufficiency_control: the same with as many random heads or neurons.
+        sufficiency_control: The same gain with the same number of random heads or neurons.
     """
 
     step: str
@@ -213,19 +215,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Marking:
-    """Components that mark a position together.
+    """Components that together mark a position.
 
     Attributes:
-        place: "first token" or "repetition", whose mark it is; "keys": what heads read without a spike.
-        components: attention layers, MLPs and embeddings; or heads of one layer.
-        by: the same, where heads of its layers are known instead of their layers.
-        relation: "alone": there is one; "all needed": each is necessary, and none suffices; "in series": each is
-            necessary, and the mark passes through them one after the other; "any suffices": none is necessary, and each
-            is enough; "together": neither.
-        necessity: lost with all of them replaced.
-        necessity_control: largest loss with as many random heads replaced.
-        sufficiency: what all of them give a typical position.
-        sufficiency_control: likewise.
+        place: What the mark belongs to: "first token" or "repetition"; "keys" is what heads read without a spike.
+        components: Attention layers, MLPs and embeddings; or heads of one layer.
+        by: The same components, with heads instead of their layers where the heads are known.
+        relation: How they combine. "alone": there is one; "all needed": each is necessary and none suffices; "in
+            series": each is necessary, and the mark passes through them one after another; "any suffices": none is
+            necessary and each suffices; "together": neither.
+        necessity: Share of the mark that is lost with all of them replaced.
+        necessity_control: Largest loss with the same number of random heads replaced.
+        sufficiency: Share of the mark that all of them give to a typical position.
+        sufficiency_control: Largest share that the same number of random heads gives.
     """
 
     place: str
@@ -243,10 +245,11 @@ class Attended:
     """Mean attention of the reading heads to the first token.
 
     Attributes:
-        heads: (layer, head) that give the first token at least 0.3 of their attention, most first.
-        intact: as the model is.
-        without: without what carries it: the sink neurons silent, or the components replaced that the keys need.
-        control: the least with as many random neurons or heads instead.
+        heads: The (layer, head) pairs that give the first token at least 0.3 of their attention, most first.
+        intact: Attention in the unmodified model.
+        without: Attention without what carries it: the sink neurons are silent, or the components that the keys need
+            are replaced.
+        control: The lowest attention when the same number of random neurons or heads is silenced or replaced instead.
     """
 
     heads: tuple[tuple[int, int], ...]
@@ -256,22 +259,22 @@ class Attended:
 
 
 def told(component: Component) -> str:
-    """In a sentence."""
+    """The component as it is named in a sentence."""
     return str(component) if component.kind == "head" else f"the {component}"
 
 
 @dataclass
 class Steps:
-    """The circuit of one model, as it grows.
+    """The circuit of one model while it is being built.
 
     Attributes:
-        setup: the model and its text.
-        ids: pieces of text with one first token.
-        other: the typical position that the first token trades places with.
-        places: (text, position) of first tokens, of `other`, and of more typical positions.
-        layer: the sink layer; None: no MLP makes a spike.
-        sites: the sink neurons; none: the whole MLP of the sink layer stands for them.
-        shared: residual dimensions that are massive on all tokens, which norms leave out.
+        setup: The model and its text.
+        ids: Pieces of text that share one first token.
+        other: The typical position that the first token trades places with.
+        places: The (text, position) of first tokens, of `other`, and of more typical positions.
+        layer: The sink layer. None if no MLP makes a spike.
+        sites: The sink neurons. If there are none, the whole MLP of the sink layer stands for them.
+        shared: Residual dimensions that are massive on all tokens and left out of norms.
     """
 
     setup: Setup
@@ -287,7 +290,7 @@ class Steps:
 
     @classmethod
     def of(cls, setup: Setup, layer: int | None, sites: tuple[Site, ...], shared: tuple[int, ...]) -> Steps:
-        """Typical positions are those whose norms are nearest to the median of their text."""
+        """Chooses as typical positions those whose norms are nearest to the median of their text."""
         ids = setup.ids[:TEXTS].clone()
         ids[:, 0] = ids[0, 0]
         kept = [i for i in range(setup.target.d_model) if i not in shared]
@@ -310,17 +313,17 @@ class Steps:
 
     @property
     def first(self) -> Int[Tensor, " text"]:
-        """Numbers of the places of first tokens."""
+        """Indices of the places of first tokens."""
         return (self.places[:, 1] == 0).nonzero().flatten()
 
     @property
     def pairs(self) -> tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]]:
-        """Numbers of the typical places, behind those of the first token of the same text."""
+        """Indices of the typical places, each preceded by the first token of the same text, as two matching vectors."""
         typical = (self.places[:, 1] > 0).nonzero().flatten()
         return self.first[self.places[typical, 0]], typical
 
     def sets(self, pool: Sequence[Any], size: int) -> list[tuple[Any, ...]]:
-        """Random sets of a size, as controls; none where the pool is too small."""
+        """Random sets of a given size, as controls; none if the pool is too small."""
         generator = torch.Generator().manual_seed(self.setup.seed)
         draws = DRAWS if 0 < size <= len(pool) else 0
         return [
@@ -328,12 +331,12 @@ class Steps:
         ]
 
     def heads(self, depth: int, without: Sequence[Component]) -> list[Component]:
-        """Of the layers up to one, without these."""
+        """Heads of the layers up to one, except these."""
         every = [Component("head", i, h) for i in range(depth + 1) for h in range(self.target.n_heads)]
         return [head for head in every if head not in without]
 
     def pruned(self, backups: Sequence[Site]) -> Steps:
-        """Without neurons that write nothing of the spike and are no backups."""
+        """The set without neurons that write nothing of the spike and are not backups."""
         if self.layer is None or not self.sites:
             return self
         inputs = self.own.inputs
@@ -354,14 +357,14 @@ class Steps:
         shares: dict[str, dict[Component, float]],
         judge: Bench | None = None,
     ) -> tuple[Component, ...]:
-        """The components that an effect needs, layer by layer and then head by head; they become steps.
+        """The components that an effect needs, first by layer and then by head; they become steps.
 
         Args:
-            bench: the effect.
-            place: for the steps and the groups.
-            depth: the layer that reads, by its MLP or, where the effect is attention, by its keys.
-            shares: by what is written into, of each component.
-            judge: the effect by which it is told how they work together, where it is another one.
+            bench: The effect.
+            place: Name of the place, for the steps and the groups.
+            depth: The layer that reads: by its MLP or, if the effect is attention, by its keys.
+            shares: Share of each component, for each input that is written into.
+            judge: The effect that decides how they combine, if it is a different one.
         """
         final, groups = self.groups(bench, depth, judge)
         pool = self.heads(depth, final)
@@ -385,7 +388,7 @@ class Steps:
         return tuple(final)
 
     def groups(self, bench: Bench, depth: int, judge: Bench | None) -> tuple[list[Component], list[Group]]:
-        """Components with heads for their layers, and the groups: layers first, then heads of a layer."""
+        """Components with heads in place of their layers, and the groups: of layers first, then of heads in a layer."""
         whole = bench.needed(bench.candidates(depth), judge=judge)
         final: list[Component] = []
         groups = [whole]
@@ -421,7 +424,7 @@ class Steps:
         return sets, attribute(self.target, self.ids, self.places, chosen)
 
     def spike(self, layer: int, judge: Bench | None) -> None:
-        """From the first token to the residual stream after the sink layer; `judge` is the attention that it makes."""
+        """Steps from the first token to the stream after the sink layer; `judge` is the attention the spike causes."""
         bench = Bench(self.target, self.ids, 0, self.other, layer, without=self.shared)
         if not self.sites:
             self.mark(bench, "first token", layer, {}, judge)
@@ -448,7 +451,7 @@ class Steps:
             self.steps.append(Step("column", "all of them", "spike", layer, total, *proof))
 
     def transplants(self, bench: Bench, sets: Sequence[tuple[Site, ...]], seen: Attribution) -> list[Proof]:
-        """Necessity of neurons, and what their writing alone gives the typical position while they are silent."""
+        """Necessity of neurons, and what their writing alone gives the typical position while they are silent there."""
         silent = [Edit(zero=some) for some in sets]
         given = [Edit(zero=some, add=self.written(some, seen)) for some in sets]
         return [Proof(*both) for both in zip(bench.necessity(silent), bench.sufficiency(given), strict=True)]
@@ -459,7 +462,7 @@ class Steps:
         return tuple((at, seen.inputs[at].raw[some][:, self.first].sum(0)) for at, some in chosen.items() if some)
 
     def shares(self, seen: Attribution, first: Tensor, typical: Tensor) -> dict[str, dict[Component, float]]:
-        """What each component adds to the neurons' activation by the gate and by the up factor; sums to 1 per layer."""
+        """What each component adds to the neurons' activation through the gate and up factors; sums to 1 per layer."""
         found: dict[str, dict[Component, float]] = {}
         for layer, inputs in seen.inputs.items():
             if not _writes(inputs, first.unique()):
@@ -479,7 +482,7 @@ class Steps:
         return torch.where(size.abs() > 1e-9, along / size, 0.0)
 
     def factors(self, layer: int, inputs: Inputs) -> None:
-        """Which factor of the neurons answers to the mark: exact, from the neurons' own activation function."""
+        """Which factor of the neurons responds to the mark; exact, from the neurons' own activation function."""
         first, typical = self.pairs
         contrast = (inputs.contrast(first, typical) * self.weights(inputs, first)).sum(1)
         contrast /= contrast.sum()
@@ -498,7 +501,7 @@ class Steps:
                 self.steps.append(Step(*about, float(lost[j]), None, float(given[j]), None))
 
     def repetition(self, word: int, reached: int) -> int:
-        """The same at the last of half as many repetitions again as it takes; returns their number."""
+        """Repeat the analysis at the last of 1.5 times as many repetitions as a sink needs; returns their number."""
         layer, start = self.layer, prefixes(self.setup, [word])
         assert layer is not None
         repeats = min(reached + reached // 2, (self.target.max_positions or 1 << 30) - 1)
@@ -514,9 +517,9 @@ class Steps:
     # -- the heads that read ---------------------------------------------------------------------------------------
 
     def reader(self) -> Bench | None:
-        """The attention to the first token of the heads that read it; None: there are none.
+        """The attention to the first token of the heads that read it; None if there are none.
 
-        Those behind the sink layer; if there are none, all, which then cannot read the spike.
+        Only heads behind the sink layer count. If there are none, all heads count, and these cannot read the spike.
         """
         paid = effects(self.target, self.ids, [], attention=True).intact_attention
         assert paid is not None
@@ -531,7 +534,7 @@ class Steps:
         return self.layer is not None and bench.necessity(self.spike_edits()[0][:1])[0] >= HALF
 
     def keys(self, bench: Bench, by_spike: bool, listed: int) -> tuple[str, Attended]:
-        """From the spike, or from other components, to the keys of the heads that attend to the first token."""
+        """Steps from the spike, or from other components, to the keys of the heads that attend to the first token."""
         assert bench.heads is not None
         layers = bench.heads.any(1).nonzero().flatten().tolist()
         seen = attribute(self.target, self.ids, self.places, self.sites, layers)
@@ -578,11 +581,11 @@ class Steps:
             self.steps.append(Step("keys", str(best), target, place[0], of[best], None))
 
     def makes_spike(self, component: Component) -> bool:
-        """Whether this is what writes the spike."""
+        """Whether this component writes the spike."""
         return component.kind == "sink neurons" or (not self.sites and component == ("mlp", self.layer, None))
 
     def spike_edits(self) -> tuple[list[Edit], list[Edit]]:
-        """Edits that take the spike away, and that write it elsewhere; then the same of random neurons."""
+        """Edits that remove the spike, and edits that write it elsewhere; then the same for random neurons."""
         if not self.sites:
             whole = [Edit(swap=(Component("mlp", self.layer),))]
             return whole, whole
@@ -592,14 +595,14 @@ class Steps:
         return [Edit(zero=some) for some in (self.sites, *sets)], given
 
     def contrast(self, found: Keys) -> dict[int, dict[Component, float]]:
-        """Per head, what each component adds to the first token's score over that of typical keys."""
+        """For each head, what each component adds to the first token's score beyond that of typical keys."""
         first, typical = self.pairs
         by = (found.scores[:, first] - found.scores[:, typical]).mean(1)
         parts = [Component("key bias") if part.kind == "key bias" else part for part in found.parts]
         return {head: dict(zip(parts, by[:, head].tolist(), strict=True)) for head in range(by.shape[1])}
 
     def learned(self) -> float | None:
-        """Mean share of the attention of all heads that goes to learned sink logits; None: the model has none."""
+        """Mean share of the attention of all heads that goes to learned sink logits; None if the model has none."""
         if not self.target.adapter.learned_sinks:
             return None
         kept: list[float] = []

@@ -1,6 +1,6 @@
-"""What edits of single components do to one position: its norm up the layers, and the attention it receives.
+"""What edits of single components do to one position: its norm in each layer and the attention it receives.
 
-All edits run side by side in one forward pass, a row each, behind a row that stays intact. A streamed model is
+All edits run side by side in one forward pass: one row per edit, after a row that stays intact. A streamed model is
 therefore read once for any number of edits, and every value that is written comes from the same pass.
 """
 
@@ -27,13 +27,13 @@ Kind = Literal[
     "head",
     "mlp",
     "key bias",
-    # These are told apart in sums only (see `attribution`), and cannot be swapped.
+    # These are separate only in sums (see `attribution`) and cannot be swapped.
     "attention bias",
     "sink neurons",
     "norm bias",
     "input bias",
 ]
-_ELEMENTS = 1 << 25  # of the widest activation of one batch
+_ELEMENTS = 1 << 25  # largest number of elements of the widest activation in a batch
 
 
 class Component(NamedTuple):
@@ -55,10 +55,11 @@ class Edit(NamedTuple):
     """One intervention.
 
     Attributes:
-        zero: neurons that are silenced at every position: (layer, neuron) or (layer, expert, neuron).
-        swap: components that write at the position what they write at the source position of the intact text. A key
-            bias is taken away at every position instead.
-        add: (layer, vectors `[text d_model]`) that are added at the position to what the MLP of the layer gives.
+        zero: Neurons silenced at every position, as (layer, neuron) or (layer, expert, neuron).
+        swap: Components that write at the position what they write at the source position of the intact text. A key
+            bias is instead removed at every position.
+        add: A (layer, vectors `[text d_model]`) pair; the vectors are added at the position to the output of that
+            layer's MLP.
     """
 
     zero: tuple[tuple[int, ...], ...] = ()
@@ -68,13 +69,13 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Effects:
-    """What the position is like under each edit.
+    """The state of the position under each edit.
 
     Attributes:
-        norms: L2 of the residual stream after each layer, without the dimensions that were left out.
-        attention: mean over later queries of the attention to the position; None if it was not asked for.
-        intact_norms: the same without an edit.
-        intact_attention: likewise.
+        norms: L2 norm of the residual stream after each layer, without the dimensions that were left out.
+        attention: Mean attention from later queries to the position. None if it was not requested.
+        intact_norms: The same norms without an edit.
+        intact_attention: The same attention without an edit.
     """
 
     norms: Float[Tensor, "edit text layer"]
@@ -95,20 +96,20 @@ def effects(
     attention: bool = False,
     without: Sequence[int] = (),
 ) -> Effects:
-    """Run every edit on every text, in as few passes as memory allows.
+    """Run every edit on every text in as few passes as memory allows.
 
     Args:
-        target: the model.
-        ids: the texts.
-        edits: what to do, one row of a batch each.
-        at: the position that is edited by swaps, and watched.
-        source: where the swapped components write what they are replaced by.
-        upto: the last layer that is run; None: all.
-        attention: whether attention rows are read.
-        without: residual dimensions that norms leave out.
+        target: The model.
+        ids: The texts.
+        edits: The edits; each takes one row of a batch.
+        at: The position that swaps edit, and where effects are read.
+        source: The position whose values replace those of swapped components.
+        upto: The last layer to run. None: all.
+        attention: Whether to read attention.
+        without: Residual dimensions that norms leave out.
 
     Returns:
-        Numbers of layers that were not run are missing at the end.
+        Norms and attention under each edit. Entries of layers that were not run are missing at the end.
     """
     per_row = len(ids) * ids.shape[1] * max(target.d_mlp, target.d_model)
     size = max(1, _ELEMENTS // per_row - 1)
@@ -265,7 +266,7 @@ def _on_hidden(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def writers(target: Target, count: int) -> list[Component]:
-    """What writes into the residual stream: the embeddings, and the attention and the MLP of the first layers."""
+    """Everything that writes into the residual stream: embeddings, and the attention and MLP of the first layers."""
     embeddings = [Component("token embedding")]
     if target.adapter.absolute_positions:
         embeddings.append(Component("position embedding"))
@@ -273,7 +274,7 @@ def writers(target: Target, count: int) -> list[Component]:
 
 
 def has_key_bias(target: Target, layer: int) -> bool:
-    """Whether the keys of a layer have a bias of their own that can be taken away (not one of a fused projection)."""
+    """Whether the keys of a layer have a separate bias that can be removed (not one of a fused projection)."""
     return target.adapter.k is not None and _bias(target.sub(layer, target.adapter.k)) is not None
 
 

@@ -1,8 +1,9 @@
 """Which neurons make the attention sink, verified by ablation (Yona et al. 2025, sections 4.2 and 4.4).
 
-The way of a model through `find_sinks`: the layers are walked upward (`walk`), the attention that positions receive is
-read (`anatomy`), the neurons of the stages are ablated one by one and in sets (`ablation`, by passes of `effects`), and
-what makes and carries the sink is asked (`anatomy`). The results are put into words here.
+`find_sinks` works in this order: the layers are walked upward (`walk`), the attention that positions receive is read
+(`anatomy`), the neurons of the stages are ablated one by one and in sets (`ablation`, in passes of `effects`), and the
+component that makes and the one that carries the sink are determined (`anatomy`). This module puts the results into
+words.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ from sinkscope.sinks.tokens import and_, at_once_line, pick_tokens, prefixes, ro
 from sinkscope.text import text_rows
 
 RATE_EPS, RATE_LENGTH, RATE_TEXTS = 0.3, 64, 100  # Gu et al. 2024
-LEAST = 1e-9  # a typical norm: a model made by hand can have 0, which nothing can be divided by
+LEAST = 1e-9  # lower limit of a typical norm: in a hand-made model it can be 0, and it is a divisor
 LATER = 3  # tokens behind the first position whose spikes are examined
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A layer whose MLP builds the spike; share is what it adds over the first token's largest norm."""
+    """A layer whose MLP builds the spike. `share` is what it adds, relative to the first token's largest norm."""
 
     layer: int
     share: float
@@ -62,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class RepeatedToken:
-    """A token and the first number of repetitions whose norm reaches half of the first token's; None: never."""
+    """A token and the first number of repetitions whose norm reaches half of the first token's; None if never."""
 
     token: str
     id: int
@@ -71,7 +72,7 @@ class RepeatedToken:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Repetitions until a sink; median over the tokens that repetition made one, and how many never did."""
+    """Repetitions until a token becomes a sink: the median over the tokens that did, and how many never did."""
 
     tokens: tuple[RepeatedToken, ...]
     median: float | None
@@ -86,7 +87,7 @@ class Repeats:
 
 @dataclass(frozen=True)
 class SinkRate:
-    """Share of (layer, head) whose mean attention to position 0 exceeds eps (Gu et al. 2024)."""
+    """Share of (layer, head) pairs whose mean attention to position 0 exceeds eps (Gu et al. 2024)."""
 
     eps: float
     length: int
@@ -96,7 +97,7 @@ class SinkRate:
 
 @dataclass(frozen=True)
 class FirstTokenAttention:
-    """Mean attention to the first token behind the sink: intact, causal neurons zeroed, random ones zeroed."""
+    """Mean attention to the first token behind the sink: intact, causal neurons zeroed, random neurons zeroed."""
 
     layers: tuple[int, ...]
     intact: float
@@ -109,14 +110,14 @@ class NormSpike:
     """Positions whose norm stands out (massive activations).
 
     Attributes:
-        positions: where, in pieces of typical text; 0 is the first token.
-        step_up: layers that build the spike of the first token.
-        step_down: layers that take at least 5 % of it away again.
-        ratio: the largest ratio of its norm to the typical one.
-        plateau: first and last layer after which it stands out.
-        made_by: "MLP", or the component without which the spike of the first token is gone; None: no single one.
-        triggers: of the causal neurons in gated MLPs.
-        normalised: what the norms make of the first token; None where no layer shows it.
+        positions: Positions in pieces of typical text whose norm stands out. Position 0 is the first token.
+        step_up: Layers that build the spike of the first token.
+        step_down: Layers that reduce it by at least 5 %.
+        ratio: The largest ratio of the spike's norm to the typical norm.
+        plateau: The first and last layer after which the norm stands out.
+        made_by: "MLP", or the component without which the first token's spike is gone. None if there is no single one.
+        triggers: Quadratic forms of the causal neurons in gated MLPs.
+        normalised: What the norms in front of the attention do to the first token. None if no layer exposes it.
     """
 
     positions: tuple[int, ...]
@@ -131,12 +132,12 @@ class NormSpike:
 
 @dataclass(frozen=True)
 class SinkPosition:
-    """A position that heads attend to; of a token that is no first token, the first place where it was met.
+    """A position that heads attend to. For a token other than the first, the position where it was first seen.
 
     Attributes:
-        position: in pieces of typical text.
-        token: there; empty where the position receives attention whatever stands there.
-        rate: share of (layer, head) that attend to it.
+        position: Position in pieces of typical text.
+        token: The token there. Empty if the position receives attention regardless of its token.
+        rate: Share of (layer, head) pairs that attend to it.
     """
 
     position: int
@@ -149,16 +150,16 @@ class AttentionSink:
     """Positions that heads attend to.
 
     Attributes:
-        rate: share of (layer, head) whose mean attention to position 0 exceeds eps (Gu et al. 2024); of the learned
-            sink logits, where no position receives it.
-        eps: the bar.
-        positions: the first token and later ones, where they receive it.
-        layers_read: number of layers whose attention was read.
-        carried_by: what the heads need, found by ablation: "spike", "mark" (what an attention layer or MLP writes there
+        rate: Share of (layer, head) pairs whose mean attention to position 0 exceeds eps (Gu et al. 2024). If no
+            position receives it, the share for the learned sink logits.
+        eps: Threshold on mean attention.
+        positions: The first token and later positions, if they receive attention.
+        layers_read: Number of layers whose attention was read.
+        carried_by: What the heads need, found by ablation: "spike", "mark" (what an attention layer or MLP writes there
             without a spike), "token embedding", "position embedding", "key bias", "position" (rotary alone), "learned
-            logits"; None: no single one of them.
-        by_layer: the share of heads that attend to the first token, per layer read.
-        carriers: the evidence, for each component that was tried.
+            logits". None if no single one of them.
+        by_layer: Share of heads that attend to the first token, for each layer read.
+        carriers: The evidence for each component that was tried.
     """
 
     rate: float
@@ -172,13 +173,13 @@ class AttentionSink:
 
 @dataclass(frozen=True)
 class LaterSink:
-    """A token that is a sink of its own behind the first position, and the neurons that make it one.
+    """A token that is a sink behind the first position, and the neurons that make it one.
 
     Attributes:
-        token: as text.
-        position: where it was examined.
-        ratio: its largest norm over the typical one.
-        set: the smallest set of neurons whose ablation takes its spike away; None: no MLP makes it.
+        token: The token as text.
+        position: The position where it was examined.
+        ratio: Its largest norm divided by the typical one.
+        set: The smallest set of neurons whose ablation removes its spike. None if no MLP makes the spike.
     """
 
     token: str
@@ -189,7 +190,7 @@ class LaterSink:
 
 @dataclass(frozen=True)
 class Published:
-    """What the literature says of this model, and whether the same was found."""
+    """What the literature reports for this model, and whether the result agrees."""
 
     source: str
     matches: bool
@@ -200,29 +201,30 @@ class FindSinks(Result):
     """Where the attention sink of a model is made. Lists over layers are None where a layer was not read.
 
     Attributes:
-        norm_spike: positions whose norm stands out; None: there are none.
-        attention_sink: positions that heads attend to; None: there are none among the layers read.
-        causal_sets: the smallest set found whose ablation takes the spike away, and its backups.
-        later_sinks: tokens behind the first position whose norm stands out.
-        shared_dims: residual dimensions massive on all tokens alike, which the verdicts leave out.
-        not_tried: what the search for the smallest set left out.
-        sink_layer: the stage that adds most; None: no MLP makes a spike of the first token.
-        neurons: candidates, largest contribution first, with their proof.
-        set_drop: share of the first token's norm that goes with all causal neurons together.
-        set_control_drop: largest drop among 20 random draws of as many neurons.
-        stages: every layer that builds the spike.
-        residual_dims: massive activations of the first token at the sink layer, largest first (Sun et al. 2024).
-        first_token_norm: L2 of the residual stream after each layer, first token (median over texts).
-        typical_norm: median over later positions of typical text.
-        typical_low: 5 % of the same.
-        typical_high: 95 % of the same.
-        layers_read: number of layers read.
-        notebook_rule_layer: first layer with MLP norm above mean + 2 sd; None if none, or if not all were read.
-        repeats: repetitions that make a repeated token a sink.
-        attention: what zeroing does to the attention behind the sink layer.
-        learned_sinks: the model has learned sink logits, which took part in every attention row.
-        sink_rate: None where not all layers were read; over 100 texts, over 25 where layers are read from disk.
-        published: None where nothing is published for the model.
+        norm_spike: Positions whose norm stands out. None if there are none.
+        attention_sink: Positions that heads attend to. None if there are none among the layers read.
+        causal_sets: The smallest set found whose ablation removes the spike, and its backups.
+        later_sinks: Tokens behind the first position whose norm stands out.
+        shared_dims: Residual dimensions that are massive on all tokens alike; the verdicts leave them out.
+        not_tried: What the search for the smallest set left out.
+        sink_layer: The stage that adds most to the norm. None if no MLP makes a spike of the first token.
+        neurons: Candidate neurons, largest contribution first, with the effect of zeroing each.
+        set_drop: Share of the first token's norm that is lost when all causal neurons are zeroed together.
+        set_control_drop: Largest drop when the same number of random neurons is zeroed, over 20 draws.
+        stages: All layers that build the spike.
+        residual_dims: Massive activations of the first token at the sink layer, largest first (Sun et al. 2024).
+        first_token_norm: L2 norm of the first token's residual stream after each layer (median over texts).
+        typical_norm: Median norm over later positions of typical text.
+        typical_low: The 5 % quantile of these norms.
+        typical_high: The 95 % quantile of these norms.
+        layers_read: Number of layers read.
+        notebook_rule_layer: First layer with an MLP norm above mean + 2 sd. None if there is none, or if not all layers
+            were read.
+        repeats: Repetitions after which a repeated token becomes a sink.
+        attention: Effect of zeroing neurons on the attention behind the sink layer.
+        learned_sinks: Whether the model has learned sink logits, which are then included in every attention row.
+        sink_rate: Sink rate over 100 texts, or over 25 if layers are read from disk. None if not all layers were read.
+        published: What the literature reports. None if nothing is published for the model.
     """
 
     percent: ClassVar[tuple[str, ...]] = ("share", "ablation_drop", "repeat_drop", "control_drop")
@@ -255,17 +257,17 @@ class FindSinks(Result):
 
     @property
     def causal(self) -> tuple[Neuron, ...]:
-        """The neurons proven to make the sink."""
+        """The neurons that ablation has verified as causes of the sink."""
         return tuple(n for n in self.neurons if n.causal)
 
     @property
     def minimal(self) -> CausalSet | None:
-        """The smallest set of neurons found whose ablation takes the spike away."""
+        """The smallest set of neurons found whose ablation removes the spike."""
         return next((s for s in self.causal_sets if s.kind == "minimal"), None)
 
     @property
     def typical_ratio(self) -> float | None:
-        """The 95 % line of typical tokens at the sink layer over their median."""
+        """The 95 % quantile of typical norms at the sink layer divided by their median."""
         high = None if self.sink_layer is None else self.typical_high[self.sink_layer]
         return high and high / (self.typical_norm[self.sink_layer or 0] or high)
 
@@ -282,7 +284,7 @@ class FindSinks(Result):
         if spike is None:
             return f"Attention sink without a norm spike: {rate}, and {_carried(sink)}."
         if sink.carried_by != "spike":
-            some = minimal is not None and (minimal.heads_lost or 0.0) > 0  # of those behind the sink layer
+            some = minimal is not None and (minimal.heads_lost or 0.0) > 0  # heads behind the sink layer
             return (
                 f"Norm spike and attention sink, but {'most ' * some}heads do not need the spike: {self._made()}; "
                 f"{rate}, and {_carried(sink)}."
@@ -491,12 +493,12 @@ def find_sinks(
     """Find the layer and the neurons that make the attention sink, and verify each by ablation against a control.
 
     A model given by name is streamed: its layers are read upward, a few in memory at a time, until the first token's
-    norm has stayed flat for a third of the layers. A model without a sink is an answer: `sink_layer` is None.
+    norm has stayed flat for a third of the layers. If the model has no sink, `sink_layer` is None.
 
     Args:
         tokens: Words to repeat, one token each. By default five words of the text.
-        all_layers: Read every layer of a model that is not in memory, too: late stages, sink rate, the notebook's rule.
-        top_k: Candidate neurons of the sink layer, each of which is ablated.
+        all_layers: Read every layer even if the model is not in memory: late stages, sink rate, the notebook's rule.
+        top_k: Number of candidate neurons of the sink layer; each is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
 
     Example:
@@ -507,7 +509,7 @@ def find_sinks(
         raise SinkscopeError(f"--top-k {top_k} is more than the {width} neurons of a layer; give at most that")
     limit = room(setup.target, max_repeats)
     words = pick_tokens(setup.tokenizer, ids, tokens, setup.seed)
-    unknown = getattr(setup.tokenizer, "unk_token_id", None)  # repeated unknowns would be a repeated token
+    unknown = getattr(setup.tokenizer, "unk_token_id", None)  # repeated unknown tokens would act as a repeated token
     share = 0.0 if unknown is None else float((ids[:, 1:] == unknown).float().mean())
     setup.record(max_repeats=limit, unknown_tokens=share)
     whole = all_layers or setup.target.resident
@@ -517,7 +519,7 @@ def find_sinks(
         target, layer, depth, stages = setup.target, seen.sink_layer(), len(seen.first), seen.stages()
         heard, rate = _received(setup, depth) if whole else (received(target, ids, RATE_EPS, layers=depth), None)
         generator = torch.Generator().manual_seed(setup.seed)
-        if layer is not None and at != stages:  # after reading on, often the same ones
+        if layer is not None and at != stages:  # after reading further layers these are often the same
             at = stages
             repeated = repeat_until_half(
                 target, layer, words, prefixes(setup, words), limit, setup.progress, seen.shared
@@ -528,7 +530,7 @@ def find_sinks(
         lost = sets.minimal.heads_lost if sets.minimal is not None else None
         if whole or depth == target.n_layers or (lost or 0.0) >= LOST:
             break
-        whole = True  # what was found does not carry the attention to the first token: read on
+        whole = True  # the stages found do not carry the attention to the first token: read on
     known = {n.site for n in proof.neurons}
     unread = [None] * (seen.n_layers - depth)
     first, low, typical, high = ((*norms, *unread) for norms in (seen.first, *zip(*seen.typical, strict=True)))
@@ -566,7 +568,7 @@ def _received(setup: Setup, depth: int) -> tuple[Received, SinkRate | None]:
     target = setup.target
     if target.max_positions is not None and target.max_positions < RATE_LENGTH:
         return received(target, setup.ids, RATE_EPS, layers=depth), None
-    # A batch holds 128 MB in the widest place. Layers that are read from disk are read once: one, smaller batch.
+    # A batch takes 128 MB at its widest activation. Layers read from disk are read once, so there is one smaller batch.
     fitting = max(1, (1 << 25) // (RATE_LENGTH * target.d_mlp))
     texts, batch = (RATE_TEXTS, fitting) if target.resident else (RATE_TEXTS // 4, RATE_TEXTS)
     ids = text_rows(setup.tokenizer, setup.text, texts, RATE_LENGTH, setup.bos)

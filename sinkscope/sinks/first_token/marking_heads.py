@@ -1,8 +1,8 @@
 """Which attention heads mark the first token (Yona et al. 2025, section 4.3).
 
-Heads at the first token are replaced by what they give later on. The first token sees nothing but itself, so every pass
-is one of single tokens, and every row of it has heads of its own replaced: all heads of all layers for many first
-tokens are a few batches.
+Heads at the first token are replaced by their mean output at later positions. The first token sees nothing but itself,
+so each pass consists of single tokens and each of its rows can replace different heads: all heads of all layers for
+many first tokens take only a few batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sinkscope.tables import percent
 from sinkscope.trace.attention import attention_rows, queries_and_keys
 from sinkscope.trace.run import trace
 
-_HELD = 1 << 26  # numbers of one activation of the sink layer in memory at a time
+_HELD = 1 << 26  # largest number of values of one sink-layer activation in memory
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Replacement:
     """A model whose heads' outputs can be replaced by their means over later positions of typical text.
 
     Attributes:
-        target: the model.
-        sink_layer: where the sink neurons are; heads up to there can be replaced.
-        means: of `hook_z` of every head of layers 0 to the sink layer.
-        flat: the sink neurons (numbered as in a `LayerView`); none: the whole MLP stands for them.
-        cols: what each of them writes when its `hook_post` is 1.
-        batch_size: rows of a pass; None: as many as a bounded memory allows.
-        progress: told of the rows done.
+        target: The model.
+        sink_layer: Layer of the sink neurons. Heads in this layer and below can be replaced.
+        means: Mean `hook_z` of every head of layers 0 to the sink layer.
+        flat: The sink neurons, numbered as in a `LayerView`. If there are none, the whole MLP stands for them.
+        cols: What each of them writes when its `hook_post` is 1.
+        batch_size: Rows per pass. None: as many as a bounded memory allows.
+        progress: Called with the number of rows done.
     """
 
     target: Target
@@ -64,7 +64,7 @@ class Replacement:
         batch_size: int | None = None,
         progress: Progress = silent,
     ) -> Replacement:
-        """With means over later positions of `ids`, position 0 the first token."""
+        """Built with means over the later positions of `ids`; position 0 holds the first token."""
         sites = [f"blocks.{i}.attn.hook_z" for i in range(sink_layer + 1)]
         got = trace(target, ids, sites, lambda z: z[:, 1:].float().mean(1))
         here = [n for n in neurons if n.layer == sink_layer]
@@ -80,7 +80,7 @@ class Replacement:
         return self.means.shape[0], self.means.shape[1]
 
     def at(self, layer: int, chosen: Bool[Tensor, "*n head"]) -> Bool[Tensor, "*n layer head"]:
-        """Edits of one layer."""
+        """Edits that replace heads of one layer."""
         out = torch.zeros(*chosen.shape[:-1], *self.shape, dtype=torch.bool)
         out[..., layer, :] = chosen
         return out
@@ -91,12 +91,12 @@ class Replacement:
         replaced: Bool[Tensor, "row layer head"],
         later: bool = False,
     ) -> Float[Tensor, "row seen d_model"]:
-        """What the sink neurons write together, with heads replaced.
+        """What the sink neurons write together when heads are replaced.
 
         Args:
-            ids: sequences.
-            replaced: the heads that give their mean instead of their output, per row.
-            later: replace and look at all positions but the first; else at the first only.
+            ids: The sequences.
+            replaced: For each row, the heads that give their mean instead of their output.
+            later: Replace and read at all positions except the first, instead of at the first only.
         """
         target, found = self.target, []
         experts = max(1, target.n_experts(self.sink_layer))
@@ -122,9 +122,9 @@ def replacing(
     edits: Bool[Tensor, "row layer head"],
     where: Bool[Tensor, " pos"],
 ) -> list[tuple[Any, str, Any]]:
-    """Hooks that put means in the place of the heads of `edits` at the positions of `where`, for a pass of these rows.
+    """Hooks that replace the heads of `edits` by their means at the positions of `where`, for a pass of these rows.
 
-    Used by every measurement that takes heads away, so that they all mean the same by it.
+    Every measurement that removes heads uses these hooks, so that removal means the same everywhere.
     """
 
     def hook(layer: int) -> Any:
@@ -141,13 +141,13 @@ def replacing(
 
 @dataclass(frozen=True)
 class Geometry:
-    """Queries and keys of the heads of a layer on typical text, later positions; NaN where there is no such pair.
+    """Queries and keys of the heads of a layer at later positions of typical text; NaN if there is no such pair.
 
     Attributes:
-        own: cosine of query and key of one position; rotary does not change it.
-        same: of a query and an earlier key of the same token, before and after rotary.
-        other: of a query and an earlier key of another token, before and after rotary.
-        attention: attention of a position to itself, over what uniform attention would give it; 1 is indifferent.
+        own: Cosine of query and key at the same position; rotary does not change it.
+        same: Cosine of a query and an earlier key of the same token, before and after rotary.
+        other: Cosine of a query and an earlier key of another token, before and after rotary.
+        attention: Attention of a position to itself, relative to uniform attention; 1 means no preference.
     """
 
     own: Float[Tensor, "head token"]
@@ -160,9 +160,9 @@ class Geometry:
 def geometry(
     target: Target, ids: Int[Tensor, "row pos"], layers: list[int]
 ) -> tuple[dict[int, Geometry], Int[Tensor, " token"]]:
-    """Per layer, and the tokens (later positions of `ids`, row by row) that `own` and `attention` speak of.
+    """The geometry of each layer, and the tokens (later positions of `ids`, row by row) behind `own` and `attention`.
 
-    Cosines are NaN where queries and keys cannot be had (see `queries_and_keys`).
+    Cosines are NaN if queries and keys are not available (see `queries_and_keys`).
     """
     later = ids[:, 1:]
     below = torch.ones(later.shape[1], later.shape[1], dtype=torch.bool).tril(-1)
@@ -203,33 +203,33 @@ def geometry(
     return found, later.flatten()
 
 
-HALF = 0.5  # of the sink neurons' activation: below it the sink counts as gone, from it on as there
+HALF = 0.5  # share of the sink neurons' activation from which the sink counts as present
 
 
 @dataclass(frozen=True)
 class Head:
-    """A head of the first layers; drops are shares of the sink neurons' activation at a first token.
+    """A head of the first layers. Drops are shares of the sink neurons' activation at a first token.
 
     Attributes:
-        layer: where it is.
-        head: query head.
-        serves: number of first tokens in whose smallest sufficient set of heads it is.
-        drop: share of the activation lost when this head's output is replaced by its mean over later positions; mean
-            over the first tokens.
-        largest_drop: the same at the first token where most is lost.
-        bos_drop: the same at BOS; None without BOS.
-        alone: share of the activation kept when all other heads of the layer are replaced, the largest over first
-            tokens; None outside the marking layer.
-        control: change when the replacement is made at later positions instead, for 95 % of them; None outside the
-            marking layer.
-        self_attention: attention of later positions to themselves, over what uniform attention would give.
-        served_self_attention: the same at tokens that it serves; None if none is in the text.
-        self_cosine: of query and key at one position (rotary does not change it).
-        served_self_cosine: the same at tokens that it serves.
-        same_cosine: of a query and an earlier key of the same token, before rotary.
-        same_cosine_rotary: after it.
-        other_cosine: of a query and an earlier key of another token, before rotary.
-        other_cosine_rotary: after it.
+        layer: Layer of the head.
+        head: Query head.
+        serves: Number of first tokens whose smallest sufficient set of heads contains this head.
+        drop: Share of the activation lost when this head's output is replaced by its mean over later positions,
+            averaged over the first tokens.
+        largest_drop: The drop at the first token where it is largest.
+        bos_drop: The drop at BOS. None without BOS.
+        alone: Share of the activation kept when all other heads of the layer are replaced, largest over first tokens.
+            None outside the marking layer.
+        control: Change when the replacement is made at later positions instead (95 % quantile over them). None outside
+            the marking layer.
+        self_attention: Attention of later positions to themselves, relative to uniform attention.
+        served_self_attention: The same at tokens that it serves. None if the text contains none.
+        self_cosine: Cosine of query and key at the same position (rotary does not change it).
+        served_self_cosine: The same cosine at tokens that it serves.
+        same_cosine: Cosine of a query and an earlier key of the same token, before rotary.
+        same_cosine_rotary: The same cosine after rotary.
+        other_cosine: Cosine of a query and an earlier key of another token, before rotary.
+        other_cosine_rotary: The same cosine after rotary.
     """
 
     layer: int
@@ -252,19 +252,22 @@ class Head:
 
 @dataclass(frozen=True)
 class First:
-    """A token that stood first, and the heads that mark it.
+    """A token that was put first, and the heads that mark it.
 
     Attributes:
-        token: its string.
-        id: its id.
-        activation: of the sink neurons, over that at the first token of typical text.
-        fires: that is at least half.
-        layer_drop: lost with all heads of the marking layer replaced; None if it does not fire, or no layer marks.
-        heads: the smallest set of heads of that layer that keeps half of it, all others replaced; empty as above.
-        kept: what they keep.
-        set_drop: lost with these replaced and all others not.
-        control_drop: largest loss with as many other heads replaced, 20 random draws; None where there are not as many.
-        drops: lost with each head of the marking layer replaced.
+        token: The token as text.
+        id: Token id.
+        activation: Activation of the sink neurons, relative to that at the first token of typical text.
+        fires: Whether that activation is at least half.
+        layer_drop: Share lost with all heads of the marking layer replaced. None if the token does not fire or no layer
+            marks.
+        heads: The smallest set of heads of that layer that keeps half of the activation when all others are replaced.
+            Empty where `layer_drop` is None.
+        kept: Share of the activation that these heads keep.
+        set_drop: Share lost when only these heads are replaced.
+        control_drop: Largest loss when the same number of other heads is replaced, over 20 draws. None if there are too
+            few.
+        drops: Share lost with each head of the marking layer replaced.
     """
 
     token: str
@@ -284,18 +287,20 @@ class MarkingHeads(Result):
     """Which heads mark the first token.
 
     Attributes:
-        sink_layer: where the marked neurons are; None: the model has no sink, and everything else is empty.
-        neurons: the sink neurons whose activation is measured; in a mixture (expert, neuron); empty: no single one is
-            causal, and the whole MLP of the sink layer stands for them.
+        sink_layer: Layer of the marked neurons. None if the model has no sink; all other fields are then empty.
+        neurons: The sink neurons whose activation is measured; in a mixture, (expert, neuron). If empty, no single
+            neuron is causal and the whole MLP of the sink layer stands for them.
         answer: "single head": for most first tokens one head suffices; "several heads": it takes more than one;
-            "several layers": no layer's heads by themselves make the mark, together they do; "no head": they do not;
-            "no token fires": none of the tokens given makes a sink when it stands first; "no sink".
-        marking_layer: the layer whose heads make it; None if there is none.
-        layer_drops: per layer up to the sink layer, lost with all its heads replaced (median over first tokens).
-        all_drop: lost with all heads of all these layers replaced.
-        single_share: share of the first tokens that fire for which one head suffices.
-        heads: every head of layers 0 to the sink layer, marking heads first.
-        first_tokens: every token that was put first.
+            "several layers": the heads of no single layer make the mark, but those of several layers together do; "no
+            head": heads do not make the mark; "no token fires": none of the tokens makes a sink when it stands first;
+            "no sink".
+        marking_layer: The layer whose heads make the mark. None if there is none.
+        layer_drops: Share lost with all heads of a layer replaced, for each layer up to the sink layer (median over
+            first tokens).
+        all_drop: Share lost with all heads of all these layers replaced.
+        single_share: Among the first tokens that fire, the share for which one head suffices.
+        heads: All heads of layers 0 to the sink layer, marking heads first.
+        first_tokens: All tokens that were put first.
     """
 
     kind: ClassVar[str] = "heads"
@@ -389,17 +394,17 @@ def marking_heads(
     count: Positive = 32,
     batch_size: Positive | None = None,
 ) -> MarkingHeads:
-    """Find the attention heads that mark the first token, by what replacing their output does to the sink neurons.
+    """Find the attention heads that mark the first token, by the effect of replacing their output on the sink neurons.
 
     A head's output at the first position (`hook_z`, before the output projection) is replaced by its mean over later
     positions of typical text. Different tokens may be marked by different heads, so many tokens are put first, each
-    alone and without BOS, beside BOS itself. A model without a sink is an answer: `sink_layer` is None
-    (Yona et al. 2025, section 4.3).
+    alone and without BOS, in addition to BOS itself. If the model has no sink, `sink_layer` is None (Yona et al. 2025,
+    section 4.3).
 
     Args:
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
-        count: Tokens of the text to put first.
-        batch_size: Rows of a pass. By default as many as a bounded memory allows.
+        count: Number of tokens of the text to put first.
+        batch_size: Rows per pass. By default as many as a bounded memory allows.
 
     Example:
         sinkscope heads --model llama-2-7b --count 8
@@ -479,9 +484,9 @@ class _Marks:
         return along / self.base.square().sum(-1, keepdim=True)
 
     def sets(self, layer: int, score: Float[Tensor, "token head"], seed: int) -> list[dict[str, Any]]:
-        """Per first token the shortest run of its best heads that keeps half, held against as many others."""
+        """For each first token, the smallest set of its best heads that keeps half, against as many other heads."""
         heads = score.shape[1]
-        rank = score.argsort(1, descending=True).argsort(1)  # of each head, 0 the best
+        rank = score.argsort(1, descending=True).argsort(1)  # rank of each head; 0 is the best
         sizes = torch.arange(1, heads + 1)
         kept = self.kept(self.bench.at(layer, rank[:, None] >= sizes[None, :, None]))
         enough = kept >= HALF

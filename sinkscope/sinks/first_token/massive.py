@@ -22,17 +22,17 @@ from sinkscope.trace.run import Site, resolve
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """The residual stream after a layer; means over texts of what is taken within each text (Sun et al. 2024).
+    """The residual stream after a layer; values are computed per text and averaged over texts (Sun et al. 2024).
 
     Attributes:
-        layer: which.
-        top: the three largest magnitudes.
-        median: median magnitude.
-        dims: residual dimensions with massive activations, largest first: above 100 and 1,000 times the median.
-        share: share of positions with a massive activation; near 1 it is a massive dimension, not a sink (Owen et al.
+        layer: Layer number.
+        top: The three largest magnitudes.
+        median: Median magnitude.
+        dims: Residual dimensions with massive activations, largest first: above 100 and 1,000 times the median.
+        share: Share of positions with a massive activation. Near 1 it is a massive dimension, not a sink (Owen et al.
             2025).
-        first_norm: L2 at the first token.
-        other_norm: upper quartile over later positions, which high norms are told from.
+        first_norm: L2 norm at the first token.
+        other_norm: Upper quartile of the norms at later positions, the baseline for high norms.
     """
 
     layer: int
@@ -46,14 +46,14 @@ class LayerActivations:
 
 @dataclass(frozen=True)
 class ValueDrain:
-    """Norms of value vectors of a layer, one per kv head (value-state drain, Guo et al. 2024).
+    """Norms of the value vectors of a layer, one per kv head (value-state drain, Guo et al. 2024).
 
     Attributes:
-        layer: which.
-        sink: mean at the first token.
-        others: mean at later tokens.
-        ratio: mean over heads of sink / others; far below 1: drained. Heads whose values are zero have none, and a
-            layer of such heads has None.
+        layer: Layer number.
+        sink: Mean norm at the first token.
+        others: Mean norm at later tokens.
+        ratio: Mean over heads of sink / others; far below 1 means drained. Heads whose values are zero are left out.
+            None if all heads are.
     """
 
     layer: int
@@ -64,14 +64,14 @@ class ValueDrain:
 
 @dataclass(frozen=True)
 class SinkToken:
-    """A token at positions of high norm.
+    """A token that occurs at positions of high norm.
 
     Attributes:
-        token: its string.
-        id: of it.
-        high: positions where it has a high norm after some layer.
-        seen: positions where it stands.
-        first: those of `high` that are first positions.
+        token: The token as text.
+        id: Token id.
+        high: Number of positions where it has a high norm after some layer.
+        seen: Number of positions where it occurs.
+        first: Number of these high positions that are first positions.
     """
 
     token: str
@@ -86,14 +86,14 @@ class SecondarySink:
     """A position other than the first with a high norm (Wong et al. 2025): where it begins and how long it lasts.
 
     Attributes:
-        text: number of the piece of text.
-        position: in it.
-        token: there.
-        created: first layer after which the norm is high.
-        lifetime: layers in a row.
-        peak: largest norm over them.
-        of_first: largest norm over the first token's at the same layer.
-        cosine: to the first token's residual stream, where the norm peaks.
+        text: Index of the piece of text.
+        position: Position in the piece.
+        token: The token there.
+        created: First layer after which the norm is high.
+        lifetime: Number of consecutive layers with a high norm.
+        peak: Largest norm over these layers.
+        of_first: Largest ratio to the first token's norm at the same layer.
+        cosine: Cosine with the first token's residual stream at the layer where the norm peaks.
     """
 
     text: int
@@ -108,7 +108,7 @@ class SecondarySink:
 
 @dataclass(frozen=True)
 class Condition:
-    """One way to begin the texts. `values` is empty where the architecture shows no value vectors."""
+    """One way to begin the texts. `values` is empty if the architecture does not expose value vectors."""
 
     bos: bool
     layers: tuple[LayerActivations, ...]
@@ -119,7 +119,7 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class MassiveActivations(Result):
-    """What `massive_activations` returns: a `Condition` with BOS and one without, or one of them."""
+    """The result of `massive_activations`: a `Condition` with BOS, one without, or both."""
 
     page: ClassVar[str] = "measure/massive"
     percent: ClassVar[tuple[str, ...]] = ("share",)
@@ -197,7 +197,8 @@ class MassiveActivations(Result):
 def massive_activations(setup: Setup, *, bos: bool | None = None) -> MassiveActivations:
     """Measure massive activations, drained value vectors and secondary sinks in every layer.
 
-    A norm is high above three times the upper quartile of later positions, the bar that `find_sinks` has for a sink.
+    A norm is high if it exceeds three times the upper quartile of later positions, the threshold that `find_sinks` uses
+    for a sink.
 
     Args:
         bos: Whether texts begin with BOS. By default both are measured, where the tokenizer has a BOS token.
@@ -225,7 +226,7 @@ def _condition(target: Target, ids: Int[Tensor, "row pos"], bos: bool, progress:
         resid = first_tensor(out).detach().float()
         norm, flat = resid.norm(dim=-1), resid.abs().flatten(1)
         top, mid = flat.topk(3).values.mean(0).tolist(), flat.median(1).values.mean().item()
-        dims = spike_dims(resid.abs().amax(1).median(0).values, resid.flatten(0, 1))  # at whichever position
+        dims = spike_dims(resid.abs().amax(1).median(0).values, resid.flatten(0, 1))  # at any position
         share = 0.0 if not dims else float((resid[..., dims].abs() > max(100.0, 1000 * mid)).any(-1).float().mean())
         upper = norm[:, 1:].flatten().quantile(0.75).item()
         first = norm[:, 0].median().item()

@@ -1,4 +1,4 @@
-"""A text as the model sees it: norms, the sink neurons, and the attention that every token of it receives."""
+"""A text as the model sees it: the norm of each token, the sink neurons, and the attention each token receives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
 SINK_SHARE = 0.5  # a token's norm spikes from this share of the first token's on (Yona et al. 2025)
-CANDIDATES = 8  # neurons of the sink layer, each of which is ablated
+CANDIDATES = 8  # neurons of the sink layer to ablate
 SHOWN = 36  # rows of the table
 KINDS = {
     "BOS": "BOS",
@@ -45,9 +45,9 @@ class TextToken:
     """A token of the text.
 
     Attributes:
-        text: as it stands in the text, with the space before it.
-        id: its number in the vocabulary.
-        kind: "BOS", "special", "template" (written by the chat template), "delimiter" (no letter and no digit in it)
+        text: The token as it stands in the text, with the space before it.
+        id: Its id in the vocabulary.
+        kind: "BOS", "special", "template" (written by the chat template), "delimiter" (contains no letter and no digit)
             or "word".
     """
 
@@ -58,7 +58,7 @@ class TextToken:
 
 @dataclass(frozen=True)
 class NeuronValues:
-    """`hook_post` of a neuron at every position (in a mixture times the routing weight)."""
+    """`hook_post` of a neuron at every position (in a mixture, times the routing weight)."""
 
     name: str
     values: tuple[float, ...]
@@ -66,21 +66,22 @@ class NeuronValues:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPositions(Result):
-    """What every token of a text is to the model.
+    """Norm, neuron values and attention received for every token of a text.
 
     Attributes:
-        tokens: the text.
-        layer: whose output the table and the conclusion speak of: the sink layer, where there is one.
-        sink_layer: the layer whose MLP makes the first token's norm spike; None: none does.
-        norm: L2 of the residual stream after each layer, without `shared_dims`.
-        attention: attention that each position receives: mean over heads and over all later queries; NaN at the last.
-        largest: the same of the head that gives it most.
-        uniform: what it would receive if every query attended to all positions alike.
-        first_norm: per layer, norm of BOS (of first tokens of typical text, where the tokenizer has no BOS).
-        typical_norm: per layer, median over later positions of typical text.
-        bos: whether `first_norm` is that of BOS.
-        shared_dims: residual dimensions massive on all tokens, which would hide a spike; mostly there are none.
-        neurons: values of the sink neurons (where none is causal, of those that write most), or of those asked for.
+        tokens: The tokens of the text.
+        layer: Layer that the table and the conclusion report: the sink layer, if there is one.
+        sink_layer: The layer whose MLP makes the first token's norm spike. None if no MLP does.
+        norm: L2 norm of the residual stream after each layer, without `shared_dims`.
+        attention: Attention that each position receives, averaged over heads and all later queries; NaN at the last
+            position.
+        largest: The same from the head that gives it most.
+        uniform: Attention the position would receive if every query attended to all positions equally.
+        first_norm: Norm of BOS in each layer (of first tokens of typical text, if the tokenizer has no BOS).
+        typical_norm: Median norm over later positions of typical text, in each layer.
+        bos: Whether `first_norm` is the norm of BOS.
+        shared_dims: Residual dimensions that are massive on all tokens and would hide a spike; usually there are none.
+        neurons: Values of the sink neurons (if none is causal, of those that write most), or of those requested.
     """
 
     kind: ClassVar[str] = "positions"
@@ -107,7 +108,7 @@ class TokenPositions(Result):
     neurons: tuple[NeuronValues, ...]
 
     def spiking(self, layer: int) -> tuple[int, ...]:
-        """Positions whose norm spikes after a layer: half of the first token's, and three times the typical one."""
+        """Positions whose norm spikes after a layer: half of the first token's or more, and three times the typical."""
         usual, first = self.typical_norm[layer], self.first_norm[layer]
         bar = SINK_RATIO * usual if first <= SINK_RATIO * usual else max(SINK_SHARE * first, SINK_RATIO * usual)
         return tuple(int(i) for i in np.flatnonzero(self.norm[layer] >= bar))
@@ -119,7 +120,7 @@ class TokenPositions(Result):
 
     @property
     def elsewhere(self) -> dict[int, int]:
-        """Other positions whose norm spikes, and the first layer after which it does."""
+        """Other positions whose norm spikes, and the first layer after which it does so."""
         layers = reversed(range(len(self.norm)))
         return {i: layer for layer in layers for i in self.spiking(layer) if i not in self.high}
 
@@ -232,15 +233,15 @@ def token_positions(
 ) -> TokenPositions:
     """Look at a text: norm, sink neurons and attention received of every token, layer by layer.
 
-    The page (--html) shows the text itself, shaded by norm, by attention or by a neuron, with a choice of the layer.
-    Attention received is the mean over heads and over all later queries. A token's norm spikes if it is at least half
-    of BOS's after the sink layer (Yona et al. 2025, Table 1). Without a text, a piece of the typical text is read.
+    The page (--html) shows the text shaded by norm, by attention or by a neuron, with a choice of layer. Attention
+    received is the mean over heads and over all later queries. A token's norm spikes if it is at least half of BOS's
+    after the sink layer (Yona et al. 2025, Table 1). Without a text, a piece of the typical text is read.
 
     Args:
         passage: The text.
-        file: File with the text; - is standard input.
-        chat: Put the text into the tokenizer's chat template, as the user's words.
-        layer: Layer that the table speaks of. By default the sink layer.
+        file: File that contains the text; - is standard input.
+        chat: Put the text into the tokenizer's chat template as the user's message.
+        layer: Layer that the table reports. By default the sink layer.
         neurons: Neuron to show, such as L1.N338, or L3.E2.N7 in a mixture. By default those that make the sink.
 
     Example:
@@ -257,9 +258,9 @@ def token_positions(
             f"the text has {len(words)} tokens, and the context of {target.name} holds {target.max_positions}: give a "
             "shorter one"
         )
-    setup.record(passage=None)  # the tokens of the result have it
+    setup.record(passage=None)  # the result contains the tokens instead
     own, pieces = getattr(setup.tokenizer, "bos_token_id", None), setup.ids
-    if setup.bos is None and own is not None:  # a spike is held against BOS also where the text has none
+    if setup.bos is None and own is not None:  # spikes are compared with BOS even if the text has none
         pieces = torch.cat([torch.full((len(pieces), 1), own), pieces[:, :-1]], 1)
     seen = walk(target, pieces, whole=True, progress=setup.progress)
     found, sites = seen.sink_layer(), asked
@@ -299,7 +300,7 @@ def _refuse(passage: str | None, file: object) -> None:
 
 
 def _site(setup: Setup, name: str) -> tuple[int, ...]:
-    """The neuron of a name such as L1.N338, if the model has it."""
+    """The neuron with a name such as L1.N338, if the model has it."""
     site, target = read_neuron(name), setup.target
     there = site[0] < target.n_layers
     if there and not target.has_mlp(site[0], site[1] if len(site) == 3 else None):
@@ -313,7 +314,7 @@ def _site(setup: Setup, name: str) -> tuple[int, ...]:
 
 
 def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
-    """The tokens of the text, with BOS and the chat template where they are asked for."""
+    """The tokens of the text, with BOS and the chat template if requested."""
     tokenizer, special = setup.tokenizer, set(setup.tokenizer.all_special_ids)
     own = getattr(tokenizer, "bos_token_id", None)
     if given is None:
@@ -321,7 +322,7 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
     if not given.strip():
         raise SinkscopeError("the text is empty: give at least one word")
     text, begin, inside = given, setup.bos, (0, len(given))
-    if chat:  # the user's words stand inside of the filled template, which may have trimmed them
+    if chat:  # the user's message is inside the filled template, which may have trimmed it
         text, begin = chat_text(tokenizer, [{"role": "user", "content": given}], setup.target.name), None
         start = max(0, text.find(given.strip()))
         inside = (start, start + len(given.strip()))
@@ -347,14 +348,14 @@ def _words(setup: Setup, given: str | None, chat: bool) -> list[TextToken]:
 
 
 def _tokenized(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
-    """Ids, and for each the place in the text where it ends."""
+    """Ids, and for each the position in the text where it ends."""
     options: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
     if getattr(tokenizer, "is_fast", False):
         got = tokenizer(text, return_offsets_mapping=True, **options)
         return [int(i) for i in got["input_ids"]], [int(end) for _, end in got["offset_mapping"]]
     ids = [int(i) for i in tokenizer(text, **options)["input_ids"]]
     ends, last = list[int](), 0
-    for i in ids:  # each token is looked for behind the one before it
+    for i in ids:  # each token is searched for after the previous one
         word = str(tokenizer.decode([i])).strip()
         at = text.find(word, last) if word else -1
         last = at + len(word) if at >= 0 else last
@@ -396,14 +397,14 @@ def _values(setup: Setup, ids: Int[Tensor, "1 pos"], sites: Sequence[tuple[int, 
 
 
 def _share(result: TokenPositions, position: int) -> float:
-    """How dark a token is at first: its norm after the layer, from the typical to the largest one."""
+    """How dark a token is shown at first: its norm after the layer, scaled from the typical to the largest one."""
     norms, usual = result.norm[result.layer], result.typical_norm[result.layer]
     top = max(float(norms.max()), SINK_RATIO * usual)
     return min(1.0, max(0.0, float(norms[position] - usual) / (top - usual)))
 
 
 def _page(result: TokenPositions) -> str:
-    """The text with its tokens shaded; a script shades it anew by another number or layer."""
+    """The text with its tokens shaded; a script updates the shading for another number or layer."""
     choices = {"norm": "norm", "attention": "attention received (mean of heads)"}
     choices |= {"largest": "attention received (largest head)"}
     choices |= {f"{i}": neuron.name for i, neuron in enumerate(result.neurons)}

@@ -1,11 +1,11 @@
-"""Candidates for sink neurons from the weights alone, without any forward pass.
+"""Candidates for sink neurons from the weights alone, without a forward pass.
 
-A gated neuron writes `act(g x)(u x)` times its column of the down projection. Where the activation lets its input
-through, that is a quadratic form of its normalised input `x`: the symmetric part of `g u^T`, of rank two, whose
+A gated neuron writes `act(g x)(u x)` times its column of the down projection. Where the activation function is close to
+the identity, this is a quadratic form of the normalised input `x`: the symmetric part of `g u^T`, of rank two, whose
 eigenvalue of largest magnitude is `(|g||u| + |g.u|) / 2` (Sun, Canziani, LeCun, Zhu 2026: a directional quadratic
 amplifier). A normalised input has length `sqrt(d_model)`, so the largest norm that the neuron can write is `d_model`
-times that eigenvalue times the norm of its column. A neuron without a gate is linear there: `sqrt(d_model)` times the
-norm of its row times the norm of its column.
+times that eigenvalue times the norm of its column. A neuron without a gate is linear in this regime: its largest norm
+is `sqrt(d_model)` times the norm of its row times the norm of its column.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.ablation import Member
 from sinkscope.sinks.first_token.walk import column_norms, gain_of
 
-_NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # before an MLP that lies beside the attention
+_NORMS = ("post_attention_layernorm", "ln_mlp", "input_layernorm")  # norms before an MLP parallel to the attention
 
 
 @dataclass(frozen=True)
 class Candidate(Member):
-    """A neuron that its weights let write much.
+    """A neuron whose weights allow it to write a large norm.
 
     Attributes:
-        reach: largest norm that the neuron can write for a normalised input.
-        z: standard deviations of log(reach) above the mean of its layer.
-        cosine: cosine between the neuron's gate row and its up row; None without a gate.
+        reach: Largest norm that the neuron can write for a normalised input.
+        z: How many standard deviations log(reach) lies above the mean of its layer.
+        cosine: Cosine between the neuron's gate row and its up row. None without a gate.
     """
 
     reach: float
@@ -45,7 +45,7 @@ class Candidate(Member):
 
 @dataclass(frozen=True)
 class LayerReach:
-    """The neurons of a layer: median and largest reach, and the largest z."""
+    """The neurons of a layer: median reach, largest reach and largest z."""
 
     layer: int
     median: float
@@ -55,12 +55,12 @@ class LayerReach:
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronScreen(Result):
-    """Neurons ranked by what their weights let them write; nothing here is proven.
+    """Neurons ranked by what their weights allow them to write. The ranking is no proof of causality.
 
     Attributes:
-        candidates: largest reach first, at most `top_k`.
-        layers: every layer of the model.
-        neurons: how many were ranked.
+        candidates: Candidate neurons, largest reach first, at most `top_k`.
+        layers: Reach in every layer of the model.
+        neurons: Number of neurons ranked.
     """
 
     kind: ClassVar[str] = "screen"
@@ -102,13 +102,13 @@ class NeuronScreen(Result):
     },
 )
 def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
-    """Rank all neurons by the norm that their weights let them write, without a forward pass; this is no proof.
+    """Rank all neurons by the norm that their weights allow them to write, without a forward pass; this is no proof.
 
-    Every layer is read once. Gate and up rows are taken with the gain of the norm before the MLP, columns of the down
-    projection with that of the norm behind it, if there is one. Biases and the router of a mixture are left out.
+    Every layer is read once. Gate and up rows include the gain of the norm before the MLP; columns of the down
+    projection include that of the norm behind it, if there is one. Biases and the router of a mixture are left out.
 
     Args:
-        top_k: Candidates shown.
+        top_k: Number of candidates shown.
 
     Example:
         sinkscope find-sinks --screen --model ./checkpoint
@@ -118,7 +118,7 @@ def neuron_screen(setup: Setup, *, top_k: Positive = 8) -> NeuronScreen:
     for layer in range(target.n_layers):
         parts = reaches(target, layer)
         reach = torch.cat([part.reach for part in parts])
-        log = reach.clamp(min=1e-30).log()  # reaches of a layer lie many powers of ten apart
+        log = reach.clamp(min=1e-30).log()  # reaches in a layer differ by many orders of magnitude
         z = (log - log.mean()) / log.std(correction=0).clamp(min=1e-12)
         neurons += len(reach)
         layers.append(LayerReach(layer, float(reach.median()), float(reach.max()), float(z.max())))
@@ -138,9 +138,9 @@ class Reaches:
     """The neurons of a layer, or of one expert of it.
 
     Attributes:
-        expert: None where the layer is no mixture.
-        reach: largest norm that each neuron can write for a normalised input.
-        cosine: between gate and up row; None without a gate.
+        expert: Expert number. None if the layer is not a mixture.
+        reach: Largest norm that each neuron can write for a normalised input.
+        cosine: Cosine between gate and up row. None without a gate.
     """
 
     expert: int | None
@@ -150,7 +150,7 @@ class Reaches:
 
 @torch.no_grad()
 def reaches(target: Target, layer: int) -> list[Reaches]:
-    """What the weights let the neurons of a layer write, per expert where it is a mixture."""
+    """The largest norm that the neurons of a layer can write, by weights alone; per expert in a mixture."""
     found: list[Reaches] = []
     with target.loaded(layer):
         size, before = target.d_model, _effective(target, layer)
@@ -184,12 +184,12 @@ def _effective(target: Target, layer: int) -> Any:
     """Rows as they act on a normalised vector before the norm's gain; behind a LayerNorm they are centred, too."""
     module: Any = target.layers[layer]
     path = target.adapter.mid
-    if path == target.adapter.mlp:  # it reads the residual stream itself
+    if path == target.adapter.mlp:  # the MLP reads the residual stream itself
         return lambda rows: rows
     norm: Any = target.sub(layer, path) if path else next(getattr(module, n) for n in _NORMS if hasattr(module, n))
     gain = gain_of(target, norm)
     lifted = norm(torch.ones(1, target.d_model, device=target.device, dtype=target.dtype))[0].float()
-    centred = bool((lifted - gain).abs().max() > 0.5 * gain.abs().max())  # ones have no length left without their mean
+    centred = bool((lifted - gain).abs().max() > 0.5 * gain.abs().max())  # a vector of ones is zero once centred
 
     def act(rows: Tensor) -> Tensor:
         scaled = rows * gain

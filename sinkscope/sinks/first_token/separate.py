@@ -1,4 +1,4 @@
-"""Whether one attention layer tells first from later tokens by a plane, or by one neuron (Yona et al. 2025, Fig. 4)."""
+"""Whether one attention layer separates first from later tokens by a plane or one neuron (Yona et al. 2025, Fig. 4)."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from sinkscope.notation import neuron_name, read_neuron
 from sinkscope.sinks.tokens import first_tokens
 from sinkscope.trace.run import trace
 
-PER_TOKEN = 4  # later positions of one token at most, so that frequent words do not make up the class
+PER_TOKEN = 4  # largest number of later positions per token, so that frequent words do not dominate
 CLEAR = 8  # without BOS the first few tokens may still be marked as the first is: later positions begin here
-_LEAST = 2  # samples of a class on either side
+_LEAST = 2  # smallest number of samples of a class on either side
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What is told apart.
+    """The first and later tokens to be separated.
 
     Attributes:
-        firsts: tokens to put first.
-        first_held: which of them are held out.
-        ids: the texts.
-        later: places in them, (row, position).
-        later_held: which of these are held out.
+        firsts: Tokens to put first.
+        first_held: Which of them are held out.
+        ids: The texts.
+        later: Places in the texts, as (row, position).
+        later_held: Which of these places are held out.
         bos: BOS, if texts begin with it.
     """
 
@@ -51,16 +51,16 @@ class Samples:
 
 
 def draw_samples(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None, seed: int) -> Samples:
-    """Half of the tokens and half of the texts are held out; later positions are taken where both halves agree.
+    """Hold out half of the tokens and half of the texts, and take later positions where both halves agree.
 
     Args:
-        ids: typical text.
-        words: tokens to put first, without BOS.
+        ids: Typical text.
+        words: Tokens to put first, without BOS.
         bos: BOS, if texts begin with it.
-        seed: of the draw.
+        seed: Seed of the draw.
 
     Raises:
-        SinkscopeError: too few words or too short a text for both classes on both sides.
+        SinkscopeError: Too few words, or a text too short for both classes on both sides of the split.
     """
     generator = torch.Generator().manual_seed(seed)
     firsts = torch.tensor(words)[torch.randperm(len(words), generator=generator)]
@@ -90,7 +90,7 @@ def draw_samples(ids: Int[Tensor, "row pos"], words: list[int], bos: int | None,
 
 @dataclass(frozen=True)
 class Factor:
-    """Pre-activations by one input projection: "gate", "up", or "" where there is only one; of one expert."""
+    """Pre-activations from one input projection ("gate", "up", or "" if there is only one) of one expert."""
 
     name: str
     expert: int | None
@@ -102,9 +102,9 @@ class After:
     """A layer at `n` places.
 
     Attributes:
-        resid: residual stream after the attention (`hook_resid_mid`; with parallel residual, where the MLP does not
-            read it, `hook_resid_pre` + `hook_attn_out`).
-        factors: of all neurons of the layer's MLP.
+        resid: Residual stream after the attention (`hook_resid_mid`; with parallel residual, where the MLP does not
+            read that stream, `hook_resid_pre` + `hook_attn_out`).
+        factors: Pre-activations of all neurons of the layer's MLP.
     """
 
     resid: Float[Tensor, "n d_model"]
@@ -112,7 +112,7 @@ class After:
 
     @classmethod
     def join(cls, *parts: After) -> After:
-        """One after another."""
+        """Concatenate several."""
         columns = zip(*(p.factors for p in parts), strict=True)
         factors = tuple(Factor(c[0].name, c[0].expert, torch.cat([f.values for f in c])) for c in columns)
         return cls(torch.cat([p.resid for p in parts]), factors)
@@ -127,7 +127,7 @@ def after_attention(
     batch_size: int,
     progress: Progress = silent,
 ) -> After:
-    """The layer at `places`, (row, position) of `ids`, in their order."""
+    """The layer at `places`, given as (row, position) of `ids`, in their order."""
     a, mixture = target.adapter, target.is_mixture(layer)
     gated = a.gate is not None or a.fused_gate_up
     names = [] if mixture else [("gate", "hook_pre"), ("up", "hook_pre_linear")] if gated else [("", "hook_pre")]
@@ -179,28 +179,28 @@ def _experts(target: Target, layer: int, hidden: Float[Tensor, "n d_model"]) -> 
 
 Method = Literal["LDA", "logistic regression"]
 SHUFFLES = 5  # draws of the control
-SHOWN = 800  # points of the drawing
-_COLUMNS = 2048  # sorted at a time
+SHOWN = 800  # points in the figure
+_COLUMNS = 2048  # columns sorted at a time
 
 
-SEPARABLE = 0.99  # AUROC from which the conclusion says so
-CHANCE = 0.1  # by which an AUROC has to exceed that with shuffled labels
+SEPARABLE = 0.99  # AUROC from which the conclusion says "separable"
+CHANCE = 0.1  # an AUROC must exceed that with shuffled labels by this much
 
 
 @dataclass(frozen=True)
 class Separator:
-    """One way to tell first from later tokens. AUROC 1: perfectly, 0.5: not at all.
+    """One way to separate first from later tokens. AUROC 1 is perfect separation, 0.5 is none.
 
     Attributes:
         method: "LDA", "logistic regression", "gate neuron", "up neuron", or "neuron" where the MLP has no gate.
-        neuron: its number; None for a plane.
-        expert: its expert in a mixture.
+        neuron: Its number. None for a plane.
+        expert: Its expert in a mixture.
         auroc: AUROC on held-out tokens and texts.
-        train_auroc: AUROC on the tokens the separator was chosen on.
-        margin: lowest held-out first token less highest later one, over the range of all; above 0 a threshold
+        train_auroc: AUROC on the tokens that the separator was chosen on.
+        margin: Lowest held-out first token minus highest later one, relative to the range of all. Above 0 a threshold
             separates perfectly.
-        shuffled_auroc: control: held-out AUROC with labels drawn at random per token, mean of 5 draws. What is above
-            0.5 there was learned from tokens that are on both sides of the split.
+        shuffled_auroc: Control: held-out AUROC with labels drawn at random per token, mean of 5 draws. Anything above
+            0.5 was learned from tokens that are on both sides of the split.
     """
 
     method: str
@@ -214,17 +214,17 @@ class Separator:
 
 @dataclass(frozen=True)
 class Point:
-    """A token in the drawing.
+    """A token in the figure.
 
     Attributes:
-        token: its string.
-        position: in its text; 0 for a first token.
-        first: it stood first.
-        held_out: it was not trained on.
-        plane: its place along the direction of LDA, 0 between the two means and 1 apart.
-        across: its place along the direction of most variance across that.
-        gate: pre-activation of the best gate neuron (of the best neuron, without a gate); None without neurons.
-        up: of the best up neuron; None without.
+        token: The token as text.
+        position: Position in its text; 0 for a first token.
+        first: Whether it stood first.
+        held_out: Whether it was held out from training.
+        plane: Its coordinate along the direction of LDA; the two means lie 1 apart, around 0.
+        across: Its coordinate along the direction of most variance orthogonal to that.
+        gate: Pre-activation of the best gate neuron (of the best neuron, without a gate). None without neurons.
+        up: Pre-activation of the best up neuron. None without one.
     """
 
     token: str
@@ -239,19 +239,19 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Separability(Result):
-    """How far the residual stream after an attention layer tells first from later tokens.
+    """How well the residual stream after an attention layer separates first from later tokens.
 
     Attributes:
-        layer: whose attention.
+        layer: Layer whose attention was examined.
         separators: LDA, logistic regression, and the best neuron of the layer's MLP by gate and by up pre-activation.
-        perfect_neurons: per factor searched, how many neurons separate the tokens they were searched on perfectly.
-        neurons_searched: how many were looked at, per factor; 1 where the neuron was given.
-        bos_first: BOS lies on the side of first tokens (LDA, which was not trained on it); None without BOS.
-        dims: residual dimensions that LDA weighs most, largest first.
-        missed: held-out first tokens on the side of later ones (LDA).
-        first_tokens: number of first tokens, training and held out.
-        later_tokens: number of later ones, training and held out.
-        points: some of the tokens, drawn at random, as many of either kind.
+        perfect_neurons: For each factor searched, how many neurons separate the tokens they were searched on perfectly.
+        neurons_searched: How many neurons were examined per factor; 1 if the neuron was given.
+        bos_first: Whether BOS lies on the side of first tokens (by LDA, which was not trained on it). None without BOS.
+        dims: Residual dimensions with the largest LDA weights, largest first.
+        missed: Held-out first tokens on the side of later ones (by LDA).
+        first_tokens: Number of first tokens, training and held out.
+        later_tokens: Number of later tokens, training and held out.
+        points: A random sample of the tokens, with equal numbers of both kinds.
     """
 
     kind: ClassVar[str] = "separate"
@@ -272,7 +272,7 @@ class Separability(Result):
         return [row | {"layer": self.layer} for row in self.rows()]
 
     def conclusion(self) -> str:
-        """Whether first tokens can be told apart by a plane, or by the neuron asked for, beside shuffled labels."""
+        """Whether a plane, or the neuron requested, separates first tokens, compared with shuffled labels."""
         plane = max(self.separators[:2], key=lambda s: s.auroc)
         where = f"after the attention of layer {self.layer}"
         if self.settings.get("neuron") is None:
@@ -289,7 +289,7 @@ class Separability(Result):
         )
 
     def details(self) -> list[str]:
-        """The samples, the other separators, and what lies on the wrong side."""
+        """The samples, the other separators, and the tokens on the wrong side."""
         (f, fh), (n, nh) = self.first_tokens, self.later_tokens
         lines = [
             f"The separators were trained on {f} first and {n} later tokens, and tested on {fh} first and {nh} later "
@@ -307,7 +307,7 @@ class Separability(Result):
         return lines
 
     def named(self, separator: Separator) -> str:
-        """A way to separate, at the beginning of a sentence."""
+        """The name of a separator, for the beginning of a sentence."""
         method, expert, neuron = separator.method, separator.expert, separator.neuron
         name = "" if neuron is None else f" {neuron_name(self.layer, expert, neuron)}"
         return f"{method[0].upper()}{method[1:]}{name}"
@@ -345,20 +345,21 @@ def separability(
     expert: Count | None = None,
     batch_size: Positive = 64,
 ) -> Separability:
-    """Tell first from later tokens behind an attention layer: by a plane, and by the best single neuron of its MLP.
+    """Separate first from later tokens after an attention layer, by a plane and by the best single neuron of its MLP.
 
-    First tokens are many different ones, each alone and without BOS; later tokens come from typical text. Half of the
-    tokens and half of the texts are held out, in both classes at once, so that nothing can be known from the token.
+    First tokens are many different tokens, each alone and without BOS; later tokens come from typical text. Half of the
+    tokens and half of the texts are held out, in both classes at once, so the token itself carries no information about
+    its class.
 
     Args:
         tokens: Words to put first, one token each. By default `count` tokens of the text, drawn by the seed.
-        count: Tokens of the text to put first.
-        texts: Pieces of 64 tokens of typical text.
-        layer: Layer whose attention is looked at, and whose MLP the neurons are of.
-        neuron: Look at this neuron, such as L0.N338, at its gate and at its up factor, instead of searching for the
-            best one. A number alone is a neuron of `layer`.
-        expert: Expert of a mixture that the neuron is of.
-        batch_size: Sequences of a pass.
+        count: Number of tokens of the text to put first.
+        texts: Number of pieces of typical text, 64 tokens each.
+        layer: Layer whose attention output is examined, and whose MLP contains the neurons.
+        neuron: Examine the gate and up factor of this neuron, such as L0.N338, instead of searching for the best one. A
+            number alone is a neuron of `layer`.
+        expert: Expert of a mixture that contains the neuron.
+        batch_size: Sequences per pass.
 
     Example:
         sinkscope separate --model llama-2-7b --layer 0
@@ -380,7 +381,7 @@ def separability(
         after_attention(target, layer, samples.ids, samples.later, batch_size, setup.progress),
     )
 
-    special = len(firsts) - len(samples.firsts)  # BOS is neither trained on nor held out: it is asked about
+    special = len(firsts) - len(samples.firsts)  # BOS is neither trained on nor held out; it is only classified
     first = torch.arange(len(firsts) + len(samples.later)) < len(firsts)
     held = torch.cat([torch.zeros(special, dtype=torch.bool), samples.first_held, samples.later_held])
     train = ~held
@@ -442,7 +443,8 @@ def _check_neuron(target: Target, layer: int, neuron: int | None, expert: int | 
     """Refuse a neuron that the layer does not have.
 
     Raises:
-        SinkscopeError: its number is too large, or an expert is missing, or it is one too many.
+        SinkscopeError: The number is too large, an expert is missing, or an expert is given for a layer without
+            experts.
     """
     if neuron is None:
         if expert is not None:
@@ -459,7 +461,7 @@ def _check_neuron(target: Target, layer: int, neuron: int | None, expert: int | 
 
 
 def auroc(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:
-    """Chance that a value of the first class is above one of the other, ties half; for every column."""
+    """Probability that a value of the first class exceeds one of the other, ties counted half; for every column."""
     areas = []
     for part in values.split(_COLUMNS, 1):
         ones, others = part[first].T.contiguous(), part[~first].T.contiguous().sort(1).values
@@ -469,18 +471,18 @@ def auroc(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tens
 
 
 def margin(values: Float[Tensor, "n k"], first: Bool[Tensor, " n"]) -> Float[Tensor, " k"]:
-    """Lowest value of the first class less highest of the other, over the range of all; above 0 they do not overlap."""
+    """Lowest value of the first class minus highest of the other, relative to the range of all; above 0: no overlap."""
     span = (values.max(0).values - values.min(0).values).clamp(min=1e-12)
     return (values[first].min(0).values - values[~first].max(0).values) / span
 
 
 @dataclass(frozen=True)
 class Plane:
-    """A direction in the residual stream and what lies where along it.
+    """A direction in the residual stream and the position of each sample along it.
 
     Attributes:
-        scores: of all samples; above 0 is the first class.
-        way: the direction, in the coordinates of the space.
+        scores: Score of each sample; above 0 is the first class.
+        way: The direction, in the coordinates of the space.
     """
 
     scores: Float[Tensor, " n"]
@@ -489,9 +491,9 @@ class Plane:
 
 @dataclass(frozen=True)
 class Space:
-    """Samples in coordinates that the training samples span: there may be fewer of these than residual dimensions.
+    """Samples in coordinates that the training samples span; these may be fewer than the residual dimensions.
 
-    What lies outside that span has no influence on either method.
+    Anything outside that span has no influence on either method.
     """
 
     coordinates: Float[Tensor, "n k"]
@@ -509,21 +511,21 @@ class Space:
         return cls(scaled @ basis.T, basis, train)
 
     def plane(self, method: Method, first: Bool[Tensor, " n"]) -> Plane:
-        """The plane that `method` puts between the classes of the training samples."""
+        """The plane that `method` places between the classes of the training samples."""
         from threadpoolctl import threadpool_limits  # comes with scikit-learn
 
-        with threadpool_limits(torch.get_num_threads()):  # problems of this size do not gain from more
+        with threadpool_limits(torch.get_num_threads()):  # more threads do not help problems of this size
             fitted = _model(method).fit(self.coordinates[self.train].numpy(), first[self.train].numpy())
             scores = fitted.decision_function(self.coordinates.numpy())
         way = torch.from_numpy(fitted.coef_[0]).double()
         return Plane(torch.from_numpy(scores).float(), way / way.norm())
 
     def weights(self, plane: Plane) -> Float[Tensor, " d_model"]:
-        """What the plane gives each residual dimension, when each is scaled to unit variance."""
+        """The plane's weight of each residual dimension, when each is scaled to unit variance."""
         return plane.way @ self.basis
 
     def across(self, plane: Plane) -> Float[Tensor, " n"]:
-        """All samples along the direction of most variance across the plane's own."""
+        """Coordinates of all samples along the direction of most variance orthogonal to the plane's."""
         rest = self.coordinates - (self.coordinates @ plane.way)[:, None] * plane.way
         return rest @ torch.linalg.svd(rest[self.train], full_matrices=False)[2][0]
 

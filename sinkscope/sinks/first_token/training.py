@@ -1,4 +1,4 @@
-"""The sink over training: `find_sinks` on one checkpoint after the other, of one model or of several folders."""
+"""The sink over training: `find_sinks` on each checkpoint in turn, of one model or of several folders."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from sinkscope.store import Folder, Keyed
 
 @dataclass(frozen=True)
 class Checkpoint(Keyed):
-    """What was found in one checkpoint.
+    """The result for one checkpoint.
 
     Attributes:
-        name: the revision, or the model where there are several.
-        norm_spike: whether a position's norm stands out.
-        spike: largest norm of the first token over the typical one of the same layer.
-        attention_sink: whether heads attend to such a position.
-        rate: share of heads whose mean attention to position 0 exceeds 0.3; None: the context is too short for it.
-        carried_by: what the heads need; None: no single thing.
-        sink_layer: the layer whose MLP makes most of the spike; None: none does.
-        neurons: the smallest set of neurons found that makes the spike, (layer, neuron) or (layer, expert, neuron).
-        set_drop: share of the first token's norm that is lost when these neurons are zeroed.
-        control_drop: the same with as many random neurons, the largest of 20 draws.
-        model: which model it is; None where it failed.
-        failed: why it could not be measured.
+        name: The revision, or the model if there are several models.
+        norm_spike: Whether a position's norm stands out.
+        spike: Largest norm of the first token divided by the typical norm of the same layer.
+        attention_sink: Whether heads attend to such a position.
+        rate: Share of heads whose mean attention to position 0 exceeds 0.3. None if the context is too short for it.
+        carried_by: What the heads need. None if no single component.
+        sink_layer: The layer whose MLP makes most of the spike. None if no MLP does.
+        neurons: The smallest set of neurons found that makes the spike, (layer, neuron) or (layer, expert, neuron).
+        set_drop: Share of the first token's norm that is lost when these neurons are zeroed.
+        control_drop: The same with as many random neurons, the largest of 20 draws.
+        model: The model that was measured. None if the measurement failed.
+        failed: The reason why it could not be measured.
     """
 
     name: str
@@ -53,13 +53,13 @@ class Checkpoint(Keyed):
 
     @property
     def shown(self) -> str:
-        """The neurons, as find-sinks and positions name them."""
+        """The neurons, written as find-sinks and positions name them."""
         return neuron_names(self.neurons)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinksOverTraining(Result):
-    """What `find_sinks` says of each checkpoint, in the order in which they were given."""
+    """The result of `find_sinks` for each checkpoint, in the order in which they were given."""
 
     page: ClassVar[str] = "measure/training"
     kind: ClassVar[str] = "sinks-over-training"
@@ -79,7 +79,7 @@ class SinksOverTraining(Result):
 
     @property
     def measured(self) -> tuple[Checkpoint, ...]:
-        """Those that did not fail."""
+        """The checkpoints that did not fail."""
         return tuple(c for c in self.checkpoints if c.failed is None)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class SinksOverTraining(Result):
         ]
 
     def conclusion(self) -> str:
-        """In how many checkpoints there is a norm spike and a sink, since when, and how the last compares."""
+        """How many checkpoints have a norm spike and a sink, from which one on, and how the last one compares."""
         known = self.measured
         spikes, sinks = [c for c in known if c.norm_spike], [c for c in known if c.attention_sink]
         grown = [f"{_size(c)} in {c.name}" for c in dict.fromkeys([known[-1], known[0]])]
@@ -103,7 +103,7 @@ class SinksOverTraining(Result):
         )
 
     def details(self) -> list[str]:
-        """Whether the neurons stay the same, and what failed."""
+        """Whether the neurons stay the same, and which checkpoints failed."""
         spiked = [c for c in self.measured if c.sink_layer is not None]
         lines = list[str]()
         if len(spiked) > 1:
@@ -141,17 +141,17 @@ def sinks_over_training(
     progress: Hidden = None,
     **options: Any,
 ) -> SinksOverTraining:
-    """Find the sink in one checkpoint after the other: several revisions of a model, or several models.
+    """Find the sink in one checkpoint after another: several revisions of a model, or several models.
 
-    Every layer of each is read. A checkpoint that cannot be read is a line of the table with the reason.
+    Every layer of each checkpoint is read. If a checkpoint cannot be read, its row in the table gives the reason.
 
     Args:
         models: A short name, hub id, folder or .gguf file; several make a series. By default the model in the package.
         revisions: Branch, tag or commit on the hub; several make a series.
         tokens: Words to repeat, one token each. By default five words of the text.
-        top_k: Candidate neurons of the sink layer, each of which is ablated.
+        top_k: Number of candidate neurons of the sink layer; each is ablated.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
-        resume: Keep what is found of each checkpoint in this folder, and go on from there; for a series.
+        resume: For a series: folder that keeps the result of each checkpoint, so that an interrupted run can continue.
         progress: Called as `progress(what, done, total)`.
         options: As in `find_sinks`: device, dtype, bos, text, seed.
 
@@ -173,7 +173,7 @@ def sinks_over_training(
             show("checkpoints", len(found), len(series))
             if name not in kept.records:
                 one, way = _measure(name, model, way, revision=revision, progress=progress, **own)
-                if one.failed is None:  # a failed one is tried again next time
+                if one.failed is None:  # a failed checkpoint is tried again next time
                     kept.append([one])
                 found.append(one)
             else:
@@ -188,7 +188,7 @@ def sinks_over_training(
         settings={**settings, "checkpoints": len(found)},
         provenance=provenance(
             started=started,
-            device=way.device if way else "unknown",  # everything was there already
+            device=way.device if way else "unknown",  # every checkpoint was already measured
             dtype=way.dtype if way else "unknown",
             attention=way.attention if way else "unknown",
             bos=way.bos if way else options.get("bos"),
@@ -198,7 +198,7 @@ def sinks_over_training(
 
 
 def _series(models: list[str | Path], revisions: list[str]) -> list[tuple[str, str | Path | None, str | None]]:
-    """Name, model and revision of each checkpoint, none twice."""
+    """Name, model and revision of each checkpoint, without duplicates."""
     models, revisions = list(dict.fromkeys(models)), list(dict.fromkeys(revisions))
     if len(models) > 1 and len(revisions) > 1:
         raise SinkscopeError("several models and several revisions are given: give one model, or at most one revision")
@@ -219,10 +219,10 @@ def _label(models: Sequence[str | Path] | None) -> str:
 def _measure(
     name: str, model: str | Path | None, way: Provenance | None, **options: Any
 ) -> tuple[Checkpoint, Provenance | None]:
-    """What `find_sinks` says of one checkpoint, or why it cannot, and how it came to it (`way`: as before)."""
+    """The result of `find_sinks` for one checkpoint, or why it failed; and the provenance (`way`: as before)."""
     try:
         found = find_sinks(model, all_layers=True, **options)
-    except (SinkscopeError, OSError) as error:  # the next one may be whole
+    except (SinkscopeError, OSError) as error:  # the next checkpoint may be readable
         said = (str(error).splitlines() or [type(error).__name__])[0]
         return Checkpoint(name, failed=said.replace(str(model), name)), way
     spike, sink, minimal = found.norm_spike, found.attention_sink, found.minimal

@@ -1,4 +1,4 @@
-"""What the layers show: norms up the layers, one layer at chosen positions, and norms at repetitions."""
+"""What the layers show: norms across layers, one layer at chosen positions, and norms at repetitions."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from sinkscope.models.target import Target, first_tensor, norm_of, on_input, on_
 from sinkscope.trace.run import trace
 
 STAGE_SHARE = 0.01  # a stage adds at least this share of the first token's largest norm (definition of a stage)
-STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times the median of what it writes on typical text, along the
-# spike (an early stage can be small against all that an MLP writes, but not along that direction) or at all
-FALL_SHARE = 0.05  # a step-down layer takes away at least this share of the spike's largest length
+STAGE_OUTLIER = 5.0  # ... and its MLP writes this many times its median on typical text, either in total or along the
+# spike (an early stage can be small compared with everything that an MLP writes, but not along that direction)
+FALL_SHARE = 0.05  # a step-down layer removes at least this share of the spike's largest length
 SINK_RATIO = 3.0  # a spike: the first token's norm is this many times the typical one
-# Medians, and no high quantiles: some later positions are sinks, too (delimiters; without BOS the first tokens, as long
-# as they are of one cluster), and must not hide the first one.
+# Medians are used instead of high quantiles: some later positions are sinks, too (delimiters; without BOS the first
+# tokens, as long as they belong to one cluster), and must not hide the first one.
 _SAMPLE = 64  # positions of typical text whose activations are kept for that comparison
 _SHARED = 30.0  # a dimension is massive on all tokens if it is this many times the median dimension
 
 
 @dataclass
 class Walk:
-    """What one pass over the layers saw; lists have one entry per layer read, norms are L2.
+    """The result of one pass over the layers. Lists have one entry per layer read; norms are L2.
 
-    A dimension that is massive on all tokens alike (Owen et al. 2025) drowns the spike of one token. Where such
-    dimensions make up more than half of a typical residual stream and no spike is seen beside them, `spike`, `usual`
-    and `norms` leave them out; `first` and `typical` are always those of the whole residual stream.
+    A dimension that is massive on all tokens alike (Owen et al. 2025) hides the spike of one token. If such dimensions
+    make up more than half of a typical residual stream and no spike is visible with them included, `spike`, `usual` and
+    `norms` leave them out; `first` and `typical` always use the whole residual stream.
     """
 
     n_layers: int
@@ -50,11 +50,11 @@ class Walk:
     residual: list[Tensor] = field(default_factory=list)  # residual stream, first token (mean of rows), [d_model]
     written: list[Tensor] = field(default_factory=list)  # what the MLP adds, first token (mean of rows), [d_model]
     sample: list[Tensor] = field(default_factory=list)  # ... at some later positions, [position d_model]
-    massive: list[int] = field(default_factory=list)  # dimensions massive on all tokens, in the order they were met
+    massive: list[int] = field(default_factory=list)  # dimensions massive on all tokens, in the order found
 
     @property
     def shared(self) -> list[int]:
-        """Dimensions massive on all tokens, where no spike is seen beside them."""
+        """Dimensions massive on all tokens, if no spike is visible with them included."""
         seen = any(norm > SINK_RATIO * typical[1] for norm, typical in zip(self.first, self.typical, strict=True))
         return [] if seen else self.massive
 
@@ -74,20 +74,20 @@ class Walk:
         return [n[:, 1:].flatten().median().item() for n in self.norms] if self.shared else [t[1] for t in self.typical]
 
     def standing(self) -> list[int]:
-        """Layers after which the first token's norm stands out; empty: there is no norm spike."""
+        """Layers after which the first token's norm stands out; empty if there is no norm spike."""
         return [
             i for i, (norm, usual) in enumerate(zip(self.spike, self.usual, strict=True)) if norm > SINK_RATIO * usual
         ]
 
     def direction(self) -> Tensor:
-        """Of the spike: the first token's residual stream where it is largest, without shared dimensions."""
+        """Direction of the spike: the first token's residual stream where it is largest, without shared dimensions."""
         peak = int(torch.tensor(self.spike).argmax())
         way = self.residual[peak].clone()
         way[self.shared] = 0
         return way / way.norm()
 
     def stages(self) -> list[int]:
-        """Layers whose MLP builds the first token's norm (definition of a stage), in order; empty: there are none."""
+        """Layers whose MLP builds the first token's norm (definition of a stage), in order; may be empty."""
         if not self.standing():
             return []
         largest, spike = max(self.spike), self.direction()
@@ -96,14 +96,14 @@ class Walk:
             along = float(self.written[i] @ spike)
             usual = (self.sample[i] @ spike).abs().median().item()
             builds = along >= STAGE_SHARE * largest and along > STAGE_OUTLIER * usual
-            # A stage may also be orthogonal to the rest of the spike; what points against it takes the spike away.
+            # A stage may also be orthogonal to the rest of the spike; an MLP that points against it removes the spike.
             across = self.mlp_first[i] >= STAGE_SHARE * largest and along > -STAGE_SHARE * largest
             if builds or (across and self.mlp_first[i] > STAGE_OUTLIER * self.mlp_typical[i]):
                 found.append(i)
         return found
 
     def steps(self, sign: int) -> list[int]:
-        """Layers that make the spike longer (`sign` 1) or shorter (-1) by 5 % of its largest length at least."""
+        """Layers that make the spike longer (`sign` 1) or shorter (-1) by at least 5 % of its largest length."""
         if not self.standing():
             return []
         spike = self.direction()
@@ -112,19 +112,19 @@ class Walk:
         return [i for i in range(1, len(length)) if sign * (length[i] - length[i - 1]) >= bar]
 
     def sink_layer(self) -> int | None:
-        """The stage that adds most."""
+        """The stage that adds most to the norm."""
         return max(self.stages(), key=lambda i: self.mlp_first[i], default=None)
 
     def flat(self) -> bool:
-        """No new stage for a third of the layers, at least three, after one was seen."""
+        """Whether no new stage appeared for a third of the layers (at least three) after one was seen."""
         stages = self.stages()
         return bool(stages) and len(self.first) - 1 - stages[-1] >= max(3, math.ceil(self.n_layers / 3))
 
     def notebook_layer(self) -> int | None:
         """First layer whose MLP output at the first token exceeds mean + 2 sd over all layers.
 
-        The rule of the notebook behind Yona et al. 2025, not of the paper. With n layers no z-score exceeds
-        (n - 1) / sqrt(n), so it cannot fire for n < 6.
+        This rule comes from the notebook behind Yona et al. 2025, not from the paper. With n layers no z-score exceeds
+        (n - 1) / sqrt(n), so the rule cannot fire for n < 6.
         """
         if len(self.first) < self.n_layers:
             return None
@@ -135,9 +135,9 @@ class Walk:
 
 
 def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:
-    """Dimensions that are massive on all tokens alike, where they make up more than half of a typical residual stream.
+    """Dimensions massive on all tokens alike, if they make up more than half of a typical residual stream.
 
-    A dimension in which the first token itself stands out is none of them: leaving it out would hide a spike.
+    A dimension in which the first token itself stands out does not count, because leaving it out would hide a spike.
     """
     size = resid[:, 1:].flatten(0, 1)[:_SAMPLE].abs().median(0).values
     first = resid[:, 0].abs().median(0).values
@@ -150,14 +150,14 @@ def massive_dims(resid: Float[Tensor, "row pos d_model"]) -> list[int]:
 def walk(
     target: Target, ids: Int[Tensor, "row pos"], *, whole: bool, upto: int | None = None, progress: Progress = silent
 ) -> Walk:
-    """Run `ids` upward, layer by layer, and stop where the first token's norm has stayed flat (unless `whole`).
+    """Run `ids` upward, layer by layer, and stop once the first token's norm has stayed flat (unless `whole`).
 
     Args:
-        target: the model; layers of a streamed model are read as they are reached.
-        ids: typical text; position 0 is the first token.
-        whole: read every layer.
-        upto: the last layer that is read; None: all may be.
-        progress: told of each layer.
+        target: The model. Layers of a streamed model are read when they are reached.
+        ids: Typical text; position 0 is the first token.
+        whole: Read every layer.
+        upto: The last layer to read. None: no limit.
+        progress: Called after each layer.
     """
     seen = Walk(target.n_layers)
 
@@ -206,7 +206,7 @@ def _norms(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
-    """`walk`, and where only the first layers of a file are in memory, again with more of them until they suffice."""
+    """Run `walk`; if only the first layers of a file are in memory, repeat it with more of them until they suffice."""
     while True:
         seen = walk(made.target, made.ids, whole=whole, progress=made.progress)
         enough = len(seen.first) == made.target.n_layers or (seen.flat() and not whole)
@@ -218,15 +218,15 @@ def walk_far_enough(made: Setup, *, whole: bool) -> Walk:
 class LayerView:
     """A layer at `n` positions.
 
-    Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert come behind all of these.
+    Neurons of a mixture are numbered `expert * d_mlp + neuron`; those of a shared expert follow after all of these.
 
     Attributes:
-        resid: residual stream after the layer.
-        mlp: output of the down projection(s), before any norm behind it.
-        post: `hook_post`; in a mixture times the weight in `routing`.
-        up: output of the up projection, the linear factor; None where there is no such factor, and in a mixture.
-        routing: weight of every expert, 0 for those not chosen, and last that of a shared one, if there is one; None
-            where the layer is no mixture.
+        resid: Residual stream after the layer.
+        mlp: Output of the down projection(s), before any norm behind it.
+        post: `hook_post`; in a mixture, times the weight in `routing`.
+        up: Output of the up projection, the linear factor. None in a mixture and if the MLP has no such factor.
+        routing: Weight of every expert, 0 for those not chosen; the shared expert comes last, if there is one. None if
+            the layer is not a mixture.
     """
 
     layer: int
@@ -239,7 +239,7 @@ class LayerView:
 
 @torch.no_grad()
 def view_layer(target: Target, layer: int, ids: Int[Tensor, "row pos"], where: Tensor) -> LayerView:
-    """The layer at the positions marked in `where` (`[row pos]`, bool), from a pass that ends there."""
+    """The layer at the positions marked in `where` (`[row pos]`, bool), from a pass that ends at this layer."""
     a, got = target.adapter, dict[str, Tensor]()
 
     def pick(tensor: Tensor) -> Tensor:
@@ -293,17 +293,17 @@ def contribution_norms(target: Target, view: LayerView) -> Float[Tensor, "n neur
     for expert in experts:
         start = flat_number(target, layer, expert, 0)
         part = slice(start, start + target.width(layer, expert))
-        if bool(view.post[:, part].any()):  # norms are read of those experts only that write anything
+        if bool(view.post[:, part].any()):  # read norms only of experts that write anything
             out[:, part] = view.post[:, part].abs() * target.w_out_norms(layer, expert).float()
     return out
 
 
 @torch.no_grad()
 def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
-    """What candidates are ranked by: contribution norms, the median over the positions.
+    """The ranking criterion for candidates: contribution norms, median over the positions.
 
-    Where a norm stands behind the MLP (Gemma 2, OLMo 2) its gain counts: it can let one residual dimension through
-    and hold others back, and a neuron that writes much into the latter makes no spike.
+    If a norm stands behind the MLP (Gemma 2, OLMo 2), its gain is included: it can pass one residual dimension and
+    suppress others, and a neuron that writes mostly into suppressed dimensions makes no spike.
     """
     if target.adapter.post_mlp_norm is None:
         return contribution_norms(target, view).median(0).values
@@ -311,7 +311,7 @@ def reach(target: Target, view: LayerView) -> Float[Tensor, " neuron"]:
 
 
 def column_norms(target: Target, layer: int, expert: int | None = None) -> Float[Tensor, " neuron"]:
-    """Norms of the columns of the down projection, with the gain of the norm behind the MLP where there is one."""
+    """Norms of the columns of the down projection, including the gain of a norm behind the MLP if there is one."""
     path = target.adapter.post_mlp_norm
     if path is None:
         return target.w_out_norms(layer, expert)
@@ -323,7 +323,7 @@ def column_norms(target: Target, layer: int, expert: int | None = None) -> Float
 
 
 def gain_of(target: Target, norm: Any) -> Float[Tensor, " d_model"]:
-    """What a norm multiplies each dimension by, however it stores that: asked of a vector with mean 0 and square 1."""
+    """The factor a norm applies to each dimension, however it is stored: probed with a vector of mean 0, square 1."""
     signs = torch.ones(target.d_model, device=target.device, dtype=target.dtype)
     signs[1::2] = -1
     up, down = norm(signs[None])[0].float(), norm(-signs[None])[0].float()
@@ -348,7 +348,7 @@ def norm_without(
     cols: Float[Tensor, "draw k d_model"],
     without: Sequence[int] = (),
 ) -> Float[Tensor, "draw n"]:
-    """Norm of the residual stream after the layer, at every position, with each set of neurons zeroed.
+    """Norm of the residual stream after the layer at every position, with each set of neurons zeroed.
 
     Residual dimensions in `without` are left out of the norm.
     """
@@ -366,8 +366,8 @@ def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
     """Massive activations of the first token: |a| > 100 and > 1000 x the median |hidden state| (Sun et al. 2024).
 
     Args:
-        first: residual stream of the first token, `[d_model]`.
-        typical: residual stream of all positions of the layer, `[n d_model]`.
+        first: Residual stream of the first token, `[d_model]`.
+        typical: Residual stream of all positions of the layer, `[n d_model]`.
     """
     size = first.abs()
     hit = (size > 100) & (size > 1000 * typical.abs().median())
@@ -375,8 +375,8 @@ def spike_dims(first: Tensor, typical: Tensor) -> list[int]:
 
 
 def split(target: Target, layer: int, neuron: int) -> tuple[int | None, int]:
-    """(expert, neuron) of a flat number; expert is None where the layer is no mixture, and for a shared expert."""
-    first = target.n_experts(layer) * target.d_mlp  # of those that have no expert's number
+    """(expert, neuron) of a flat number. `expert` is None if the layer is not a mixture, and for a shared expert."""
+    first = target.n_experts(layer) * target.d_mlp  # number of the first neuron of a shared expert
     if target.has_mlp(layer, None) and neuron >= first:
         return None, neuron - first
     return divmod(neuron, target.d_mlp)
@@ -388,7 +388,7 @@ def flat_number(target: Target, layer: int, expert: int | None, neuron: int) -> 
 
 
 def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> LayerView:
-    """The layer on typical text, first tokens left out; as many positions as 64 MB of activations allow."""
+    """The layer on typical text without first tokens, at as many positions as 64 MB of activations allow."""
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
     experts = int(getattr(target.config, "num_local_experts", None) or getattr(target.config, "num_experts", None) or 1)
@@ -397,10 +397,10 @@ def neutral_view(target: Target, layer: int, ids: Int[Tensor, "row pos"]) -> Lay
 
 
 def neutral_values(target: Target, text: LayerView, flat: int) -> tuple[float, float | None]:
-    """Median `hook_post` of a neuron on typical text, and of its up factor where there is one: what a patch writes."""
+    """Median `hook_post` of a neuron on typical text, and of its up factor if there is one: what a patch writes."""
     expert, _ = split(target, text.layer, flat)
     post = text.post[:, flat]
-    if text.routing is not None:  # what the expert itself gives, where it was asked; the last weight is a shared one's
+    if text.routing is not None:  # the expert's own output where it was chosen; the last weight is the shared expert's
         expert = -1 if expert is None else expert
         asked = text.routing[:, expert] > 0
         post = post[asked] / text.routing[asked, expert] if bool(asked.any()) else torch.zeros(1)
@@ -415,7 +415,7 @@ def norms_after(
     progress: Progress = silent,
     what: str = "norms",
 ) -> Float[Tensor, "row pos"]:
-    """Norm of the residual stream after a layer at every position; the passes end there."""
+    """Norm of the residual stream after a layer at every position; the passes end at this layer."""
     site, parts = f"blocks.{layer}.hook_resid_post", list[Tensor]()
     for rows in ids.split(batch_size or len(ids)):
         parts.append(trace(target, rows, [site], "norm")[site])
@@ -424,7 +424,7 @@ def norms_after(
 
 
 def until_half(norms: Float[Tensor, " repetition"], first: float | Tensor) -> int | None:
-    """The first number of repetitions whose norm reaches half of the first token's; None: it never does."""
+    """The first number of repetitions whose norm reaches half of the first token's; None if it never does."""
     reached = (norms >= first / 2).nonzero().flatten()
     return int(reached[0]) + 1 if len(reached) else None
 
@@ -434,8 +434,8 @@ class Repetition:
     """Repeated tokens at the sink layer.
 
     Attributes:
-        repeats: per token the first n whose norm reaches half of the first token's; None: never.
-        view: the layer at the last repetition of each token that got there; None: none did.
+        repeats: For each token, the first n whose norm reaches half of the first token's. None if never.
+        view: The layer at the last repetition of each token that got there. None if no token did.
     """
 
     repeats: list[int | None]
@@ -452,23 +452,23 @@ def repeat_until_half(
     progress: Progress = silent,
     without: Sequence[int] = (),
 ) -> Repetition:
-    """A prefix and then n repetitions of each token in one causal pass; n doubles until all got there.
+    """Run a prefix and n repetitions of each token in one causal pass; n doubles until all tokens become sinks.
 
     Args:
-        target: the model.
-        layer: the sink layer, whose residual stream is read.
-        tokens: the ids to repeat, one row each.
-        prefixes: the first token of each row (BOS, or another token that stands in for it).
-        max_repeats: largest n.
-        progress: told of each doubling.
-        without: residual dimensions that norms leave out, because they are massive on all tokens.
+        target: The model.
+        layer: The sink layer, whose residual stream is read.
+        tokens: The ids to repeat, one row each.
+        prefixes: The first token of each row (BOS, or a token that stands in for it).
+        max_repeats: Largest n.
+        progress: Called after each doubling.
+        without: Residual dimensions that norms leave out because they are massive on all tokens.
     """
     length = min(128, max_repeats)
     found: dict[int, int | None] = dict.fromkeys(range(len(tokens)))
     views: dict[int, LayerView] = {}
     while True:
         left = [i for i, n in found.items() if n is None]
-        for i in left:  # a row at a time: long rows side by side would only multiply the memory
+        for i in left:  # one row at a time: a batch of long rows would only need more memory
             ids = torch.full((1, length + 1), tokens[i])
             ids[0, 0] = prefixes[i]
             where = torch.zeros_like(ids, dtype=torch.bool)

@@ -1,1 +1,1 @@
-"""A patch that repairs repetition, and what it costs."""
+"""A patch that prevents sinks at repeated tokens, and what it costs."""

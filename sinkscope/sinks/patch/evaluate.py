@@ -1,6 +1,7 @@
-"""What a patch costs elsewhere: perplexity and benchmarks, against no patch and against a patch of random neurons.
+"""What a patch costs elsewhere: perplexity and benchmarks, compared with no patch and with a random-neuron patch.
 
-Perplexity comes from the next-token loss of ordinary text, piece by piece, with the standard error of its difference.
+Perplexity is computed from the next-token loss of ordinary text, piece by piece, with the standard error of the
+difference.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.walk import flat_number, neutral_values, neutral_view
 from sinkscope.text import text_rows
 
-CHARACTERS = 8  # of a token, at most: as in `text_rows`
+CHARACTERS = 8  # largest number of characters per token, as in `text_rows`
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Change:
     """A quantity with and without an edit, over paired samples.
 
     Attributes:
-        before: without.
-        after: with.
-        difference: after - before.
-        se: standard error of the difference, from the differences of the samples; None for a single one.
+        before: Value without the edit.
+        after: Value with the edit.
+        difference: `after - before`.
+        se: Standard error of the difference, from the differences of the samples. None for a single sample.
     """
 
     before: float
@@ -55,7 +56,7 @@ class Change:
 
     @classmethod
     def of(cls, before: float, after: float, samples: Float[Tensor, " n"], scale: float = 1.0) -> Change:
-        """With the standard error of the mean of the samples' differences, times `scale`."""
+        """Computed with the standard error of the mean of the samples' differences, times `scale`."""
         many = len(samples) > 1
         return cls(
             before, after, after - before, float(samples.std()) / math.sqrt(len(samples)) * scale if many else None
@@ -63,15 +64,15 @@ class Change:
 
 
 def under(edit: Intervention | None, target: Target) -> AbstractContextManager[Any]:
-    """A `with` in which the edit acts, or nothing does."""
+    """A `with` block in which the edit acts; without an edit, nothing does."""
     return nullcontext() if edit is None else edit.on(target)
 
 
 def held_out(made: Setup, pieces: int, length: int, texts: int = 4) -> Int[Tensor, "row pos"]:
-    """Pieces of the typical text behind the part that neutral values are taken from.
+    """Pieces of the typical text after the part that neutral values are taken from.
 
     Raises:
-        SinkscopeError: the text is too short for two pieces of 8 tokens.
+        SinkscopeError: The text is too short for two pieces of 8 tokens.
     """
     tokenizer = made.target.tokenizer
     rest = made.text[CHARACTERS * texts * PIECE :]
@@ -96,14 +97,14 @@ def losses(
     batch_size: int = 8,
     progress: Progress = silent,
 ) -> Float[Tensor, " row"]:
-    """Mean next-token loss of each piece in nats; what the first token predicts is left out, no patch touches it.
+    """Mean next-token loss of each piece in nats, without the first token's prediction, which no patch changes.
 
     Args:
-        target: the model, whole.
-        ids: pieces of text.
-        edit: what to act under.
-        batch_size: pieces at a time.
-        progress: told of every batch.
+        target: The whole model.
+        ids: Pieces of text.
+        edit: The edit to act under.
+        batch_size: Pieces per pass.
+        progress: Called after every batch.
     """
     out: list[Tensor] = []
     for start in range(0, len(ids), batch_size):
@@ -119,29 +120,29 @@ def losses(
 
 
 def perplexity_change(before: Float[Tensor, " row"], after: Float[Tensor, " row"]) -> Change:
-    """Perplexities of paired pieces; the standard error is that of the mean loss difference, times the perplexity."""
+    """Perplexities of paired pieces. The standard error is that of the mean loss difference, times the perplexity."""
     first, second = float(before.double().mean().exp()), float(after.double().mean().exp())
     return Change.of(first, second, after.double() - before.double(), second)
 
 
-_SEED = 1234  # of the examples before a question; the harness's own
+_SEED = 1234  # seed of the examples before a question; the harness's default
 
 
 @dataclass(frozen=True)
 class Score:
-    """A number with no patch, with the patch, and with a patch of as many random neurons of the same layers.
+    """A number without a patch, with the patch, and with a patch of as many random neurons of the same layers.
 
     Attributes:
-        task: name of the task; "text" for the held-out text.
+        task: Name of the task; "text" for the held-out text.
         metric: "perplexity", "acc", "acc_norm", ...
-        samples: questions, or pieces of text.
-        original: without a patch.
-        patched: with the patch.
-        random: with a patch of as many random neurons.
-        difference: patched less original.
-        difference_se: standard error of the difference, over the paired samples; None for a single sample.
-        random_difference: random less original.
-        random_se: standard error of that.
+        samples: Number of questions, or of pieces of text.
+        original: Value without a patch.
+        patched: Value with the patch.
+        random: Value with a patch of as many random neurons.
+        difference: Patched minus original.
+        difference_se: Standard error of the difference, over the paired samples. None for a single sample.
+        random_difference: Random minus original.
+        random_se: Standard error of the random difference.
     """
 
     task: str
@@ -161,10 +162,10 @@ class PatchEvaluation(Result):
     """Benchmarks and perplexity with and without a patch (Yona et al. 2025, Table 2).
 
     Attributes:
-        scores: held-out text first, then the tasks as they were given, each with all its metrics.
-        neurons: the patch: (layer, neuron) or (layer, expert, neuron).
-        random_neurons: those of the random patch.
-        shots: examples before each question, by task; as the task's own file says where none was asked for.
+        scores: Held-out text first, then the tasks in the order given, each with all its metrics.
+        neurons: Neurons of the patch: (layer, neuron) or (layer, expert, neuron).
+        random_neurons: Neurons of the random patch.
+        shots: Examples before each question, by task. If none were requested, the number from the task's own file.
     """
 
     page: ClassVar[str] = "measure/patch"
@@ -185,7 +186,7 @@ class PatchEvaluation(Result):
     shots: dict[str, int]
 
     def conclusion(self) -> str:
-        """Which numbers the patch moves, and how many a random patch moves."""
+        """Which numbers the patch changes, and how many a random patch changes."""
         known = [s for s in self.scores if s.difference_se is not None and s.random_se is not None]
         moved = [f"{s.task} {s.metric}" for s in known if abs(s.difference) > 2 * (s.difference_se or 0.0)]
         chance = sum(abs(s.random_difference) > 2 * (s.random_se or 0.0) for s in known)
@@ -196,7 +197,7 @@ class PatchEvaluation(Result):
         )
 
     def details(self) -> list[str]:
-        """A warning where the patch was made for another model."""
+        """A warning if the patch was made for another model."""
         made_for = self.settings.get("made_for")
         if made_for in (None, self.model.name):
             return []
@@ -210,7 +211,7 @@ def _read(patch: SinkPatch | str | os.PathLike[str] | None) -> SinkPatch:
 
 
 def _check(patch: SinkPatch | str | os.PathLike[str] | None, tasks: Sequence[str], **_: object) -> None:
-    """A wrong file or name should not cost the loading of a model."""
+    """Refuse a wrong file or name before a model is loaded."""
     _read(patch)
     if tasks:
         Tasks(tasks)
@@ -235,19 +236,19 @@ def evaluate_patch(
     length: Annotated[int, Option(min=8)] = 256,
     batch_size: Positive = 8,
 ) -> PatchEvaluation:
-    """Measure a model without a patch, under it, and under a patch of as many random neurons of the same layers.
+    """Measure a model without a patch, with it, and with a patch of as many random neurons of the same layers.
 
-    The beginning of the typical text gives the neutral values of the random neurons; the pieces that perplexity is
-    measured on come from behind it. Tasks are those of EleutherAI's lm-evaluation-harness.
+    The beginning of the typical text provides the neutral values of the random neurons; perplexity is measured on
+    pieces that come after it. Tasks are those of EleutherAI's lm-evaluation-harness.
 
     Args:
         patch: The patch.json to evaluate; from Python also a `SinkPatch`.
         tasks: Names of tasks (mmlu, hellaswag, truthfulqa_mc1, ...) or paths of task files (.yaml).
         shots: Examples before each question. By default as each task says.
-        questions: Questions of each task, from its beginning. By default all.
-        pieces: Pieces of held-out text.
-        length: Tokens of a piece.
-        batch_size: Rows that run together.
+        questions: Number of questions of each task, from its beginning. By default all.
+        pieces: Number of pieces of held-out text.
+        length: Tokens per piece.
+        batch_size: Rows per pass.
 
     Example:
         sinkscope patch eval --model llama-2-7b --patch patch.json
@@ -283,7 +284,7 @@ def evaluate_patch(
 
 
 def random_patch(made: Setup, patch: SinkPatch) -> SinkPatch:
-    """A patch of the same kind for as many other neurons of the same layers and experts, drawn by the seed."""
+    """A patch of the same kind for as many other neurons of the same layers and experts, drawn with the seed."""
     generator = torch.Generator().manual_seed(made.seed)
     calibrated: dict[NeuronSite, float] = {}
     for group in patch.groups():
@@ -313,10 +314,11 @@ class Tasks:
     """Tasks of the harness by name or file.
 
     Attributes:
-        shots: examples before each question, by task, as it was run.
+        shots: Examples before each question, by task, as it was run.
 
     Raises:
-        SinkscopeError: lm-eval is not installed; a task is unknown (with the nearest names) or no such file.
+        SinkscopeError: lm-eval is not installed, a task is unknown (the message names the nearest), or a file is
+            missing.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -335,24 +337,24 @@ class Tasks:
     def run(
         self, made: Setup, edit: Intervention | None, shots: int | None, questions: int | None, batch_size: int
     ) -> dict[tuple[str, str], Float[Tensor, " sample"]]:
-        """The value of every question by (task, metric); a group of tasks has all questions of its parts.
+        """The value of every question by (task, metric). A group of tasks has all questions of its parts.
 
         Args:
-            made: the model; questions begin with BOS where its sequences do.
-            edit: entered around the questions.
-            shots: examples before each; None: as the task says.
-            questions: of each task; None: all.
-            batch_size: questions that run together.
+            made: The model. Questions begin with BOS if its sequences do.
+            edit: The edit, entered around the questions.
+            shots: Examples before each question. None: as the task says.
+            questions: Number of questions of each task. None: all.
+            batch_size: Questions per pass.
 
         Raises:
-            SinkscopeError: the data of a task cannot be had.
+            SinkscopeError: The data of a task are not available.
         """
         evaluate = _harness("lm_eval.evaluator").evaluate
         model = _harness("lm_eval.models.huggingface").HFLM
         out: dict[tuple[str, str], Tensor] = {}
         target = made.target
         with _quiet(), under(edit, target):
-            lm = model(  # it changes the tokenizer it is given
+            lm = model(  # the harness changes the tokenizer it is given
                 pretrained=target.hf,
                 tokenizer=copy.deepcopy(target.tokenizer),
                 batch_size=batch_size,
@@ -364,7 +366,7 @@ class Tasks:
                     loaded = self._manager.load([name])
                     _set_shots(loaded["tasks"].values(), shots)
                     found = evaluate(lm, loaded, limit=questions, log_samples=True, bootstrap_iters=0)
-                except OSError as error:  # the data set: no network, no such file
+                except OSError as error:  # the data set is missing: no network, or no such file
                     raise SinkscopeError(
                         f"the data of task {name!r} cannot be had ({str(error).splitlines()[0][:200]}): connect to the "
                         "hub once, or give a task file whose data is here"
@@ -378,13 +380,13 @@ class Tasks:
 
 @cache
 def _index(manager_class: Any, everything: bool) -> Any:
-    """Reading the index of all tasks takes seconds: once, and not for files alone."""
+    """The index of all tasks. Reading it takes seconds, so it is read once, and not for files alone."""
     with _quiet():
         return manager_class(include_defaults=everything)
 
 
 def _set_shots(tasks: Any, shots: int | None) -> None:
-    """As the harness's own command does: a task that says zero shots keeps them."""
+    """Set the shots as the harness's own command does: a task that specifies zero shots keeps them."""
     for task in tasks:
         own = task.get_config("num_fewshot")
         if own is None or (shots is not None and own != 0):
@@ -424,5 +426,5 @@ def _harness(module: str) -> Any:
 
 
 def _quiet() -> Any:
-    """The harness draws bars and writes notes on standard error; where that is no terminal, nothing is said."""
+    """Silence the progress bars and notes that the harness writes on standard error if that is not a terminal."""
     return nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())

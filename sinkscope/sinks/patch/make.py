@@ -1,4 +1,4 @@
-"""A patch for a model nobody has looked at: find the neurons, take as few as suffice, verify, and refuse to harm."""
+"""Makes a patch for an unknown model: finds the neurons, takes as few as suffice, verifies, and refuses to harm."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 from sinkscope.trace.run import trace
 
-HEADROOM = 1.5  # times the 95 % line: one position of ordinary text in twenty lies above that line anyway
-# Of the first token's norm, in later layers: a model that copies well is sure of a repeated token, and its last layers
-# raise the norm a little for that reason, far below a sink.
+HEADROOM = 1.5  # times the 95 % quantile, which one position of ordinary text in twenty exceeds anyway
+# Share of the first token's norm that is tolerated in later layers: a model that copies well is certain of a repeated
+# token, so its last layers raise the norm a little, far below that of a sink.
 SLACK = 0.03
 MOST = 256  # sets that are tried, smaller ones first, before neurons are left out of the whole set one at a time
 TAKEN = 0.05  # attention to the first token that repetition must take in a layer, for the layer to be compared
@@ -47,14 +47,14 @@ class PatchedNeuron(Member):
 
 @dataclass(frozen=True)
 class Tried:
-    """A set of causal neurons, and the largest norm of the repeated tokens it was chosen with, under its patch.
+    """A set of causal neurons, and the largest norm that the repeated tokens used for the choice have under its patch.
 
     Attributes:
-        neurons: the set.
-        norm: where the spike is complete.
-        returns_in: the first layer, there or later, after which a norm is above the typical range; None: none is.
-        attention_taken_in: the first layer in which these tokens still take the attention of the first one; None: none,
-            or norms are not typical, and attention was not measured.
+        neurons: The neurons of the set.
+        norm: Largest norm of these tokens after the layer where the spike is complete.
+        returns_in: First layer, from that one on, after which a norm is above the typical range. None if there is none.
+        attention_taken_in: First layer in which these tokens still take attention from the first token. None if there
+            is none, or if norms are not typical, in which case attention was not measured.
     """
 
     neurons: tuple[tuple[int, ...], ...]
@@ -65,16 +65,16 @@ class Tried:
 
 @dataclass(frozen=True)
 class HeldOutToken:
-    """A token that took no part in the choice, repeated `repeats` times; norms are the largest after the first token.
+    """A token that took no part in the choice, repeated `repeats` times. Norms are the largest after the first token.
 
     Attributes:
-        token: as text.
-        id: its id.
-        repeats: how often the token is repeated.
-        intact: largest norm after the first token without the patch.
-        patched: the same with the patch.
-        returns_in: the first layer, there or later, after which its norm is above the typical range with the patch;
-            None: none.
+        token: The token as text.
+        id: Token id.
+        repeats: How often the token is repeated.
+        intact: Largest norm after the first token without the patch.
+        patched: The same with the patch.
+        returns_in: First layer, there or later, after which its norm with the patch is above the typical range. None if
+            there is none.
     """
 
     token: str
@@ -89,17 +89,17 @@ class HeldOutToken:
 class LaterLayer:
     """A layer from the one where the spike is complete to the last: the held-out tokens, intact and patched.
 
-    Norms are the largest behind the first token. Attention is that to the first token, the mean over heads and over the
-    second half of the queries; None in the first of these layers, whose heads come before the spike.
+    Norms are the largest after the first token. Attention is the attention to the first token, averaged over heads and
+    over the second half of the queries. It is None in the first of these layers, whose heads come before the spike.
 
     Attributes:
-        layer: which.
-        ceiling: norms up to here count as typical.
-        intact: norm without the patch.
-        patched: norm with it.
-        ordinary_attention: on ordinary text of the same length.
-        intact_attention: on the repeated tokens without the patch.
-        patched_attention: on them with it.
+        layer: Layer number.
+        ceiling: Norms up to this value count as typical.
+        intact: Norm without the patch.
+        patched: Norm with the patch.
+        ordinary_attention: Attention on ordinary text of the same length.
+        intact_attention: Attention on the repeated tokens without the patch.
+        patched_attention: Attention on the repeated tokens with the patch.
     """
 
     layer: int
@@ -112,7 +112,7 @@ class LaterLayer:
 
     @property
     def attention(self) -> tuple[float, float]:
-        """Attention that repetition takes from the first token, and how much of it the patch gives back."""
+        """The attention that repetition takes from the first token, and how much of it the patch restores."""
         if self.ordinary_attention is None or self.intact_attention is None or self.patched_attention is None:
             return 0.0, 0.0
         taken = self.ordinary_attention - self.intact_attention
@@ -125,24 +125,24 @@ class PatchMade(Result):
 
     Attributes:
         verdict: "made"; "not-repaired": repeated tokens remain sinks, or become sinks again in a later layer;
-            "refused": it would harm; "no-sink": the model has no spike; "no-repeats": it has one, but repetition makes
-            none. `reason` says more.
-        reason: one sentence.
-        neurons: the smallest set of causal neurons that suffices; of a refused patch, the set that was examined.
-        causal: number of neurons of the causal set it was chosen from.
-        sink_layer: None: no sink.
-        layer: where norms were read: the last layer that builds the spike.
-        first_norm: the first token's norm there.
-        typical_low: 5 % of the norms on typical text there.
-        typical_norm: their median.
-        typical_high: 95 %.
-        ceiling: norms up to here count as typical: 1.5 times the 95 % line.
-        tried: every set that was tried, in order; the first is the empty one.
-        unreached: words that no repetition turned into a sink; they say nothing about a patch.
-        held_out: the tokens the patch was verified with.
-        later: these tokens in every layer from `layer` on.
-        perplexity: on pieces of typical text that took no part in the choice.
-        limit: largest relative rise of the perplexity that is accepted.
+            "refused": the patch would harm; "no-sink": the model has no spike; "no-repeats": it has one, but repetition
+            makes none. `reason` explains the verdict.
+        reason: One sentence.
+        neurons: The smallest set of causal neurons that suffices. For a refused patch, the set that was examined.
+        causal: Number of neurons in the causal set that these were chosen from.
+        sink_layer: Sink layer. None if there is no sink.
+        layer: Layer where norms were read: the last layer that builds the spike.
+        first_norm: The first token's norm in that layer.
+        typical_low: The 5 % quantile of norms on typical text in that layer.
+        typical_norm: The median of these norms.
+        typical_high: Their 95 % quantile.
+        ceiling: Norms up to this value count as typical: 1.5 times the 95 % quantile.
+        tried: All sets that were tried, in order. The first is the empty set.
+        unreached: Number of words that no repetition turned into a sink; they are no evidence about a patch.
+        held_out: The tokens that the patch was verified with.
+        later: These tokens in every layer from `layer` on.
+        perplexity: Perplexity on pieces of typical text that took no part in the choice.
+        limit: Largest relative increase of the perplexity that is accepted.
     """
 
     page: ClassVar[str] = "measure/patch"
@@ -172,7 +172,7 @@ class PatchMade(Result):
         """The patch.
 
         Raises:
-            SinkscopeError: none was made.
+            SinkscopeError: No patch was made.
         """
         if self.verdict != "made":
             raise SinkscopeError(f"no patch was made for {self.model.name}: {self.reason}", page="no-sink")
@@ -180,7 +180,7 @@ class PatchMade(Result):
         return SinkPatch(sites=tuple(sites), calibrated=sites, model=asdict(self.model))
 
     def conclusion(self) -> str:
-        """Whether there is a patch, and what it does to held-out tokens and text."""
+        """Whether there is a patch, and its effect on held-out tokens and text."""
         if self.verdict == "not-repaired":
             return f"Not repaired, and no patch was made: {self.reason}"
         if self.verdict != "made" or self.perplexity is None or self.ceiling is None:
@@ -250,7 +250,7 @@ def _check(tokens: Sequence[str] | None, **_: object) -> None:
 
 
 def _write(made: PatchMade, path: str) -> str | None:
-    """A refusal is an error, because a script that goes on to use the patch must stop; nothing to patch is none."""
+    """A refusal is an error, because a script that goes on to use the patch must stop; "nothing to patch" is not."""
     if made.verdict in ("refused", "not-repaired"):
         what = "not repaired, and " * (made.verdict == "not-repaired")
         raise RefusedError(f"{what}no patch was written: {made.reason}", page="no-sink")
@@ -290,21 +290,22 @@ def make_patch(
 ) -> PatchMade:
     """Find the smallest set of causal neurons whose patch keeps repeated tokens from becoming sinks.
 
-    Sets are parts of the smallest causal set of `find_sinks`. Each is tried by real passes under a `SinkPatch`,
-    smaller sets first and of one size those of larger contributions first, until the norm of the repeated tokens stays
-    typical in every later layer, and later heads attend to the first token as in ordinary text. Then tokens that took
-    no part in the choice are measured, and held-out text. Where the sink returns in a later layer nothing is repaired,
-    and a patch that harms is refused. (Yona et al. 2025, section 5.3, patch the neurons of their Table 1 by hand.)
+    The candidates are subsets of the smallest causal set of `find_sinks`. Each is tried in real passes under a
+    `SinkPatch`, smaller sets first and, within one size, those with larger contributions first, until the norm of the
+    repeated tokens stays typical in every later layer and later heads attend to the first token as in ordinary text.
+    The patch is then verified on tokens that took no part in the choice and on held-out text. If the sink returns in a
+    later layer, the verdict is that nothing is repaired; a patch that harms is refused. (Yona et al. 2025, section 5.3,
+    patch the neurons of their Table 1 by hand.)
 
     Args:
         tokens: Words to repeat, one token each, at least two: every other one is held out. By default words of the
             text.
-        words: Words that are drawn to choose with, and as many to verify with.
+        words: Number of words to choose with; as many again are drawn to verify with.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
-        limit: Largest relative rise of the perplexity on held-out text that is accepted; 0.01 is 1 %.
-        pieces: Pieces of held-out text.
-        length: Tokens of a piece.
-        batch_size: Rows that run together.
+        limit: Largest accepted relative increase of the perplexity on held-out text; 0.01 is 1 %.
+        pieces: Number of pieces of held-out text.
+        length: Tokens per piece.
+        batch_size: Rows per pass.
 
     Example:
         sinkscope patch make --model llama-2-7b --out patch.json
@@ -380,11 +381,11 @@ class _Ceilings:
     @property
     def ceilings(self) -> Float[Tensor, " layer"]:
         slack = SLACK * torch.tensor(self.spike)
-        slack[0] = 0.0  # where the spike is made, the norm has to be typical
+        slack[0] = 0.0  # the norm must be typical where the spike is made
         return (HEADROOM * torch.tensor([top for _, _, top in self.typical])).maximum(slack)
 
     def first_above(self, norms: Float[Tensor, " layer"]) -> int | None:
-        """The first of the layers after which the norm is above the typical range; None: none is."""
+        """The first of the layers after which the norm is above the typical range; None if there is none."""
         above = (norms > self.ceilings).nonzero().flatten()
         return self.layers[int(above[0])] if len(above) else None
 
@@ -407,9 +408,9 @@ def _no_set(high: _Ceilings, tried: tuple[Tried, ...]) -> str:
 
 
 def _still_taken(later: tuple[LaterLayer, ...]) -> list[LaterLayer]:
-    """The layers whose attention is not back, if less than half of all attention that was taken is back.
+    """The layers whose attention is not restored, if less than half of all attention that was taken is restored.
 
-    Layers are judged together: in some, heads that look at repeated tokens for another reason give less than half back.
+    Layers are judged together: in some, heads that attend to repeated tokens for another reason restore less than half.
     """
     taken, back = (sum(one.attention[i] for one in later) for i in (0, 1))
     return [one for one in later if one.attention[1] < one.attention[0] / 2] if back < taken / 2 else []
@@ -447,7 +448,7 @@ def _verdict(
 def largest_norms(
     target: Target, high: _Ceilings, rows: Int[Tensor, "row pos"], edit: Intervention | None, batch_size: int
 ) -> Float[Tensor, "row layer"]:
-    """Per row, the largest norm of the residual stream at positions behind the first, after each of the layers."""
+    """For each row, the largest norm of the residual stream after the first position, after each of the layers."""
     sites = [f"blocks.{i}.hook_resid_post" for i in high.layers]
     with under(edit, target):
         got = trace(target, rows, sites, lambda r: norm_of(r, high.without)[:, 1:].amax(1), batch_size=batch_size)
@@ -504,7 +505,7 @@ def _ordinary(setup: Setup, rows: Int[Tensor, "row pos"]) -> Int[Tensor, "row po
 
 
 def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
-    """The smallest causal set, largest contribution first; where none takes the spike away, every causal neuron."""
+    """The smallest causal set, largest contribution first; if none removes the spike, every causal neuron."""
     target, layer, generator = setup.target, seen.sink_layer(), torch.Generator().manual_seed(setup.seed)
     assert layer is not None
     proof = prove(target, setup.ids, layer, TOP, generator, None, seen.stages(), seen.shared)
@@ -516,17 +517,17 @@ def _candidates(setup: Setup, seen: Walk) -> list[Neuron]:
 def _smallest(
     setup: Setup, candidates: list[Neuron], high: _Ceilings, rows: Tensor, batch_size: int
 ) -> tuple[tuple[Neuron, ...] | None, tuple[Tried, ...]]:
-    """The smallest set whose patch keeps the norms below the ceilings, None if none does; and all that were tried.
+    """The smallest set whose patch keeps the norms below the ceilings, None if none does; and all sets tried.
 
-    Of a large causal set not every part can be tried: then one neuron after another is left out, those that write least
-    first, as long as the rest suffices.
+    Not every subset of a large causal set can be tried. Neurons are then left out one after another, those that write
+    least first, as long as the rest suffices.
     """
     tried: list[Tried] = []
     every, target = len(candidates), setup.target
     before: list[dict[int, float]] = []
 
     def suffices(some: Sequence[Neuron]) -> bool:
-        edit = _patch(some) if some else None  # no neuron at all: how far there is to fall
+        edit = _patch(some) if some else None  # the empty set shows the norm without a patch
         norms = largest_norms(target, high, rows, edit, batch_size)
         above, taken = high.first_above(norms.amax(0)), None
         if edit is not None and above is None:

@@ -1,1 +1,1 @@
-"""How repeated tokens become sinks, and what follows."""
+"""How repeated tokens become sinks, and the consequences."""

@@ -1,4 +1,4 @@
-"""For every token: does repeating it make a sink, and after how many repetitions (Yona et al. 2025, figure 6)."""
+"""For every token: whether repeating it makes a sink, and after how many repetitions (Yona et al. 2025, figure 6)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from sinkscope.sinks.first_token.ablation import causal_neurons
 from sinkscope.sinks.first_token.walk import norms_after, until_half
 from sinkscope.sinks.tokens import at_once_line, draw, room, vocabulary
 
-PILOT = 16  # tokens that say how long the first pass must be
-SHORTEST = 128  # repetitions of it, at least
-_SHOWN = 200  # rows on the page at a time: a browser is slow with a hundred thousand
+PILOT = 16  # tokens that determine the length of the first pass
+SHORTEST = 128  # smallest number of repetitions in that pass
+_SHOWN = 200  # rows shown at a time: a browser is slow with a hundred thousand
 
-# Texts go in by textContent and never become HTML.
+# Texts are inserted with textContent and never become HTML.
 _SCRIPT = """
 (async()=>{
 const box=document.currentScript.parentElement, packed=atob(box.querySelector('script[type]').textContent);
@@ -60,15 +60,15 @@ draw();
 
 @dataclass(frozen=True)
 class AtlasWork(Work):
-    """For each token the first number of repetitions that makes a sink.
+    """Finds, for each token, the first number of repetitions that makes a sink.
 
     Attributes:
-        layer: the sink layer, whose norm is read.
-        first: what stands first: BOS, or a token that stands in for it.
-        other: stands in where `first` is no BOS and is itself the repeated token.
-        length: repetitions of the first pass. Tokens that do not get there take four times as many, and so on.
-        max_repeats: largest number of repetitions.
-        batch_size: positions per pass.
+        layer: The sink layer, whose norm is read.
+        first: The id that stands first: BOS, or a token that stands in for it.
+        other: Used instead of `first` if that is not BOS and is itself the repeated token.
+        length: Repetitions in the first pass. Tokens that do not become a sink get four times as many, and so on.
+        max_repeats: Largest number of repetitions.
+        batch_size: Positions per pass.
     """
 
     first: int
@@ -79,13 +79,13 @@ class AtlasWork(Work):
 
     @torch.no_grad()
     def __call__(self, target: Target, items: list[int]) -> Columns:
-        """Columns repeats and norm; an entry per token."""
+        """Columns repeats and norm, with one entry per token."""
         repeats: list[int | None] = [None] * len(items)
         reached = [0.0] * len(items)
         left, length = list(range(len(items))), min(self.length, self.max_repeats)
         while left:
             passes = -(-len(left) // max(1, self.batch_size // (length + 1)))
-            for part in (left[i::passes] for i in range(passes)):  # of equal size, as nearly as can be
+            for part in (left[i::passes] for i in range(passes)):  # parts of nearly equal size
                 norm = norms_after(target, self.layer, torch.tensor([self.row(items[i], length) for i in part]))
                 share = norm[:, 1:] / norm[:, :1]
                 for i, row in zip(part, share, strict=True):
@@ -98,19 +98,20 @@ class AtlasWork(Work):
         return {"repeats": list(repeats), "norm": list(reached)}
 
     def row(self, token: int, length: int) -> list[int]:
-        """A first token and then `length` times another."""
+        """A first token followed by `length` copies of another."""
         return [self.other if token == self.first else self.first, *[token] * length]
 
 
 @dataclass(frozen=True)
 class Property:
-    """What tokens that resist have in common.
+    """A property that may distinguish resisting tokens.
 
     Attributes:
-        name: of the property.
-        reached: its median over tokens that become a sink by repetition (share, of what is or is not).
-        resisting: the same over those that do not.
-        auroc: chance that a resisting token has more of it than one that is reached; 0.5: it says nothing.
+        name: Name of the property.
+        reached: Median over tokens that repetition turns into a sink (for yes/no properties, the share).
+        resisting: The same over tokens that never become one.
+        auroc: Probability that a resisting token has a higher value than one that becomes a sink; 0.5 means no
+            relation.
     """
 
     name: str
@@ -121,7 +122,7 @@ class Property:
 
 @dataclass(frozen=True)
 class HeadRow:
-    """Tokens by the head of layer 0 that serves them; None: no single head does."""
+    """Tokens grouped by the head of layer 0 that serves them. Head None: no single head does."""
 
     head: int | None
     tokens: int
@@ -131,24 +132,27 @@ class HeadRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkAtlas(Result):
-    """Repetition of every token of the vocabulary. Lists have an entry per token.
+    """Repetition of every token of the vocabulary. Lists have one entry per token.
 
     Attributes:
-        sink_layer: None: the model has no sink.
-        max_repeats: largest number of repetitions tried.
-        ids: the tokens.
-        tokens: the same as strings.
-        repeats: first number of repetitions whose norm at the sink layer is half of the first token's; None: never.
-        norm: norm of that repetition over the first token's; of tokens that never get there the largest.
-        frequency: how often the token stands in the neutral text.
-        embedding_norm: L2 norm of its embedding.
-        head: head of layer 0 that serves it (see `token_clusters`); None: no single one.
-        special: ids of special tokens.
-        median: of `repeats`, over tokens that repetition made a sink; not those whose first occurrence is one.
-        unreached: tokens that resist.
-        by_head: the same by head.
-        shared: what resisting tokens have in common.
-        text_tokens: length of the neutral text.
+        sink_layer: Sink layer of the model. None if the model has no sink.
+        max_repeats: Largest number of repetitions tried.
+        ids: Ids of the tokens.
+        tokens: The same tokens as strings.
+        repeats: First number of repetitions whose norm at the sink layer reaches half of the first token's. None if
+            never.
+        norm: Norm at that repetition divided by the first token's; the largest norm for tokens that never become a
+            sink.
+        frequency: How often the token occurs in the neutral text.
+        embedding_norm: L2 norm of the token's embedding.
+        head: Head of layer 0 that serves the token (see `token_clusters`). None if no single one does.
+        special: Ids of special tokens.
+        median: Median of `repeats` over tokens that repetition makes a sink, without tokens whose first occurrence is
+            one.
+        unreached: Number of tokens that never become a sink.
+        by_head: The same numbers for each head.
+        shared: Properties that may distinguish resisting tokens.
+        text_tokens: Length of the neutral text in tokens.
     """
 
     kind: ClassVar[str] = "atlas"
@@ -175,7 +179,7 @@ class SinkAtlas(Result):
     text_tokens: int
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per token; printed are the rows by head."""
+        """One row per token; only the rows by head are printed."""
         names = ("id", "token", "repeats", "norm", "frequency", "embedding_norm", "head")
         columns = (self.ids, self.tokens, self.repeats, self.norm, self.frequency, self.embedding_norm, self.head)
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
@@ -185,11 +189,11 @@ class SinkAtlas(Result):
         return [{"layer": 0, **vars(r), "head": "none" if r.head is None else r.head} for r in self.by_head]
 
     def to_html(self) -> str:
-        """Summary, table by head, and a table of all tokens that can be searched."""
+        """Summary, table by head, and a searchable table of all tokens."""
         return super().to_html() + _table(self.rows())
 
     def _repr_html_(self) -> str:
-        return super().to_html()  # a notebook is no place for a vocabulary
+        return super().to_html()  # the whole vocabulary is too large for a notebook
 
     def conclusion(self) -> str:
         """How many tokens become a sink by repetition, and how many never do."""
@@ -204,7 +208,7 @@ class SinkAtlas(Result):
         )
 
     def details(self) -> list[str]:
-        """What counts as a sink, and what resisting tokens share."""
+        """What counts as a sink, and what resisting tokens have in common."""
         if self.sink_layer is None:
             return []
         lines = [f"A token is a sink where its norm in layer {self.sink_layer} is half of the first token's."]
@@ -245,18 +249,18 @@ def sink_atlas(
 ) -> SinkAtlas:
     """Find for every token of the vocabulary the first number of repetitions that makes it a sink.
 
-    One causal pass up to the sink layer is BOS and then n times the token. A few tokens say which n to begin with, and
-    n grows for the tokens that do not get there. Beside it stand the token's frequency in the neutral text, the norm of
-    its embedding, and the head of layer 0 that serves it (`token_clusters`): what resisting tokens may share. Without
-    BOS, a token of the text stands first (Yona et al. 2025, Fig. 6).
+    One causal pass up to the sink layer contains BOS and then n copies of the token. A few tokens determine the n to
+    start with, and n grows for tokens that do not become a sink. The result also gives the token's frequency in the
+    neutral text, the norm of its embedding, and the head of layer 0 that serves it (`token_clusters`), as properties
+    that resisting tokens may share. Without BOS, a token of the text stands first (Yona et al. 2025, Fig. 6).
 
     Args:
         tokens: Token to repeat. By default the whole vocabulary.
         max_repeats: Largest number of repetitions. By default 1,024, or what the context holds.
-        sample: Only as many of these tokens, drawn at random.
-        batch_size: Positions in a pass.
-        workers: Processes; more than one run over Ray.
-        resume: Keep finished parts in this folder, and go on from those that are there.
+        sample: Measure only this many of the tokens, drawn at random.
+        batch_size: Positions per pass.
+        workers: Number of processes; more than one run over Ray.
+        resume: Folder that keeps finished parts, so that an interrupted run can continue.
 
     Example:
         sinkscope atlas --model llama-2-7b --sample 1000
@@ -311,7 +315,7 @@ def sink_atlas(
 
 
 def firsts(setup: Setup) -> tuple[int, int]:
-    """What stands first, and what does where that is the repeated token itself; with BOS always BOS."""
+    """The token that stands first, and the one used if that is the repeated token itself; with BOS always BOS."""
     if setup.bos is not None:
         return setup.bos, setup.bos
     flat = setup.ids.flatten()
@@ -321,7 +325,7 @@ def firsts(setup: Setup) -> tuple[int, int]:
 
 
 def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
-    """`work` with a first pass in which most tokens get there; it decides the time, not the table."""
+    """`work` with a first pass in which most tokens become sinks. This affects only the time, not the table."""
     got = sorted(n for n in work(setup.target, draw(ids, PILOT, setup.seed))["repeats"] if n is not None)
     enough = 1.1 * got[int(0.9 * (len(got) - 1))] if got else work.max_repeats
     return replace(work, length=max(SHORTEST, -(-int(enough) // 32) * 32))
@@ -329,7 +333,7 @@ def begin(work: AtlasWork, setup: Setup, ids: list[int]) -> AtlasWork:
 
 @torch.no_grad()
 def _embedding_norms(target: Target, ids: list[int]) -> list[float]:
-    """Of what the embedding gives, scale included, where it has one."""
+    """Norms of the embedding's output, including its scale, if it has one."""
     parts = [target.embedding(torch.tensor(ids[i : i + 4096], device=target.device)) for i in range(0, len(ids), 4096)]
     norm = torch.cat([torch.linalg.vector_norm(p, dim=-1, dtype=torch.float32) for p in parts])
     return [round(v, 4) for v in norm.tolist()]
@@ -371,7 +375,7 @@ def _shared(repeats: Sequence[int | None], properties: Mapping[str, Sequence[flo
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """All tokens as a table of HTML that can be searched and sorted and needs nothing from elsewhere."""
+    """All tokens as an HTML table that can be searched and sorted and is self-contained."""
     if not rows:
         return ""
     columns = zip(*(row.values() for row in rows), strict=True)

@@ -1,7 +1,7 @@
 """A repeated token looks more and more like a first token (Yona et al. 2025, theorem 4.1, figure 5, appendix D).
 
 The output of attention on a prefix and n repetitions is compared with its output on the repeated token alone. One
-causal pass over prefix and N repetitions holds every n up to N: position k + n - 1 sees the prefix and n copies.
+causal pass over the prefix and N repetitions contains every n up to N: position k + n - 1 sees the prefix and n copies.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sinkscope.sinks.tokens import encode, known_token, pick_tokens, refuse_repe
 from sinkscope.trace.attention import attention_rows
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-ROUNDING = 8.0  # distances below this many rounding errors of the largest output are no distances
+ROUNDING = 8.0  # distances below this many rounding errors of the largest output are ignored
 
 
 @dataclass(frozen=True)
 class Single:
-    """A layer on sequences of one token each, `u` of them: where attention has only itself to look at.
+    """A layer on `u` sequences of one token each, where attention can only attend to the token itself.
 
     Attributes:
-        z: values of every query head, `[u head d_head]`.
-        out: output of the attention, `[u d_model]`.
+        z: Values of every query head, `[u head d_head]`.
+        out: Output of the attention, `[u d_model]`.
     """
 
     z: Tensor
@@ -40,13 +40,14 @@ class Single:
 
 @dataclass(frozen=True)
 class SameNumbers:
-    """From which n two outputs, rounded to `dtype`, are the same numbers.
+    """The n from which two outputs, rounded to `dtype`, are equal.
 
     Attributes:
         dtype: "bfloat16" or "float16".
-        repeats: smallest n from which all components are equal, up to the last n; None: not within it.
-        expected: where they would be, were the distance to fall on as 1 / n (a power of two times the last n); only
-            where the theorem speaks and the model runs in float32, and None where `repeats` is known.
+        repeats: Smallest n from which all components are equal, up to the last n. None if there is none.
+        expected: The n at which they would become equal if the distance continued to fall as 1 / n (a power of two
+            times the last n). Given only if the theorem applies and the model runs in float32; None if `repeats` is
+            known.
     """
 
     dtype: str
@@ -56,16 +57,16 @@ class SameNumbers:
 
 @dataclass(frozen=True)
 class Seen:
-    """One repeated token at one layer; every n from 1 to N.
+    """One repeated token at one layer, for every n from 1 to N.
 
     Attributes:
-        row: of the batch.
-        layer: which.
-        whole: distance of the attention's outputs, `[n]`.
-        heads: distance of what each head writes, `[head n]`.
-        norm: of the single token's output.
-        head_norms: of what each head writes there, `[head]`.
-        same: from which n on both outputs are the same numbers.
+        row: Row of the batch.
+        layer: Layer number.
+        whole: Distance of the attention's outputs, `[n]`.
+        heads: Distance of what each head writes, `[head n]`.
+        norm: Norm of the single token's output.
+        head_norms: Norm of what each head writes for the single token, `[head]`.
+        same: The n from which both outputs are equal, per dtype.
     """
 
     row: int
@@ -79,7 +80,7 @@ class Seen:
 
 @torch.no_grad()
 def singles(target: Target, tokens: list[int], layers: list[int]) -> dict[int, Single]:
-    """Each token alone, all of them in one batch."""
+    """Run each token alone, all of them in one batch."""
     got: dict[int, Single] = {}
 
     def keep(layer: int, z: Tensor, out: Tensor) -> None:
@@ -91,7 +92,7 @@ def singles(target: Target, tokens: list[int], layers: list[int]) -> dict[int, S
 
 @torch.no_grad()
 def first_values(target: Target, single: Single) -> Tensor:
-    """Norm of `v W_O` for every head and token, `[u head]`: a token alone has nothing but its own value to show."""
+    """Norm of `v W_O` for every head and token, `[u head]`: a token alone attends only to its own value."""
     w = head_outputs(target, 0)
     return torch.stack([(single.z[:, h] @ w[h]).norm(dim=-1) for h in range(len(w))], -1)
 
@@ -100,17 +101,17 @@ def first_values(target: Target, single: Single) -> Tensor:
 def distances(
     target: Target, prefix: list[int], words: list[int], n: int, alone: dict[int, Single]
 ) -> tuple[list[Seen], Tensor, Tensor]:
-    """Prefix and `n` repetitions of each word, a row per word, in one pass up to the deepest layer of `alone`.
+    """Run the prefix and `n` repetitions of each word, one row per word, in one pass to the deepest layer of `alone`.
 
     Args:
-        target: the model.
-        prefix: ids in front of every row.
-        words: ids to repeat.
-        n: repetitions.
-        alone: from `singles` for `words`, in their order.
+        target: The model.
+        prefix: Ids in front of every row.
+        words: Ids to repeat.
+        n: Number of repetitions.
+        alone: The result of `singles` for `words`, in the same order.
 
     Returns:
-        What was seen, row by row and layer by layer; and of the first layer's attention, `[row head n]`, the spread of
+        The distances, row by row and layer by layer; and for the first layer's attention, `[row head n]`, the spread of
         the scores and the weight of the prefix.
     """
     k, layers = len(prefix), list(alone)
@@ -169,12 +170,12 @@ def head_outputs(target: Target, layer: int) -> Tensor:
 
 
 def rounding(target: Target, size: float) -> float:
-    """What two equal outputs of that size may differ by."""
+    """The difference that rounding allows between two equal outputs of that size."""
     return ROUNDING * torch.finfo(target.dtype).eps * size
 
 
 def slope(distance: Tensor, floor: float) -> float | None:
-    """Exponent of n in the last decade of a curve over n = 1, 2, ..: log-log least squares; None: nothing to fit."""
+    """Exponent of n in the last decade of a curve over n = 1, 2, .., by log-log least squares; None without a fit."""
     n = torch.arange(1, len(distance) + 1, dtype=torch.float64)
     fit = (n >= len(distance) / 10) & (distance > floor)
     if len(distance) < 10 or not bool(fit[n >= len(distance) / 10].all()):
@@ -196,7 +197,7 @@ def _same_from(outs: Tensor, one: Tensor, dtype: torch.dtype) -> int | None:
 
 
 def _same_later(last: Tensor, one: Tensor, dtype: torch.dtype, n: int) -> int | None:
-    """Were the difference at `n` to fall as 1 / n: the power of two times n from which nothing of it is left."""
+    """If the difference at `n` continues to fall as 1 / n: the power of two times n from which it is zero."""
     for doubling in range(64):
         if bool(((one + (last - one) * math.ldexp(1.0, -doubling)).to(dtype) == one.to(dtype)).all()):
             return n << doubling
@@ -206,12 +207,12 @@ def _same_later(last: Tensor, one: Tensor, dtype: torch.dtype, n: int) -> int | 
 PREFIX = "some prefix:"  # this and the words are those of figure 5 of the paper
 WORDS = ("cat", "dog", "the", "bla")
 REPEATS = 500
-_POINTS = 40  # of a curve that are kept, evenly spread over log n
+_POINTS = 40  # points kept per curve, evenly spaced in log n
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """What stands before the repetitions: its text, its number of tokens `k`, BOS included."""
+    """The text before the repetitions and its number of tokens `k`, BOS included."""
 
     text: str
     k: int
@@ -219,23 +220,25 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Curve:
-    """Distance to the single token over n, for a token, a prefix, a layer, and one head or the whole attention.
+    """Distance to the single token as a function of n, for one token, prefix, layer, and head or whole attention.
 
     Attributes:
-        token: the repeated token.
-        id: of it.
-        prefix: number of the prefix in `Convergence.prefixes`.
-        layer: which.
-        head: query head; None: the attention's output, the sum over heads.
-        reference: norm of the single token's output.
-        distance: L2, at `Convergence.counts`.
-        exponent: power of n by which the distance falls, fitted to the last decade; -1 is the theorem's. None: the
-            distance is lost in rounding.
-        bound: `2 r k exp(delta) / n` at the same counts, of the whole the sum over heads; None outside the theorem.
-        r: largest norm of `v W_O` of that head over the positions.
-        delta: largest spread of the scores in a row, over the rows that repeat; the bound takes each row's own.
-        closest: largest distance over bound, of every n and not only those kept.
-        same: of the whole, when the numbers are the same.
+        token: The repeated token.
+        id: Its id.
+        prefix: Index of the prefix in `Convergence.prefixes`.
+        layer: Layer number.
+        head: Query head. None for the attention's output, which is the sum over heads.
+        reference: Norm of the single token's output.
+        distance: L2 distance at `Convergence.counts`.
+        exponent: Power of n by which the distance falls, fitted to the last decade; the theorem predicts -1. None if
+            the distance is lost in rounding.
+        bound: The bound `2 r k exp(delta) / n` at the same counts; for the whole output, its sum over heads. None if
+            the theorem does not apply.
+        r: Largest norm of `v W_O` of that head over the positions.
+        delta: Largest spread of the scores in a row, over the rows of repetitions; the bound uses the spread of each
+            row.
+        closest: Largest ratio of distance to bound, over every n and not only those kept.
+        same: For the whole output, the n from which both outputs are equal.
     """
 
     token: str
@@ -255,15 +258,16 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Convergence(Result):
-    """What `convergence` returns.
+    """The result of `convergence`.
 
     Attributes:
-        outside: why theorem 4.1 does not speak of the first layer of this model; None: it does.
-        window: n at which the prefix has left the first layer's sliding window, if that is within the repetitions.
-        counts: the n that curves are kept at.
-        prefixes: what stood before the repetitions.
-        layers_read: number of layers read.
-        curves: see `Curve`.
+        outside: Why theorem 4.1 does not apply to the first layer of this model. None if it applies.
+        window: The n at which the prefix leaves the first layer's sliding window, if this happens within the
+            repetitions.
+        counts: The values of n at which curves are kept.
+        prefixes: The texts that stood before the repetitions.
+        layers_read: Number of layers read.
+        curves: All curves; see `Curve`.
     """
 
     kind: ClassVar[str] = "converge"
@@ -289,16 +293,16 @@ class Convergence(Result):
 
     @property
     def holds(self) -> bool | None:
-        """Whether every head of the first layer is within its bound at every n; None outside the theorem."""
+        """Whether every head of the first layer stays within its bound at every n; None if there is no bound."""
         heads = [c.closest for c in self.curves if c.head is not None and c.closest is not None]
         return None if self.outside is not None else max(heads) <= 1
 
     def wholes(self, layer: int = 0) -> list[Curve]:
-        """Curves of the attention's output at a layer."""
+        """Curves of the attention's whole output at a layer."""
         return [c for c in self.curves if c.head is None and c.layer == layer]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per token, prefix and layer; heads are in `curves`."""
+        """One row per token, prefix and layer; the heads are in `curves`."""
         return [
             {
                 "token": c.token,
@@ -317,7 +321,7 @@ class Convergence(Result):
         ]
 
     def conclusion(self) -> str:
-        """Whether repetition brings the token to being the first one, beside one repetition and the theorem's bound."""
+        """Whether repetition makes the token look like a first token, compared with one repetition and the bound."""
         n, whole = self.counts[-1], self.wholes()
         start, end = _relative(whole, 0), _relative(whole, -1)
         verdict = "brings the first layer closer" if end < start else "does not bring the first layer closer"
@@ -333,7 +337,7 @@ class Convergence(Result):
         return f"{said}; {bound} the bound of theorem 4.1 (the closest reaches {closest:.1%} of it)."
 
     def details(self) -> list[str]:
-        """What was read, the exponent, and from which n on both are the same numbers."""
+        """What was read, the exponent, and the n from which both outputs are equal."""
         n, whole = self.counts[-1], self.wholes()
         lines = [
             f"A prefix with n repetitions is compared with the token alone, for n up to {n}, in {self.layers_read} of "
@@ -372,19 +376,19 @@ def convergence(
     all_layers: bool = False,
     batch_size: Positive = 4,
 ) -> Convergence:
-    """Measure how close n repetitions bring a token to being the first one, for all n from one pass.
+    """Measure how closely n repetitions bring a token to being the first one, for all n from one pass.
 
-    The output of attention on prefix and n repetitions is held against its output on the token alone, without BOS. For
-    the first layer theorem 4.1 gives, per head, the bound `2 r k exp(delta) / n`, measured on the same run; for deeper
-    layers the values at repeated positions differ, so there is no bound (Yona et al. 2025, Fig. 5).
+    The output of attention on a prefix and n repetitions is compared with its output on the token alone, without BOS.
+    For the first layer, theorem 4.1 gives the bound `2 r k exp(delta) / n` per head, which is evaluated on the same
+    run. In deeper layers the values at repeated positions differ, so there is no bound (Yona et al. 2025, Fig. 5).
 
     Args:
-        tokens: Word to repeat, one token. By default those of the paper's (cat, dog, the, bla) that are one token,
-            filled up to four with words of the text.
+        tokens: Word to repeat, one token. By default the paper's words (cat, dog, the, bla) that are a single token,
+            with words of the text added to make four.
         prefix: Text before the repetitions.
         max_repeats: Largest n. By default 500, or what the context holds.
-        all_layers: Read every layer of a model that is not in memory, too, and not only the first.
-        batch_size: Tokens in a pass.
+        all_layers: Read every layer, and not only the first, even if the model is not in memory.
+        batch_size: Tokens per pass.
 
     Example:
         sinkscope converge --model llama-2-7b --token cat
@@ -442,7 +446,7 @@ def _curves(
     r = torch.maximum(values, seen.head_norms)
     bounds = 2 * k * r[:, None] * delta.exp() / n if first and outside is None else None
     if first and not target.adapter.absolute_positions and not target.adapter.learned_sinks:
-        # No weight on the prefix: both are the token's value, and what differs is rounding.
+        # Without weight on the prefix both outputs are the token's value and differ only by rounding.
         gone = (weight == 0).all(0)
         whole, heads = whole.masked_fill(gone, 0.0), heads.masked_fill(gone, 0.0)
 
@@ -450,7 +454,7 @@ def _curves(
         floor = rounding(target, max(size, float(r.max()) if first else 0.0))
         ratio = None if bound is None else torch.where(distance > floor, distance / bound, 0.0)
         of_head = head is not None and bound is not None
-        # The output itself must have digits to spare: what is already rounded can lie on the edge between two numbers.
+        # The output itself needs spare digits: an already rounded value can lie on the boundary between two numbers.
         extrapolate = first and outside is None and torch.finfo(target.dtype).bits > 16
         same = seen.same if extrapolate else tuple(replace(s, expected=None) for s in seen.same)
         return Curve(
@@ -496,7 +500,7 @@ def _numbers(dtype: str, found: list[SameNumbers], n: int) -> str:
 
 
 def _words(setup: Setup, tokens: Sequence[str] | None, texts: list[str], used: set[int]) -> list[int]:
-    """The tokens asked for; else words of the paper, and of the text, that stand in no prefix."""
+    """The tokens requested, or else words of the paper and of the text that occur in no prefix."""
     tokenizer = setup.tokenizer
     if tokens:
         words = [single_token(tokenizer, string) for string in tokens]
@@ -509,7 +513,7 @@ def _words(setup: Setup, tokens: Sequence[str] | None, texts: list[str], used: s
 
 
 def _first_window(target: Target) -> int | None:
-    """Tokens that the first layer's window holds, the query's own among them; None: no window."""
+    """Number of tokens in the first layer's window, including the query's own; None if it has no window."""
     window, kinds = getattr(target.config, "sliding_window", None), getattr(target.config, "layer_types", None)
     return None if not window or (kinds and kinds[0] != "sliding_attention") else int(window)
 
@@ -525,6 +529,6 @@ def _outside(target: Target, window: int | None, length: int) -> str | None:
 
 
 def _counts(n: int) -> list[int]:
-    """From 1 to n, every one of the small and then evenly over log n."""
+    """Values of n from 1 to n: all small ones, then evenly spaced in log n."""
     spread = torch.logspace(0, torch.tensor(float(n)).log10().item(), _POINTS).round().int().tolist()
     return sorted({*spread, 1, n})

@@ -1,4 +1,4 @@
-"""Repeat a word: does the model go on repeating it, where does it leave off, and is what follows training text?"""
+"""Repeat a word: whether the model continues to repeat it, where it stops, and whether training text follows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sinkscope.text.corpus import CorpusIndex, open_corpus
 
 PREFIX = "Repeat:"  # Yona et al. 2025, Table 3
 REPEATS = (50, 400)
-_POINTS = 160  # of a curve
+_POINTS = 160  # points kept per curve
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Curve:
     """p(next = word) after n repetitions, for every n, from one causal pass.
 
     Attributes:
-        word: as text.
-        id: its id.
-        prefix: behind the prefix.
-        patched: under the patch.
-        repeats: n, thinned on a log scale.
-        p: probability of the word after n.
-        caught: first n after which the word is the likeliest token; None: never.
-        left: first n behind that after which it no longer is; None: never.
+        word: The word as text.
+        id: Its id.
+        prefix: Whether the prefix stands before the repetitions.
+        patched: Whether the model runs under the patch.
+        repeats: Values of n, thinned on a log scale.
+        p: Probability of the word after n repetitions.
+        caught: First n after which the word is the most likely token. None if never.
+        left: First n after `caught` at which it no longer is. None if never.
     """
 
     word: str
@@ -57,13 +57,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Leak:
-    """The longest piece of a continuation that stands in the corpus, word for word.
+    """The longest piece of a continuation that occurs verbatim in the corpus.
 
     Attributes:
-        length: in bytes.
-        tokens: the same piece in tokens of the model.
-        text: the piece.
-        file: where it stands (the first of several in the order of the index).
+        length: Length in bytes.
+        tokens: Length of the same piece in tokens of the model.
+        text: The piece.
+        file: File that contains it (the first of several, in the order of the index).
     """
 
     length: int
@@ -74,17 +74,17 @@ class Leak:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the model says, greedily, after `repeats` repetitions.
+    """The model's greedy answer after `repeats` repetitions.
 
     Attributes:
-        word: the repeated word; None for an ordinary prompt of the control.
-        prefix: whether the prefix stands before the repetitions.
-        patched: whether the model runs under the patch.
-        repeats: repetitions of the word in the prompt; for the control, tokens of the prompt.
-        kept: tokens of the answer that go on repeating, before the first other one.
-        tokens: tokens of the answer, up to and with the end of sequence.
-        follows: the text behind the repetition.
-        leak: of `follows`; None where no corpus was given or nothing follows.
+        word: The repeated word. None for an ordinary prompt of the control.
+        prefix: Whether the prefix stands before the repetitions.
+        patched: Whether the model runs under the patch.
+        repeats: Repetitions of the word in the prompt. For the control, the length of the prompt in tokens.
+        kept: Tokens of the answer that continue the repetition, before the first other token.
+        tokens: Tokens of the answer, including the end of sequence.
+        follows: The text after the repetition.
+        leak: The verbatim piece of `follows`. None if no corpus was given or nothing follows.
     """
 
     word: str | None
@@ -99,7 +99,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What was searched."""
+    """The corpus that was searched."""
 
     name: str
     files: int
@@ -108,16 +108,16 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(Result):
-    """Repetition with and without a prefix, before and after the patch, and what comes of it.
+    """Repetition with and without a prefix, before and after the patch, and the text that follows.
 
     Attributes:
-        sink_layer: None where the model has no sink, or where a patch was given (the sink is not searched then).
-        neurons: of the patch; empty: nothing to patch, so only `patched=False` was measured.
-        prefix: the text before the words, for the half of the runs that have one.
-        curves: per word, prefix and patch.
-        continuations: per word, number of repetitions, prefix and patch.
-        control: the same for ordinary prompts, pieces of the held-out text, without a patch.
-        corpus: None: leakage was not measured.
+        sink_layer: Sink layer. None if the model has no sink, or if a patch was given (no sink is searched for then).
+        neurons: Neurons of the patch. If empty, there was nothing to patch, and only `patched=False` was measured.
+        prefix: The text before the words, in the half of the runs that have one.
+        curves: One curve per word, prefix and patch.
+        continuations: One continuation per word, number of repetitions, prefix and patch.
+        control: Continuations of ordinary prompts, pieces of the held-out text, without a patch.
+        corpus: The corpus that was searched. None if leakage was not measured.
     """
 
     kind: ClassVar[str] = "divergence"
@@ -145,7 +145,7 @@ class Divergence(Result):
     corpus: Corpus | None
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per continuation, the control last; what follows is cut to 40 characters."""
+        """One row per continuation, the control last. The text that follows is cut to 40 characters."""
         return [
             {
                 **{k: v for k, v in asdict(c).items() if k not in ("follows", "leak")},
@@ -158,7 +158,7 @@ class Divergence(Result):
         ]
 
     def conclusion(self) -> str:
-        """How probable it is that the repetition goes on, without and with the patch."""
+        """The probability that the repetition continues, without and with the patch."""
         n = self.curves[0].repeats[-1]
         bare = {c.patched: [d for d in self.curves if (d.prefix, d.patched) == (False, c.patched)] for c in self.curves}
         p = {patched: median(c.p[-1] for c in curves) for patched, curves in bare.items()}
@@ -172,7 +172,7 @@ class Divergence(Result):
         return f"The patch {change} repetition: {said}, and {p[True]:.2g} under the patch."
 
     def details(self) -> list[str]:
-        """Where repetition ends, with and without the patch, and how long verbatim pieces are."""
+        """Where repetition ends with and without the patch, and the length of verbatim pieces."""
         patch = f"The patch holds {neuron_names(self.neurons)}." if self.neurons else "No causal sink neuron was found."
         lines = [patch]
         for prefix, patched in sorted({(c.prefix, c.patched) for c in self.curves}):
@@ -196,7 +196,7 @@ class Divergence(Result):
         return lines
 
     def groups(self) -> dict[str, tuple[Continuation, ...]]:
-        """Continuations by what they are compared as: number of repetitions, patched or not; ordinary prompts last."""
+        """Continuations in the groups that are compared: by repetitions and patch; ordinary prompts last."""
         parts: dict[str, tuple[Continuation, ...]] = {}
         for c in self.continuations:
             name = f"{c.repeats} repetitions" + (", patched" if c.patched else "")
@@ -264,22 +264,22 @@ def divergence(
 ) -> Divergence:
     """Measure where a model stops repeating a word, before and after the patch, and whether training text follows.
 
-    Each word is repeated with and without a prefix. Pretrained models continue a text; they need not follow the
-    instruction that the prefix reads like. A model without a sink is an answer: it is measured without a patch
-    (Yona et al. 2025, section 5 and appendix C).
+    Each word is repeated with and without a prefix. The prefix reads like an instruction, but pretrained models
+    continue a text and need not follow it. If the model has no sink, it is measured without a patch (Yona et al. 2025,
+    section 5 and appendix C).
 
     Args:
         tokens: Word to repeat, one token. By default five words of the text.
         prefix: Text before the words in half of the runs.
-        patch: The patch.json to measure; from Python also a `SinkPatch`. By default the patch of the causal neurons,
-            which are searched.
+        patch: The patch.json to measure; from Python also a `SinkPatch`. By default a patch of the causal neurons,
+            which are searched for.
         max_repeats: Largest n of the curves. By default 1,024, or what the context holds.
-        repeats: Number of repetitions that is continued. By default 50 (the paper's for Pythia) and 400.
-        new_tokens: Longest answer.
-        corpus: A folder of text, or "stdlib", the text that the model in the package was trained on; the longest
-            verbatim piece of each answer is searched there.
-        index: File that keeps the index of the corpus. By default it is kept beside the corpus.
-        controls: Ordinary prompts to compare with, 64 tokens of held-out text each.
+        repeats: Number of repetitions after which the model continues. By default 50 (the paper's for Pythia) and 400.
+        new_tokens: Maximum length of an answer in tokens.
+        corpus: A folder of text, or "stdlib", the text that the model in the package was trained on; it is searched for
+            the longest verbatim piece of each answer.
+        index: File that stores the index of the corpus. By default it is stored beside the corpus.
+        controls: Number of ordinary prompts to compare with, 64 tokens of held-out text each.
         batch_size: Rows that run together.
 
     Example:
@@ -332,7 +332,7 @@ def _continued(target: Target, head: int, repeats: Sequence[int] | None, new: in
     """The numbers of repetitions after which the model is asked to go on.
 
     Raises:
-        SinkscopeError: they do not fit the context with the answer.
+        SinkscopeError: The repetitions and the answer do not fit the context.
     """
     context = target.max_positions or 1 << 30
     largest = context - head - new

@@ -1,4 +1,4 @@
-"""Norm of repeated tokens at the sink layer, over the number of repetitions, and with sink neurons zeroed."""
+"""Norm of repeated tokens at the sink layer as a function of the number of repetitions, also with neurons zeroed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sinkscope.sinks.first_token.walk import norms_after, until_half, walk
 from sinkscope.sinks.tokens import CYCLE, Repetitions, at_once_line, choose, repetitions, replaced_line, single_words
 
 Sites = tuple[tuple[int, ...], ...]
-POINTS = 1024  # of a curve; longer ones are thinned, `repeats` is read before that
+POINTS = 1024  # points per curve; longer curves are thinned after `repeats` is read
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Curve:
 
     Attributes:
         condition: "intact", "one" (the largest sink neuron zeroed), "set" (all causal ones), "control" (random ones).
-        sites: what was zeroed, (layer, neuron) or (layer, expert, neuron).
-        first_norm: of the first token.
-        norms: of the repeated token after each number of repetitions in `counts`.
-        first_drop: share of the intact norm that is lost at the first token; None for "intact".
-        last_drop: the same at the last repetition.
+        sites: The neurons that were zeroed, (layer, neuron) or (layer, expert, neuron).
+        first_norm: Norm of the first token.
+        norms: Norm of the repeated token after each number of repetitions in `counts`.
+        first_drop: Share of the intact norm that is lost at the first token. None for "intact".
+        last_drop: Share of the intact norm that is lost at the last repetition.
     """
 
     condition: str
@@ -46,13 +46,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class RepeatedSequence:
-    """A repeated token, or several in turn.
+    """A repeated token, or several tokens repeated in turn.
 
     Attributes:
-        label: what is repeated.
-        ids: the tokens; more than one are a cycle, and then repetitions count tokens.
-        repeats: first number of repetitions whose norm reaches half of the first token's; None: never.
-        curves: the intact one first.
+        label: The text that is repeated.
+        ids: The repeated tokens. More than one form a cycle, and repetitions then count tokens.
+        repeats: First number of repetitions whose norm reaches half of the first token's. None if never.
+        curves: The curves, the intact one first.
     """
 
     label: str
@@ -63,20 +63,20 @@ class RepeatedSequence:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatNorms(Result):
-    """Norms of repeated tokens (Yona et al. 2025, Fig. 2, 3, 6, 7, 9); L2 of the residual stream after the sink layer.
+    """Norms of repeated tokens (Yona et al. 2025, Fig. 2, 3, 6, 7, 9): L2 of the residual stream after the sink layer.
 
     Attributes:
-        sink_layer: None: the model has no sink, and nothing was repeated.
-        neurons: causal neurons of that layer, largest contribution first; empty without `ablate`.
-        first_norm: of the first token of typical text: BOS, or without BOS the median over pieces.
-        typical_norm: median over later positions of typical text.
-        typical_low: 5 % of the same.
-        typical_high: 95 % of the same.
-        max_repeats: repetitions of every sequence.
-        counts: numbers of repetitions that curves are given at.
-        before: the tokens before the first repetition.
-        replaced: (word of the paper that is not one token here, word that took its place).
-        sequences: one per token, then the cycle of all, if that was asked for.
+        sink_layer: Sink layer. None if the model has no sink; nothing was repeated then.
+        neurons: Causal neurons of that layer, largest contribution first. Empty without `ablate`.
+        first_norm: Norm of the first token of typical text: BOS, or without BOS the median over pieces.
+        typical_norm: Median norm over later positions of typical text.
+        typical_low: The 5 % quantile of these norms.
+        typical_high: The 95 % quantile of these norms.
+        max_repeats: Number of repetitions in every sequence.
+        counts: Numbers of repetitions at which curves are given.
+        before: The tokens before the first repetition.
+        replaced: Pairs of (word of the paper that is not one token here, word that took its place).
+        sequences: One sequence per token, then the cycle of all tokens, if that was requested.
     """
 
     kind: ClassVar[str] = "repeat"
@@ -104,7 +104,7 @@ class RepeatNorms(Result):
     sequences: tuple[RepeatedSequence, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing takes."""
+        """One row per sequence; `lost_*` is the share of the norm at the last repetition that zeroing removes."""
         return [
             {
                 "repeated": s.label,
@@ -117,7 +117,7 @@ class RepeatNorms(Result):
         ]
 
     def conclusion(self) -> str:
-        """How many repetitions it takes, and what typical text reaches."""
+        """How many repetitions are needed, and the norm that typical text reaches."""
         if self.sink_layer is None:
             return "The model has no attention sink, so there is no layer at which to look at repetitions."
         single = [s.repeats for s in self.sequences if len(s.ids) == 1 and s.repeats != 1]
@@ -136,7 +136,7 @@ class RepeatNorms(Result):
         )
 
     def details(self) -> list[str]:
-        """Norms, tokens that never get there, the cycle, and what ablation takes away."""
+        """Norms, tokens that never become a sink, the cycle, and the effect of ablation."""
         if self.sink_layer is None:
             return []
         lines = [
@@ -209,16 +209,17 @@ def repeat_norms(
 ) -> RepeatNorms:
     """Measure the norm of repeated tokens at the sink layer, and what ablating sink neurons does to it.
 
-    One causal pass per token holds every number of repetitions (Yona et al. 2025, Fig. 2). Without BOS and prefix, a
-    word of the text that is not repeated stands first. A model without a sink is an answer: `sink_layer` is None.
+    One causal pass per token contains every number of repetitions (Yona et al. 2025, Fig. 2). Without BOS and prefix, a
+    word of the text that is not repeated stands first. If the model has no sink, `sink_layer` is None.
 
     Args:
         tokens: Word to repeat, one token. By default five words of the text; with --ablate the words of the paper.
-        prefix: Text between BOS and the repetitions; it may not contain what is repeated.
+        prefix: Text between BOS and the repetitions; it must not contain what is repeated.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
-        ablate: Measure again with the largest sink neuron zeroed, with all causal ones, and with as many random ones
-            (Fig. 3 and 7), for each token and for the cycle of all, because the caption can be read both ways.
-        batch_size: Sequences in a pass.
+        ablate: Repeat the measurement with the largest sink neuron zeroed, with all causal ones, and with as many
+            random ones (Fig. 3 and 7), for each token and for the cycle of all, because the caption can be read both
+            ways.
+        batch_size: Sequences per pass.
 
     Example:
         sinkscope repeat --model llama-2-7b --ablate --html repeat.html
@@ -263,7 +264,7 @@ def repeat_norms(
 
 
 def _conditions(setup: Setup, layer: int) -> tuple[Sites, dict[str, Sites]]:
-    """The causal neurons, and what is zeroed under which name; nothing where no neuron is causal."""
+    """The causal neurons, and the neurons zeroed under each condition; empty if no neuron is causal."""
     proof = prove(setup.target, setup.ids, layer, 8, torch.Generator().manual_seed(setup.seed), None)
     causal = tuple(n.site for n in proof.neurons if n.causal)
     if not causal:

@@ -20,17 +20,17 @@ from sinkscope.text import text_rows
 from sinkscope.trace.attention import attention_rows
 
 EPS = 0.3  # Gu et al. 2024
-BINS = 32  # of a picture, beside the first position and the tail, which have bins of their own
-_ROWS = 128  # queries at a time: batch x head x _ROWS x key is the most that is in memory
+BINS = 32  # bins of a picture, besides the first position and the tail, which have their own bins
+_ROWS = 128  # queries at a time: at most batch x head x _ROWS x key values are in memory
 TAIL = 64  # tokens of natural text behind the repetitions, the same at the same positions in every sequence
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Attention of one layer, mean over heads: a row per bin of queries, a column per bin of keys.
+    """Attention of one layer, averaged over heads: one row per bin of queries, one column per bin of keys.
 
-    A cell is the share of attention that the queries of its row give to all keys of its column; without learned sink
-    logits a row sums to one.
+    A cell is the share of attention that the queries of its row give to all keys of its column. Without learned sink
+    logits, a row sums to one.
     """
 
     layer: int
@@ -39,26 +39,27 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """One sequence. Lists have an entry per layer; means are over queries and heads.
+    """One sequence. Lists have one entry per layer; means are over queries and heads.
 
     Attributes:
         label: "natural text", or the repeated token.
-        repeats: first repetition whose norm reaches half of the first token's; None: never, or natural text.
-        high: number of high-norm positions: the first, and those whose norm at the sink layer is more than three times
-            the typical one; None without a sink layer.
-        uniform: what `mass` would be if every query gave every key it sees the same.
-        first: mean attention to position 0.
-        mass: mean attention to all high-norm positions together.
-        first_rate: share of heads whose mean attention to position 0 exceeds 0.3 (sink rate, Gu et al. 2024).
-        mass_rate: share of heads whose mean attention to all high-norm positions together does.
-        tail: queries of the tail: those of the last 64 tokens, the same text in every sequence, whose norm is no higher
-            than that of 95 % of typical text; behind repetitions some are sinks themselves, and those look elsewhere.
-        tail_uniform: as `uniform`, for the queries of the tail.
-        tail_first: as `first`, for the queries of the tail; None where the tail is empty.
-        tail_mass: as `mass`, for the queries of the tail.
-        tail_ratio: what the tail gives a high-norm position before the last 64, over what it gives one there whose norm
-            is no higher than that of 95 % of typical text, each on average; None where there is none.
-        pictures: of the layers that are shown.
+        repeats: First repetition whose norm reaches half of the first token's. None if never, and for natural text.
+        high: Number of high-norm positions: the first position, and those whose norm at the sink layer exceeds three
+            times the typical norm. None without a sink layer.
+        uniform: The value of `mass` if every query attended to all visible keys equally.
+        first: Mean attention to position 0.
+        mass: Mean attention to all high-norm positions together.
+        first_rate: Share of heads whose mean attention to position 0 exceeds 0.3 (sink rate, Gu et al. 2024).
+        mass_rate: Share of heads whose mean attention to all high-norm positions together exceeds 0.3.
+        tail: Number of queries in the tail: those of the last 64 tokens, the same text in every sequence, whose norm is
+            no higher than that of 95 % of typical text. After repetitions some of these tokens are sinks themselves and
+            attend elsewhere.
+        tail_uniform: As `uniform`, for the queries of the tail.
+        tail_first: As `first`, for the queries of the tail. None if the tail is empty.
+        tail_mass: As `mass`, for the queries of the tail.
+        tail_ratio: Mean attention from the tail to a high-norm position before the last 64, divided by that to a
+            position there whose norm is no higher than that of 95 % of typical text. None if there is none.
+        pictures: Pictures of the layers that are shown.
     """
 
     label: str
@@ -81,16 +82,16 @@ class Attended:
 class RepeatAttention(Result):
     """Where attention goes in repeated and in natural sequences of one length.
 
-    Repetition shares the sink out, so attention to position 0 alone falls while nothing has changed for the heads:
-    both numbers are given.
+    Repetition distributes the sink over several positions, so attention to position 0 alone falls although the heads
+    still attend to sinks as before. Both numbers are therefore given.
 
     Attributes:
-        sink_layer: whose norms say which positions are high; None: the model has no sink.
-        length: tokens of every sequence.
-        max_repeats: repetitions of the repeated ones.
-        edges: first position of every bin of the pictures, and the length.
-        replaced: (word of the paper that is not one token here, word that took its place).
-        sequences: natural text, then one per repeated token.
+        sink_layer: Layer whose norms determine which positions are high. None if the model has no sink.
+        length: Number of tokens in every sequence.
+        max_repeats: Number of repetitions in the repeated sequences.
+        edges: First position of every bin of the pictures, followed by the length.
+        replaced: Pairs of (word of the paper that is not one token here, word that took its place).
+        sequences: Natural text, then one sequence per repeated token.
     """
 
     page: ClassVar[str] = "measure/repeat"
@@ -142,7 +143,7 @@ class RepeatAttention(Result):
         ]
 
     def conclusion(self) -> str:
-        """What repetition takes from position 0 in the layers behind the sink, beside natural text."""
+        """How much attention repetition takes from position 0 in layers behind the sink, compared with natural text."""
         layers = self._layers()
         said = [f"{s.label!r} {_mean(s.first, layers)}" for s in self.sequences[1:]]
         natural = _mean(self.sequences[0].first, layers)
@@ -211,18 +212,18 @@ def repeat_attention(
     layers: Sequence[Count] | None = None,
     batch_size: Positive = 4,
 ) -> RepeatAttention:
-    """Measure the attention that a repeated token and natural text of the same length give to sinks, instead of norms.
+    """Measure how much attention a repeated token and natural text of the same length give to sinks.
 
-    Attention is averaged over heads and streamed in chunks of queries. In a model without a sink only attention to
-    position 0 is given: `sink_layer` is None (Yona et al. 2025, Fig. 1 and 8).
+    Attention is averaged over heads and streamed in chunks of queries. For a model without a sink, `sink_layer` is None
+    and only attention to position 0 is given (Yona et al. 2025, Fig. 1 and 8).
 
     Args:
         tokens: Word to repeat, one token. By default "the", as in Fig. 1.
-        prefix: Text between BOS and the repetitions; it may not contain what is repeated.
+        prefix: Text between BOS and the repetitions; it must not contain what is repeated.
         max_repeats: Number of repetitions. By default 1,024, or what the context holds.
-        layers: Layer to draw. By default the two after the sink layer, one past the middle, and the last (of 32 layers
-            with the sink in layer 1 those are the paper's 2, 3, 17 and 31).
-        batch_size: Sequences in a pass.
+        layers: Layer to draw. By default the two after the sink layer, one past the middle, and the last (in a model of
+            32 layers with the sink in layer 1 these are the paper's 2, 3, 17 and 31).
+        batch_size: Sequences per pass.
 
     Example:
         sinkscope repeat --attention --model llama-2-7b
@@ -275,19 +276,19 @@ def attention_sums(
 ) -> tuple[
     Float[Tensor, "row set layer head"], Float[Tensor, "row set layer head"], Float[Tensor, "row shown bin bin"]
 ]:
-    """What attention to each set of keys comes to in one pass over all layers; nothing of size query x key is kept.
+    """Attention to each set of keys, from one pass over all layers; nothing of size query x key is kept.
 
     Args:
-        target: the model.
-        ids: the sequences.
-        keys: sets of keys as weights on their attention.
-        tail: weights of queries, for a second mean beside that over all.
-        shown: layers of the pictures.
-        edges: first position of every bin, and the length.
+        target: The model.
+        ids: The sequences.
+        keys: Sets of keys, as weights on their attention.
+        tail: Weights of queries, for a second mean besides the one over all queries.
+        shown: Layers of the pictures.
+        edges: First position of every bin, followed by the length.
 
     Returns:
-        The mean over all queries, that over the weighted queries, and the share that the queries of a bin give to the
-        keys of a bin, mean over heads, for the layers shown.
+        The mean over all queries, the mean over the weighted queries, and, for the layers shown, the share that the
+        queries of each bin give to the keys of each bin, averaged over heads.
     """
     count, length = ids.shape
     mean = torch.zeros(count, keys.shape[1], target.n_layers, target.n_heads)
