@@ -322,7 +322,7 @@ class RotaryHead(QueryHead):
     other_change: float | None = None
     healthy_change: float | None = None
     bound: float
-    whole_bound: Mean of the same bound computed without blocks, which is never larger.
+    whole_bound: float
     tightness: float
     error: float
     tail_mass: float
@@ -410,7 +410,7 @@ class Decay:
 
     @property
     def rate(self) -> float | None:
-        """Mean factor from one later period to the next: the effect of repetition alone. None with only one period."""
+        """Geometric mean factor from one later period to the next; None if fewer than two followed."""
         later = self.change[1:]
         if len(later) < 2 or not later[0]:
             return None
