@@ -134,8 +134,8 @@ def open_corpus(
     """Open the index of a corpus, which is built once and then reused.
 
     Args:
-        corpus: A folder of text files, or "stdlib": the running interpreter's Python library minus the validation files,
-            which is the text that the bundled model was trained on. None reads `index`.
+        corpus: A folder of text files, or "stdlib": the running interpreter's Python library minus the validation
+            files, which is the text that the bundled model was trained on. None reads `index`.
         index: File that stores the index. None uses a file next to the folder or, for the library, in the user's cache
             folder; its name depends on the text.
         progress: Called while the index is sorted.
