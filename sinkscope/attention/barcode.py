@@ -119,7 +119,7 @@ def _place() -> str | None:
 
 Head = tuple[int, int]
 """(layer, query head)."""
-NEAR_STEPS, NEAR = 96, 192  # steps at the end, and positions back, that are always kept one by one
+NEAR_STEPS, NEAR = 96, 192  # last steps and nearest positions that are always kept unbinned
 
 
 class Recorder:
@@ -175,9 +175,7 @@ class Recorder:
         pos = rows.pos[0].repeat_interleave(groups, 0)[here]
         probs = rows.probs[0, here, -1] * (pos >= 0)
         column = (pos.clamp(min=0) * self.columns) // self.positions
-        wide = add_at(
-            probs.new_zeros(len(here), self.columns), column, probs, 1.5
-        )  # a row sums to one, but for rounding
+        wide = add_at(probs.new_zeros(len(here), self.columns), column, probs, 1.5)  # a row sums to one up to rounding
         self.wide[rows.layer][step] = wide.to(self.dtype)
         back = at - pos
         near = probs.new_zeros(len(here), NEAR)
@@ -216,9 +214,9 @@ class Recorder:
         return sum(t.numel() * t.element_size() for t in kept)
 
 
-RAW_HEADS = 4  # that are kept position by position
-SHOWN = 4  # heads drawn where none are named, each of another layer
-STEPS, COLUMNS = 96, 192  # of a picture
+RAW_HEADS = 4  # most heads that can be kept position by position
+SHOWN = 4  # heads drawn if none are named, each from a different layer
+STEPS, COLUMNS = 96, 192  # largest size of a picture
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.marking_heads import Replacement, replacing
 from sinkscope.trace import attention_rows
 
-COPIES = (0, 1, 2, 4, 8, 16)  # of a unit before the one that is looked at
-AFTER = 8  # copies that the conclusion speaks of
+COPIES = (0, 1, 2, 4, 8, 16)  # copies of a unit before the one that is measured
+AFTER = 8  # copies that the conclusion refers to
 COPIED = 0.1  # rise of the probability from which a model counts as copying
-TWICE = 64  # random tokens that come twice: what heads are scored on
+TWICE = 64  # random tokens, repeated once, on which heads are scored
 TOKENS = range(4, 49)  # lengths of sentences
-SIZES = sorted(n << i for n in (1, 3) for i in range(16))  # of sets of heads: 1, 2, 3, 4, 6, 8, 12, 16, ...
+SIZES = sorted(n << i for n in (1, 3) for i in range(16))  # set sizes: 1, 2, 3, 4, 6, 8, 12, 16, ...
 
 
 @dataclass(frozen=True)

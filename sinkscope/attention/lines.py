@@ -619,7 +619,7 @@ def covered(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
 
 
 def _common(a: HeadLines, b: HeadLines) -> Tensor:
-    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one of them can have are not shared
+    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one text can have are not shared
     vertical, slash = a.vertical[..., :keys] & b.vertical[..., :keys], a.slash[..., :keys] & b.slash[..., :keys]
     return vertical.sum(2) + slash.sum(2)
 

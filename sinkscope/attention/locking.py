@@ -29,7 +29,7 @@ from sinkscope.loops.signals import Novelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.tables import cell
 
-_QUERIES = 32  # rows that are turned into offsets at a time
+_QUERIES = 32  # rows converted to offsets at a time
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Overlaps:
             self._take(rows.layer, offsets)
 
     def _take(self, layer: int, offsets: Float[Tensor, "head query offset"]) -> None:
-        # In place of rows that are not there stand empty ones, which share nothing.
+        # Missing rows are replaced by empty ones, which share nothing.
         before = self.before.get(layer, offsets.new_zeros(len(offsets), self.shift, self.suffix))
         both = torch.cat([before, offsets], 1)
         mass = offsets.sum(-1)
@@ -92,9 +92,9 @@ class Overlaps:
         return {layer: Track(*torch.cat(parts, 2)) for layer, parts in self.found.items()}
 
 
-SUFFIX = 256  # positions, or three periods if these are more: the window that LoopGuard watches
+SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCKED = 0.2  # gain from which a head counts as locked
-POINTS = 512  # of a curve
+POINTS = 512  # most points of a curve
 
 
 @dataclass(frozen=True)

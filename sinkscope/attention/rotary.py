@@ -90,8 +90,8 @@ class Rotation:
         return out
 
 
-POINTS = 256  # of a drift curve
-ROWS = 4  # queries whose scores with every earlier key are held against Eq. 13
+POINTS = 256  # most points of a drift curve
+ROWS = 4  # queries whose scores with every earlier key are compared with Eq. 13
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ def curves_of(own: LayerTail, plain: LayerTail | None, period: int, positions: t
     return Drift(own.layer, at(own.curve[period]), at(own.curve[1]), healthy)
 
 
-ENERGY = 0.999  # of the hidden states, that the tail subspace holds
+ENERGY = 0.999  # share of the hidden states' energy in the tail subspace
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ class Disturbed:
         self.start = len(ids) - (periods + 1) * period
         self.rest = ids[None, self.start :].expand(directions + 1, -1)
         self.states: dict[int, Tensor] = {}  # entering each layer, row 0
-        self.cache: Any = DynamicCache()  # without windows of its own, so that it can be cut back
+        self.cache: Any = DynamicCache()  # without sliding windows, so that it can be cropped
         layers = [(module, "pre", on_input(partial(self._keep, i))) for i, module in enumerate(target.layers)]
         with target.hooks(*layers):
             target.forward(ids[None, : self.start], past_key_values=self.cache, use_cache=True)
@@ -505,7 +505,7 @@ def _subspace(states: Float[Tensor, "pos d_model"]) -> Float[Tensor, "dimension 
 
 
 TAIL = 32  # positions of the window, rounded up to whole periods
-PERIODS = 8  # that a disturbance is followed for
+PERIODS = 8  # number of periods after a disturbance
 _SHOWN = (
     "query_norm",
     "delta_q",
@@ -522,7 +522,7 @@ _SHOWN = (
     "drift",
     "step_drift",
 )
-SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, over the length of the hidden state
+SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, relative to the norm of the hidden state
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from sinkscope.published import read_prompts
 from sinkscope.text import text_rows
 
 PERIODS = 3  # repetitions that make a loop
-LEAST = 24  # tokens it lasts at least
+LEAST = 24  # minimum tokens of a loop
 LENGTH = 512  # tokens of a piece of ordinary text
-SHORTEST = 16  # tokens: with fewer, a tenth of the lines is next to none
+SHORTEST = 16  # tokens; with fewer, a tenth of the lines is almost none
 ASKED = "\n\nQuestion: What is this text about?\n\nAnswer:"  # about ordinary text
 File = str | os.PathLike[str]
 Text = str | Sequence[int]

@@ -188,7 +188,7 @@ def cache_loss(
         sinkscope cache-loss --policy h2o --policy snapkv --budget 0.25
     """
     for name in policies or ():
-        kind_of(name)  # one that is asked for has to exist
+        kind_of(name)  # a requested policy must exist
     room = min(prompt, (setup.target.max_positions or prompt + answer) - answer)
     length = min(room + answer, len(setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]))
     ids = text_rows(setup.tokenizer, setup.text, count, length, setup.bos).tolist()

@@ -174,11 +174,9 @@ def _survival(fig: Any, result: Any, colours: dict[str, str], at: dict[str, int]
     several = len(models) > 1
     for g in result.ablation:
         if g.method != "full" if several else block_of(g.method) == "stopper":
-            continue  # whoever is stopped early never collapses
+            continue  # runs that are stopped early never collapse
         colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if several else colours[g.method]
-        width = max(
-            1.5, 9 - 2 * sum(isinstance(trace, go.Scatter) for trace in fig.data)
-        )  # curves can lie on each other
+        width = max(1.5, 9 - 2 * sum(isinstance(trace, go.Scatter) for trace in fig.data))  # curves can coincide
         fig.add_scatter(
             x=[0, *g.steps],
             y=[1.0, *g.survival],
@@ -261,7 +259,7 @@ def draw_fidelity(result: Any) -> go.Figure:
     for row, mine in enumerate(rows, 1):
         nats = _nats(mine)
         for col, (field, name, colour, form) in enumerate(_PANELS, 1):
-            least = 10.0 ** nats["range"][0] if field == "kl" else 0.0  # a logarithmic axis has no place for 0
+            least = 10.0 ** nats["range"][0] if field == "kl" else 0.0  # 0 does not exist on a logarithmic axis
             fig.add_bar(
                 y=[html.escape(g.label) for g in mine],
                 x=[None if (value := getattr(g, field)) is None else max(value, least) for g in mine],

@@ -44,8 +44,8 @@ from sinkscope.results import ModelInfo, Result, provenance
 
 TASKS = ("needle", "multi-key", "key-value", "tracking", "chain")
 _LINKED, _FULL = TASKS[3:], ("key-value", "chain")  # several statements lead to the answer; other ones are the haystack
-_OTHERS = 3  # statements beside the one that is asked for, multi-key
-_HOPS = 4  # of RULER's chains
+_OTHERS = 3  # further statements in multi-key
+_HOPS = 4  # hops in RULER's chains
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _COLOURS = "black blue brown golden gray green orange pink purple red silver white yellow".split()
 _THINGS = (

@@ -14,7 +14,7 @@ from sinkscope.errors import SinkscopeError
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _FIRST_LINE = {"trec", "samsum"}  # LongBench scores the first line of what was said
-_MARKS = (  # ASCII punctuation, and that of Chinese
+_MARKS = (  # ASCII and Chinese punctuation
     string.punctuation
     + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
     + "｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
@@ -188,7 +188,7 @@ METRICS: dict[str, Metric] = {
     "any-case": _best(lambda said, answer: float(answer.lower() in said.lower())),
     "all": _best(every),
     "paragraph": _best(paragraph),
-    # LongBench v2: it is said, in the words asked for, that this letter is the correct answer
+    # LongBench v2: the output names this letter as the correct answer in the requested wording
     "stated-letter": _best(lambda said, answer: float(_stated(said) == answer)),
     # LongEval's lines: the last number that is said
     "last-number": _best(lambda said, answer: float([*map(int, _digits(said)[-1:])] == [*map(int, _digits(answer))])),

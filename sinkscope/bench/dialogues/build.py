@@ -169,7 +169,7 @@ def _turns(task: str, row: Record, where: str, expected: str) -> tuple[DialogueT
                 "end": (row.context, whole),
             }
             prompts = {p: known.between.join(part for part in (known.head, *parts[p]) if part) for p in POSITIONS}
-        # Where the answer to a question about a context stands in it, the benchmarks do not say.
+        # The benchmarks do not say where in a context the answer to a question stands.
         depends = (0,) if row.context else tuple(range(i + 1))
         metric = known.measures.get(asked.measure, "")
         made.append(DialogueTurn(prompts, answers or ("",), depends, None, metric))

@@ -349,7 +349,7 @@ def _converse(to: Asked, batch: Batch, *, chat: bool, history: History) -> list[
     for (each, _), turn in zip(batch.rows, dialogue.turns, strict=True):
         started, prompt = time.perf_counter(), turn.prompts[each.position]
         prompt = prompt if chat or each.turn == 0 else f"\n\n{prompt}"
-        asked_one = copy.copy(talk)  # turns replace what a conversation holds, so the one that was copied stays
+        asked_one = copy.copy(talk)  # turns replace the conversation's contents, so the copied one is unchanged
         made = asked_one.ask(prompt, max_new_tokens=to.new)
         tokens, ended = to.cut(list(made.ids))
         records.append(

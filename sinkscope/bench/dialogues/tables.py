@@ -324,7 +324,7 @@ def dialogues_table(
     """
     try:
         settings = parse_json((folders[0] / "settings.json").read_bytes())
-    except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
+    except (OSError, ValueError):  # the reader of the folder reports what is wrong
         settings = None
     fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
@@ -456,7 +456,7 @@ def _answered(run: Contents[Said], task: str, records: list[Said], shared: dict[
 def _kept(run: Contents[Near], task: str, records: list[Near], shared: dict[str, Any]) -> Kept:
     kl, kept, agree = ([v for record in records for v in getattr(record, n)] for n in ("kl", "kept", "agree"))
     mean = fmean(kl)
-    # The mean over tokens is a ratio of sums over questions: its error is that of what each question adds to it.
+    # The mean over tokens is a ratio of sums over questions; its error comes from each question's contribution.
     parts = [sum(record.kl) - mean * len(record.kl) for record in records]
     return Kept(
         **shared,
