@@ -1,8 +1,8 @@
-"""The sink card of a model, `scan`, which runs every measurement that joins it and writes the card, and `demo`.
+"""The sink card of a model, `scan`, which runs every measurement that contributes to the card, and `demo`.
 
-A card holds what every part of a scan concluded, its numbers with their controls, and what changed since another card.
-Which measurements take part, in which order and with which arguments, and which numbers and facts stand on a card, the
-measurements say themselves (`registry.ScanMark`).
+A card holds the conclusion of every part of a scan, its numbers with their controls, and the changes from another card.
+Each measurement declares its own part: its order, its arguments, and its numbers and facts on the card
+(`registry.ScanMark`).
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class CardPart:
     """One measurement of a scan.
 
     Attributes:
-        name: of the measurement.
-        command: that makes it alone.
-        conclusion: what it found; empty where it failed.
-        problem: why there is no result; None: there is one.
-        seconds: it took.
-        peak_memory_bytes: largest memory of the process until its end.
+        name: Name of the measurement.
+        command: Command that runs it alone.
+        conclusion: What it found; empty if it failed.
+        problem: Why there is no result; None if there is one.
+        seconds: Time it took, in seconds.
+        peak_memory_bytes: Largest memory of the process until its end.
     """
 
     name: str
@@ -71,14 +71,14 @@ class CardPart:
 
 @dataclass(frozen=True)
 class CardNumber:
-    """A number of a part.
+    """One number of a part.
 
     Attributes:
-        part: name of the measurement.
-        label: what it is.
-        value: the number.
-        control: the same under the control.
-        margin: within which it changes by chance, from the control's draws or two standard errors; None: not known.
+        part: Name of the measurement.
+        label: Description of the number.
+        value: The number.
+        control: The same number under the control.
+        margin: Range of chance variation, from the control's draws or two standard errors; None if unknown.
     """
 
     part: str
@@ -90,7 +90,7 @@ class CardNumber:
 
 @dataclass(frozen=True)
 class CardFact:
-    """Something that two models have alike or not, in words."""
+    """A property in words, in which two models may agree or differ."""
 
     part: str
     label: str
@@ -99,15 +99,15 @@ class CardFact:
 
 @dataclass(frozen=True)
 class CardChange:
-    """A number or a fact of two cards.
+    """A number or a fact on two cards.
 
     Attributes:
-        part: name of the measurement.
-        label: what it is.
-        before: on the other card.
-        after: on this one.
-        margin: of the change, both cards' margins together; None: not known, or it is a fact.
-        changed: whether the change exceeds the margin; None: not known.
+        part: Name of the measurement.
+        label: Description of the number or fact.
+        before: Value on the other card.
+        after: Value on this card.
+        margin: Margin of the change, from both cards' margins; None if unknown, or for a fact.
+        changed: Whether the change exceeds the margin; None if unknown.
     """
 
     part: str
@@ -120,15 +120,15 @@ class CardChange:
 
 @dataclass(frozen=True, kw_only=True)
 class SinkCard(Result):
-    """All that a scan found, conclusions first.
+    """All findings of a scan, conclusions first.
 
     Attributes:
-        quick: whether the parts ran with smaller numbers.
-        parts: in the order of the card.
-        numbers: each with its control.
-        facts: in words.
-        against: the other card's model; None: there is none.
-        changes: what is different from the other card, or the same.
+        quick: Whether the parts ran with smaller numbers.
+        parts: The parts in the order of the card.
+        numbers: The numbers, each with its control.
+        facts: The facts in words.
+        against: Model of the other card; None if there is none.
+        changes: Comparison with the other card, including what stayed the same.
     """
 
     kind: ClassVar[str] = "sink-card"
@@ -143,7 +143,7 @@ class SinkCard(Result):
     changes: tuple[CardChange, ...] = ()
 
     def beside(self) -> tuple[Result, ...]:
-        """The results of the parts, where the scan has just made it."""
+        """The results of the parts, if the scan has just produced them."""
         return vars(self).get("shown", ())
 
     @property
@@ -152,7 +152,7 @@ class SinkCard(Result):
         return tuple(part for part in self.parts if part.problem is None)
 
     def conclusion(self) -> str:
-        """What changed since the other card; without one, the first part's conclusion."""
+        """What changed since the other card; without another card, the first part's conclusion."""
         if self.against is not None:
             moved = [c for c in self.changes if c.changed]
             known = [c for c in self.changes if c.changed is not None]
@@ -164,7 +164,7 @@ class SinkCard(Result):
         return self.done[0].conclusion if self.done else "No part could be measured."
 
     def details(self) -> list[str]:
-        """Every part's conclusion, what failed, and what it cost."""
+        """Every part's conclusion, any failures, and the cost."""
         told = [f"{part.command}: {part.conclusion} ({part.seconds or 0:.1f} s)" for part in self.done]
         failed = [f"{part.command} is missing: {part.problem}" for part in self.parts if part.problem]
         return [*told, *failed, self.costs()]
@@ -177,7 +177,7 @@ class SinkCard(Result):
         return f"{len(self.done)} of {len(self.parts)} parts took {total:.0f} s and at most {peak:.1f} GB ({most})."
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per number; in a comparison one per number and fact."""
+        """One row per number; in a comparison, one per number and fact."""
         some, names = (self.changes, _CHANGED) if self.against is not None else (self.numbers, _SHOWN)
         return [{name: getattr(one, name) for name in names} for one in some]
 
@@ -212,10 +212,10 @@ class SinkCard(Result):
         return "\n".join([*lines, "", f"{self.costs()} Made by `{way}` ({made}).", ""])
 
     def compared(self, other: SinkCard) -> SinkCard:
-        """This card with what changed since another one.
+        """Compare this card with another one and return it with the changes.
 
         Raises:
-            SinkscopeError: they have no number or fact in common, or one of them was made with --quick.
+            SinkscopeError: The cards have no number or fact in common, or only one of them was made with --quick.
         """
         if self.quick != other.quick:
             raise SinkscopeError(
@@ -255,10 +255,10 @@ def _moved(before: CardNumber, after: CardNumber) -> CardChange:
 
 
 def read_card(path: str | Path) -> SinkCard:
-    """The card in a file, or in the folder of a scan.
+    """Read the card in a file, or in the folder of a scan.
 
     Raises:
-        SinkscopeError: there is none.
+        SinkscopeError: There is no card.
     """
     file = Path(path) / CARD if Path(path).is_dir() else Path(path)
     if not file.is_file():
@@ -267,7 +267,7 @@ def read_card(path: str | Path) -> SinkCard:
 
 
 def numbers_of(entry: Entry, result: Result) -> list[CardNumber]:
-    """The numbers that a measurement puts on the card; those that this model does not have are left out."""
+    """The numbers that a measurement puts on the card; numbers that this model lacks are left out."""
     found: list[CardNumber] = []
     for label, (value, *more) in (entry.scan.numbers if entry.scan else {}).items():
         control, margin = (at_path(result, path) for path in [*more, "", ""][:2])
@@ -289,11 +289,11 @@ def _worded(value: Any) -> str:
 
 
 def at_path(result: object, path: str) -> float | None:
-    """The number at a path, the median where there are several, the distance of two paths for "a - b"; None: none.
+    """The number at a path: the median of several; for "a - b" the distance of two paths; None if there is none.
 
     Args:
-        result: of a measurement.
-        path: as `registry.ScanMark` says.
+        result: Result of a measurement.
+        path: Path as described in `registry.ScanMark`.
     """
     if " - " in path:
         a, b = (at_path(result, part) for part in path.split(" - "))
@@ -329,19 +329,19 @@ Told = Callable[[Entry, "Result | str"], object]
 
 @dataclass(frozen=True)
 class Finished(Keyed):
-    """A part whose result lies in the folder."""
+    """A part whose result is already in the folder."""
 
     name: str
     seconds: float
 
 
 class Clock:
-    """The time that is left: what the unfinished parts are expected to take, at the pace of the finished ones.
+    """Estimates the remaining time: the expected time of the unfinished parts, at the pace of the finished ones.
 
     Args:
-        weights: expected seconds of each part on some machine.
-        progress: called as `progress("scan: the part", seconds gone, seconds in all)`.
-        now: the time in seconds.
+        weights: Expected seconds of each part on some machine.
+        progress: Called as `progress("scan: the part", seconds gone, seconds in all)`.
+        now: Returns the time in seconds.
     """
 
     def __init__(
@@ -354,19 +354,19 @@ class Clock:
 
     @property
     def left(self) -> float:
-        """Seconds that are left."""
+        """Estimated seconds that remain."""
         pace = self._spent / self._done if self._done else 1.0
         weight = self._left.get(self._part, 0.0)
         running = max(0.1 * weight * pace, weight * pace - (self._now() - self._since)) if self._part else 0.0
         return running + pace * (sum(self._left.values()) - weight)
 
     def begin(self, part: str) -> None:
-        """A part begins."""
+        """Mark the beginning of a part."""
         self._part, self._since = part, self._now()
         self("", 0, 1)
 
     def end(self, part: str, counts: bool = True) -> None:
-        """A part has ended; it counts for the pace unless it was there already, or failed."""
+        """Mark the end of a part; it counts for the pace unless it existed already or failed."""
         weight = self._left.pop(part, 0.0)
         if counts:
             self._spent, self._done = self._spent + self._now() - self._since, self._done + weight
@@ -380,7 +380,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class CardOf(Keyed):
-    """The card of one model of several, or why there is none."""
+    """The card of one of several models, or why there is none."""
 
     name: str
     card: dict[str, Any] | None = None
@@ -398,11 +398,11 @@ class SinkCards(Result):
 
     @property
     def known(self) -> dict[str, SinkCard]:
-        """Those that there are, by name."""
+        """The available cards, by name."""
         return {one.name: SinkCard.from_dict(one.card, one.name) for one in self.cards if one.card is not None}
 
     def conclusion(self) -> str:
-        """How many were scanned, and in what they differ."""
+        """How many models were scanned, and in what they differ."""
         facts: dict[str, list[str]] = {}
         for card in self.known.values():
             for fact in card.facts:
@@ -412,12 +412,12 @@ class SinkCards(Result):
         return f"{many}they differ in {len(differ)} of {len(facts)} facts{': ' * bool(differ)}{'; '.join(differ)}."
 
     def details(self) -> list[str]:
-        """The conclusion of each, and what failed."""
+        """The conclusion of each card, and any failures."""
         told = [f"{name}: {card.conclusion()}" for name, card in self.known.items()]
         return told + [f"{one.name} could not be scanned: {one.failed}." for one in self.cards if one.failed]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per number and model, the models of a number together."""
+        """One row per number and model, grouped by number."""
         found = [(n.label, name, n) for name, card in self.known.items() for n in card.numbers]
         order = list(dict.fromkeys(label for label, _, _ in found))
         found.sort(key=lambda row: order.index(row[0]))
@@ -426,7 +426,7 @@ class SinkCards(Result):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is done to every model of a scan; it is pickled for other processes."""
+    """The work to be done on every model of a scan; it is pickled for other processes."""
 
     quick: bool
     patch: str | None
@@ -437,7 +437,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ScanJob:
-    """One model, with one text, and the folder it goes to."""
+    """One model with one text, and the output folder."""
 
     name: str
     model: Any
@@ -472,29 +472,28 @@ def scan(
     told: Hidden = None,
     progress: Hidden = None,
 ) -> SinkCard | SinkCards:
-    """Look at a model from all sides and write its sink card: one page, a JSON file and a Markdown file.
+    """Run all measurements on a model and write its sink card: one page, a JSON file and a Markdown file.
 
-    The model is opened once. A model whose weights do not fit is read layer by layer; parts that need it whole are
-    then left out, and the card says so. Every part is kept as it ends, and the same command goes on after the last one.
+    The model is opened once. A model whose weights do not fit is read layer by layer; parts that need it whole are then
+    left out, and the card says so. Every part is saved as it finishes, and the same command resumes after the last one.
 
     Args:
         models: A short name, hub id, folder or .gguf file; from Python also a live model. Several make a series. By
-            default the model in the package.
-        out: Folder of the results and the card. By default scan-NAME, for a series scans.
+            default the bundled model.
+        out: Folder for the results and the card. By default scan-NAME, for a series scans.
         quick: Use smaller numbers: a minute instead of several for a small model.
         against: A card.json, or the folder of a scan, to compare with.
         patch: A patch.json that every part runs under.
-        memory: Gigabytes that the weights may take in memory. By default half of what is free, with --quick at most 2.
+        memory: Gigabytes that the weights may occupy. By default half of the free memory, with --quick at most 2.
         revision: Branch, tag or commit on the hub.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        bos: Whether sequences begin with BOS. By default they do where the tokenizer has a BOS token.
-        texts: File of typical text; each of several makes a scan of its own. By default the neutral text in the
-            package.
+        bos: Whether sequences begin with BOS. By default they do if the tokenizer has a BOS token.
+        texts: File of typical text; each of several gets a scan of its own. By default the bundled neutral text.
         seed: Seed of every random choice.
-        workers: Processes for a series; more than one run over Ray.
-        ray: Address of a Ray cluster. By default this machine, or what RAY_ADDRESS names.
-        tokenizer: For live models that carry none.
+        workers: Number of processes for a series; more than one run over Ray.
+        ray: Address of a Ray cluster. By default this machine, or the address in RAY_ADDRESS.
+        tokenizer: Tokenizer for live models that carry none.
         told: Called with each part and its result, or the reason why there is none.
         progress: Called as `progress(what, done, total)`.
 
@@ -642,7 +641,7 @@ def _opened(job: ScanJob, wanted: Wanted) -> Setup:
 
 
 def weight_bytes(target: Target) -> int:
-    """What the weights take in memory, in the dtype of the checkpoint."""
+    """Size of the weights in memory, in the dtype of the checkpoint."""
     stored = getattr(target.config, "dtype", None)
     size = (stored if isinstance(stored, torch.dtype) else target.dtype).itemsize
     return sum(p.numel() for p in target.hf.parameters()) * size
@@ -725,7 +724,7 @@ def demo(
     show: Annotated[bool, Option(name="--open")] = True,
     progress: Hidden = None,
 ) -> None:
-    """Take a tour of two minutes: scan the model in the package, say what each step finds, and open the page.
+    """Take a two-minute tour: scan the bundled model, explain what each step finds, and open the page.
 
     Args:
         out: Folder of the results and the page.

@@ -1,11 +1,11 @@
-"""The loop monitor as logits processors of vLLM and SGLang: end a loop where the tokens are made.
+"""The loop monitor as logits processors of vLLM and SGLang: it ends a loop during generation in the server.
 
 `VllmLoopProcessor` implements both interfaces of vLLM, `vllm.v1.sample.logits_processor` (batch updates) and
 `vllm.v1.worker.gpu.sample.logits_processor` (Model Runner V2, request slots), and `SglangLoopProcessor` implements
-SGLang's `CustomLogitProcessor`. Both are made when they are first asked for, because their base classes belong to
-the servers; this module itself imports neither server, and nothing else in sinkscope imports it.
+SGLang's `CustomLogitProcessor`. Both are created on first access, because their base classes belong to the servers;
+this module itself imports neither server, and nothing else in sinkscope imports it.
 
-All of them share `LoopRow`: the monitor of one request, and what is being done about its loop.
+All of them share `LoopRow`: the monitor of one request, and the current action against its loop.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _log = logging.getLogger(__name__)
 
 @checked
 class ServingSettings:
-    """What to do about the loops of a request.
+    """Actions against the loops of a request.
 
     Attributes:
-        actions: what the first, second, ... trigger of the monitor does; further triggers do the last one again.
-            "stop" ends the request with its end token. "force" makes the model say `tokens`. "heat" raises the
-            temperature for the next `span` tokens.
-        tokens: ids of the sequence that "force" writes, such as the end of the reasoning.
-        end: id of the token that "stop" writes; None: the server's end token.
-        temperature: of the tokens after "heat". A request with a higher one keeps its own.
-        span: number of tokens that "heat" lasts.
-        monitor: settings of the monitor. It gets no probabilities, because reading them would make every step wait.
+        actions: Actions for the first, second, ... trigger of the monitor; further triggers repeat the last one. "stop"
+            ends the request with its end token. "force" makes the model say `tokens`. "heat" raises the temperature for
+            the next `span` tokens.
+        tokens: Ids of the sequence that "force" writes, such as the end of the reasoning.
+        end: Id of the token that "stop" writes; None uses the server's end token.
+        temperature: Temperature of the tokens after "heat". A request with a higher one keeps its own.
+        span: Number of tokens that "heat" lasts.
+        monitor: Settings of the monitor. It gets no probabilities, because reading them would make every step wait.
     """
 
     actions: Annotated[tuple[Literal["stop", "force", "heat"], ...], Field(min_length=1)] = ("stop",)
@@ -71,15 +71,15 @@ class ServingSettings:
         """The settings of a request.
 
         Args:
-            given: what it sent under `KEY`: fields as a mapping or as JSON, which replace those of `ENVIRONMENT`; False
-                for no monitor; None if it sent nothing.
+            given: What the request sent under `KEY`: fields as a mapping or as JSON, which replace those of
+                `ENVIRONMENT`; False for no monitor; None if it sent nothing.
 
         Returns:
-            The settings; None for a request that is not monitored: it does not want to be, or neither it nor the
+            The settings; None for a request that is not monitored, because it opted out or because neither it nor the
             environment has settings.
 
         Raises:
-            SinkscopeError: a setting is unknown or wrong.
+            SinkscopeError: A setting is unknown or invalid.
         """
         usual, own = _fields(os.environ.get(ENVIRONMENT), ENVIRONMENT), _fields(given, KEY)
         if own is False or not (own or own == {} or usual or usual == {}):
@@ -104,16 +104,16 @@ def _fields(given: Any, name: str) -> dict[str, Any] | Literal[False] | None:
 
 
 class LoopRow:
-    """One request: its monitor, and what is being done about its loop.
+    """One request: its monitor, and the current action against its loop.
 
-    Positions count the tokens of the request, from any origin that stays the same. What is done at a position is a
-    function of the position alone, so it is right for drafts that are accepted and for drafts that are rejected.
+    Positions count the tokens of the request, from any fixed origin. The action at a position depends on the position
+    alone, so it is correct for drafts that are accepted and for drafts that are rejected.
 
     Args:
-        settings: of the request.
-        end: id of its end token; None: there is none, and "stop" does nothing.
-        temperature: of the request.
-        seed: of the random numbers that "heat" needs in a request decoded greedily.
+        settings: Settings of the request.
+        end: Id of its end token. None if there is none; "stop" then does nothing.
+        temperature: Temperature of the request.
+        seed: Seed of the random numbers that "heat" needs in a request decoded greedily.
     """
 
     def __init__(self, settings: ServingSettings, end: int | None, temperature: float, seed: int | None = None) -> None:
@@ -129,11 +129,11 @@ class LoopRow:
             _log.warning("A request has no end token, so its loops cannot be stopped: set `end`.")
 
     def feed(self, tokens: Iterable[int], due: int = 0) -> None:
-        """Take the next output tokens.
+        """Process the next output tokens.
 
         Args:
-            tokens: ids; a negative one stands for a token that is not known yet and ends the reading.
-            due: position from which on an action is due, if one of them is a trigger; at once by default.
+            tokens: Token ids; a negative one stands for a token that is not known yet and ends the reading.
+            due: Position from which an action is due if one of the tokens triggers; at once by default.
         """
         for token in tokens:
             if token < 0:
@@ -144,35 +144,35 @@ class LoopRow:
                 self._judged, self._due = self._seen, [*self._due, due] if trigger else self._due
 
     def follow(self, output: Sequence[int]) -> None:
-        """Take what is new in a list of all output tokens; if tokens were taken back, it is read from its start."""
+        """Process the new part of a list of all output tokens; if tokens were taken back, reread it from the start."""
         if self._seen and (len(output) < self._seen or output[self._seen - 1] != self._last):
             self._monitor, self._seen = Monitor(self.settings.monitor), 0
             self._judged = min(self._judged, len(output))  # what is read again has had its actions
         self.feed(output[self._seen :])
 
     def replay(self, output: Sequence[int], origin: int = 0, lag: int = 0) -> None:
-        """Take the output of an earlier stay in the batch, and go on with what was being done then.
+        """Process the output of an earlier stay in the batch, and resume the action that was in progress then.
 
         Args:
-            output: ids of its tokens.
-            origin: position of the first of them.
-            lag: tokens that came between a trigger and its action.
+            output: Ids of its tokens.
+            origin: Position of the first token.
+            lag: Number of tokens between a trigger and its action.
         """
         for position, token in enumerate(output, origin):
             self._begin_due(position)
             self.feed((token,), position + 1 + lag)
 
     def busy(self, position: int) -> bool:
-        """Whether `edit` would change the logits at this position, or those of a later one."""
+        """Whether `edit` would change the logits at this position or a later one."""
         return bool(self._due) or position < self._until
 
     def edit(self, logits: Tensor, position: int) -> None:
-        """Do what is to be done at a position.
+        """Apply the action that is due at a position.
 
         Args:
-            logits: those of the token at that position, changed in place. Shape `[vocab]`. A token that something else
+            logits: Logits of the token at that position, changed in place. Shape `[vocab]`. A token that something else
                 has forbidden (minus infinity) stays forbidden.
-            position: of the token that is chosen from these logits. Rows of drafts come in order.
+            position: Position of the token that is chosen from these logits. Rows of drafts come in order.
         """
         self._begin_due(position)
         if not self._start <= position < self._until:
@@ -247,7 +247,7 @@ class _Batch:
 class _Slots:
     """vLLM's interface of Model Runner V2: requests have slots, and their tokens are on the device.
 
-    Each step begins a copy of the latest tokens to the host and reads the copy that the step before has begun. No step
+    Each step starts copying the latest tokens to the host and reads the copy that the previous step started. No step
     therefore waits for its own forward pass, and an action begins one step later than with `_Batch`.
     """
 

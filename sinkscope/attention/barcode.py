@@ -41,10 +41,10 @@ _FULL = 0.25  # share of attention that is the darkest shade
 
 
 class Live:
-    """Shows rows of attention as they come.
+    """Draws rows of attention as they arrive.
 
-    `with Live("title") as live: live(step, row)`; rows are `[column]` and sum to one. On a terminal the picture is on
-    standard error and gone at the end; in a notebook it stays in the cell.
+    `with Live("title") as live: live(step, row)`; each row is `[column]` and sums to one. On a terminal the picture is
+    drawn on standard error and erased at the end; in a notebook it stays in the cell.
     """
 
     def __init__(self, title: str, enabled: bool = True) -> None:
@@ -119,14 +119,14 @@ def _place() -> str | None:
 
 Head = tuple[int, int]
 """(layer, query head)."""
-NEAR_STEPS, NEAR = 96, 192  # steps at the end, and positions back, that are always kept one by one
+NEAR_STEPS, NEAR = 96, 192  # last steps and nearest positions that are always kept unbinned
 
 
 class Recorder:
-    """Takes the last row of every call of a single sequence.
+    """Keeps the attention row of the last query in every call, for a single sequence.
 
-    Memory: `steps x heads x bins` numbers of two bytes (raw: `steps x heads x positions` of four), and a window of
-    the last `NEAR_STEPS` steps.
+    Memory: `steps x heads x bins` numbers of two bytes (raw: `steps x heads x positions` of four), and a window of the
+        last `NEAR_STEPS` steps.
     """
 
     def __init__(
@@ -137,14 +137,14 @@ class Recorder:
         bins: int | None,
         on_step: Callable[[int, Tensor], None] | None = None,
     ) -> None:
-        """Make room.
+        """Allocate the memory.
 
         Args:
-            heads: what to keep, by layer.
-            steps: rows at most.
-            positions: length of prompt and new tokens together.
-            bins: columns; neighbouring positions are summed. None: a column per position.
-            on_step: called with the step and the mean row over the heads kept, `[column]`.
+            heads: Heads to keep, by layer.
+            steps: Maximum number of rows.
+            positions: Total length of prompt and new tokens.
+            bins: Number of columns; adjacent positions are summed. None keeps one column per position.
+            on_step: Called with the step and the mean row over the kept heads, `[column]`.
         """
         self.heads, self.steps, self.positions, self.on_step = heads, steps, positions, on_step
         self.columns = positions if bins is None else min(bins, positions)
@@ -158,7 +158,7 @@ class Recorder:
         self._row: Tensor | None = None
 
     def observe(self) -> Observe:
-        """The observer to enter."""
+        """The observer to enter as a context manager."""
         return Observe(self.see, list(self.layers), last=1)
 
     def see(self, rows: Rows) -> None:
@@ -175,9 +175,7 @@ class Recorder:
         pos = rows.pos[0].repeat_interleave(groups, 0)[here]
         probs = rows.probs[0, here, -1] * (pos >= 0)
         column = (pos.clamp(min=0) * self.columns) // self.positions
-        wide = add_at(
-            probs.new_zeros(len(here), self.columns), column, probs, 1.5
-        )  # a row sums to one, but for rounding
+        wide = add_at(probs.new_zeros(len(here), self.columns), column, probs, 1.5)  # a row sums to one up to rounding
         self.wide[rows.layer][step] = wide.to(self.dtype)
         back = at - pos
         near = probs.new_zeros(len(here), NEAR)
@@ -203,7 +201,7 @@ class Recorder:
         return self.wide[layer][: self.done, self.layers[layer].index(number)].cpu()
 
     def recent(self, head: Head) -> Float[Tensor, "step offset"]:
-        """The last steps of one head, in order, by how far a position lies behind the query."""
+        """The last steps of one head, in order, indexed by how far a position lies behind the query."""
         layer, number = head
         first = max(0, self.done - NEAR_STEPS)
         order = [step % NEAR_STEPS for step in range(first, self.done)]
@@ -211,26 +209,26 @@ class Recorder:
 
     @property
     def nbytes(self) -> int:
-        """What the arrays take."""
+        """Size of the arrays in bytes."""
         kept: list[Any] = [*self.wide.values(), *self.near.values()]
         return sum(t.numel() * t.element_size() for t in kept)
 
 
-RAW_HEADS = 4  # that are kept position by position
-SHOWN = 4  # heads drawn where none are named, each of another layer
-STEPS, COLUMNS = 96, 192  # of a picture
+RAW_HEADS = 4  # most heads that can be kept position by position
+SHOWN = 4  # heads drawn if none are named, each from a different layer
+STEPS, COLUMNS = 96, 192  # largest size of a picture
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Attention of one head, averaged over neighbouring steps and summed over neighbouring positions.
+    """Attention of one head, averaged over adjacent steps and summed over adjacent positions.
 
     Attributes:
-        shares: one string per line of steps: thousandths of the attention, one number per column, with spaces between.
-        first_step: step of the first line; a line is `steps` long.
-        steps: generation steps per line.
-        first_position: of the first column; a column is `positions` long.
-        positions: positions per column.
+        shares: One string per line of steps: thousandths of the attention, one number per column, separated by spaces.
+        first_step: Step of the first line; each line covers `steps` steps.
+        steps: Generation steps per line.
+        first_position: Position of the first column; each column covers `positions` positions.
+        positions: Positions per column.
     """
 
     shares: tuple[str, ...]
@@ -249,12 +247,12 @@ class HeadBarcode(QueryHead):
     """One head of the barcode.
 
     Attributes:
-        first: mean share of attention on the first position (where sinks are), over the last steps.
-        near: on the last `NEAR` positions.
-        overlap: share that two rows a period apart put on the same offsets of these; None without a loop.
-        healthy_overlap: the same in the control.
-        whole: all steps and positions; None if the head is not shown.
-        late: the last steps and positions, one by one.
+        first: Mean share of attention on the first position (where sinks are), over the last steps.
+        near: Mean share on the last `NEAR` positions.
+        overlap: Share that two rows one period apart put on the same offsets of these positions; None without a loop.
+        healthy_overlap: The same in the control.
+        whole: All steps and positions; None if the head is not shown.
+        late: The last steps and positions, one by one.
         healthy_whole: `whole` of the control.
         healthy_late: `late` of the control.
     """
@@ -273,19 +271,19 @@ class HeadBarcode(QueryHead):
 class Barcode(Result):
     """Attention over generation steps.
 
-    `arrays` holds every step of every head that was asked for, on the result that `barcode` returned; files hold the
-    pictures.
+    `arrays` holds every step of every requested head. It is available only on the result that `barcode` returned; files
+    hold only the pictures.
 
     Attributes:
-        prompt_tokens: length of the prompt.
-        steps: generated tokens.
-        bins: columns of `arrays`; as many as positions where they are raw.
-        period: of the loop that the text ends in; None: no loop.
-        onset: position of its first token.
-        ended: the sequence came to its end before `max_new_tokens`.
-        heads: those asked for, those shown first.
-        marks: what interventions did.
-        nbytes: what the arrays took.
+        prompt_tokens: Length of the prompt.
+        steps: Number of generated tokens.
+        bins: Columns of `arrays`; for raw attention, one column per position.
+        period: Period in tokens of the loop that the text ends in. None if it does not loop.
+        onset: Position of the loop's first token.
+        ended: Whether the sequence ended before `max_new_tokens`.
+        heads: The requested heads; the heads that are shown come first.
+        marks: What interventions did.
+        nbytes: Size of the arrays in bytes.
     """
 
     kind: ClassVar[str] = "barcode"
@@ -311,7 +309,7 @@ class Barcode(Result):
         return [{name: getattr(h, name) for name in names} for h in self.heads[:16]]
 
     def conclusion(self) -> str:
-        """How the text ends, and which head repeats its attention most, beside ordinary text."""
+        """How the text ends, and which head repeats its attention most, compared with ordinary text."""
         if self.period is None:
             near = max(self.heads, key=lambda h: h.near)
             return (
@@ -345,7 +343,7 @@ class Barcode(Result):
         """Write `arrays` as a compressed .npz, with names such as "5.3" (layer, head).
 
         Raises:
-            SinkscopeError: the result was read from a file and has none, or the file cannot be written.
+            SinkscopeError: The result was read from a file and has no arrays, or the file cannot be written.
         """
         if not self.arrays:
             raise SinkscopeError("this result was read from a file, which holds pictures only: record it again")
@@ -374,20 +372,20 @@ def barcode(
     control: bool = True,
     live: bool = False,
 ) -> Barcode:
-    """Generate greedily and keep the attention of the last token, step by step.
+    """Generate greedily and record the attention of the last token, step by step.
 
-    The result shows the attention of heads over generation steps, step by position, in a loop beside ordinary text
-    (Xu et al. 2026, appendix E, Fig. 5). Where attention cannot be watched (Falcon), an `UnsupportedError` says so.
+    The result shows attention by step and position for a loop and for ordinary text (Xu et al. 2026, appendix E, Fig.
+    5). A model whose attention cannot be observed (Falcon) raises an `UnsupportedError`.
 
     Args:
-        prompt: Text that is continued; from Python also ids. By default the beginning of the typical text.
+        prompt: Text to continue; from Python also ids. By default the beginning of the typical text.
         layers: All heads of this layer. By default all layers.
-        heads: This head only. Up to four named heads are shown as they are named.
+        heads: Only this head. Up to four named heads are shown in the given order.
         max_new_tokens: Generation steps.
-        bins: Columns that positions are summed into.
-        raw: Keep a column per position instead, for up to four heads.
+        bins: Number of columns into which positions are summed.
+        raw: Keep one column per position instead, for up to four heads.
         control: Record ordinary text of the same length as well.
-        live: Show the mean over the heads while it grows, on a terminal or in a notebook.
+        live: Show the mean over the heads as it grows, on a terminal or in a notebook.
 
     Example:
         sinkscope barcode --live --html barcode.html

@@ -20,29 +20,29 @@ from sinkscope.models.target import Target
 from sinkscope.sinks.first_token.marking_heads import Replacement, replacing
 from sinkscope.trace import attention_rows
 
-COPIES = (0, 1, 2, 4, 8, 16)  # of a unit before the one that is looked at
-AFTER = 8  # copies that the conclusion speaks of
+COPIES = (0, 1, 2, 4, 8, 16)  # copies of a unit before the one that is measured
+AFTER = 8  # copies that the conclusion refers to
 COPIED = 0.1  # rise of the probability from which a model counts as copying
-TWICE = 64  # random tokens that come twice: what heads are scored on
+TWICE = 64  # random tokens, repeated once, on which heads are scored
 TOKENS = range(4, 49)  # lengths of sentences
-SIZES = sorted(n << i for n in (1, 3) for i in range(16))  # of sets of heads: 1, 2, 3, 4, 6, 8, 12, 16, ...
+SIZES = sorted(n << i for n in (1, 3) for i in range(16))  # set sizes: 1, 2, 3, 4, 6, 8, 12, 16, ...
 
 
 @dataclass(frozen=True)
 class CopyCurve:
-    """Units of one kind, each repeated; means over their tokens, then over the units.
+    """Units of one kind, each repeated; values are means over their tokens, then over the units.
 
     Attributes:
-        name: of the kind, such as "period 16" or "sentences".
-        units: how many.
-        copies: whole copies before the one that is looked at; 0 is the first time. What the context cannot hold is
-            left out.
-        probability: of the unit's tokens.
-        increased: share of tokens that are more probable than the first time.
-        likeliest: share of tokens that are the likeliest ones.
-        ablated: probability without the ablated heads; empty where nothing was ablated.
-        control: without as many random other heads, median over draws.
-        control_low: the same in the draw where it is smallest.
+        name: Name of the kind, such as "period 16" or "sentences".
+        units: Number of units.
+        copies: Number of complete copies before the one that is measured; 0 is the first occurrence. Numbers that
+            exceed the context are left out.
+        probability: Mean probability of the unit's tokens.
+        increased: Share of tokens that are more probable than at their first occurrence.
+        likeliest: Share of tokens that are the model's top prediction.
+        ablated: Probability with the selected heads ablated; empty if nothing was ablated.
+        control: Probability with the same number of random other heads ablated, median over draws.
+        control_low: The same in the draw where it is smallest.
     """
 
     name: str
@@ -61,10 +61,10 @@ class CopyHead(QueryHead):
     """One query head.
 
     Attributes:
-        induction: mean attention in the second copy of random tokens to the token after the counterpart in the first.
-        previous_token: mean attention to the position before.
-        locking: gain in `sinkscope locking` on a repeated cycle; None where attention cannot be watched for it.
-        ablated: whether it is one of the heads that were ablated together.
+        induction: Mean attention from the second copy of random tokens to the token after the counterpart in the first.
+        previous_token: Mean attention to the preceding position.
+        locking: Gain in `sinkscope locking` on a repeated cycle; None if attention cannot be observed.
+        ablated: Whether the head is in the group of heads that were ablated together.
     """
 
     induction: float
@@ -78,13 +78,14 @@ class Ditto(Result):
     """Self-reinforcement of repetition.
 
     Attributes:
-        after: copies that the conclusion speaks of.
-        first: probability of the next token of a random cycle the first time; mean over periods, like the next three.
-        copied: after `after` copies.
-        ablated: the same without the ablated heads; None: nothing is copied, so nothing was ablated.
-        control: without as many random other heads, median over draws.
-        curves: one for each period, and one for sentences where the text has any that fit.
-        heads: every head, those with the largest induction score first.
+        after: Number of copies that the conclusion refers to.
+        first: Probability of the next token of a random cycle at its first occurrence; mean over periods, like the next
+            three.
+        copied: The same probability after `after` copies.
+        ablated: `copied` with the induction heads ablated. None if nothing is copied and therefore nothing was ablated.
+        control: `copied` with the same number of random other heads ablated, median over draws.
+        curves: One curve per period, and one for sentences if the text contains suitable ones.
+        heads: Every head, largest induction score first.
     """
 
     percent: ClassVar[tuple[str, ...]] = ("increased", "likeliest")
@@ -116,7 +117,7 @@ class Ditto(Result):
         ]
 
     def conclusion(self) -> str:
-        """The probability after some copies, beside the first time, and without the heads that copy and others."""
+        """The probability at first and after some copies, and with copying heads or others ablated."""
         many = sum(h.ablated for h in self.heads)
         heads, times = "1 head" if many == 1 else f"{many} heads", "copy" if self.after == 1 else "copies"
         then = f"fter {self.after} {times} the next token of a repeated cycle has probability {self.copied:.2f}"
@@ -128,7 +129,7 @@ class Ditto(Result):
         )
 
     def details(self) -> list[str]:
-        """Reinforcement by kind of unit, the heads, and where to look further."""
+        """Reinforcement by kind of unit, the heads, and related commands."""
         best, previous = self.heads[0], max(self.heads, key=lambda h: h.previous_token)
         lines = [
             f"{c.name.capitalize()}, mean of {c.units}: the probability goes from {c.probability[0]:.2f} the first "
@@ -171,19 +172,19 @@ def ditto(
     heads: Positive | None = None,
     draws: Positive = 5,
 ) -> Ditto:
-    """Measure how much more probable a text gets with every copy of it, and which heads carry that.
+    """Measure how much more probable a text becomes with every copy, and which heads cause this.
 
     Cycles of random tokens, and sentences of the typical text, are repeated up to 17 times; the curve is the mean
     probability of a copy's tokens after 0, 1, 2, 4, 8 and 16 copies (Xu et al. 2022). Heads are ranked by their
     induction score (Olsson et al. 2022). The best ones are ablated together: their output is replaced by its mean over
-    typical text, at every position but the first. As many random other heads are the control.
+    typical text at every position except the first. The control ablates the same number of random other heads.
 
     Args:
         periods: Length of the random cycles, in tokens.
-        units: Cycles of each period, and sentences.
-        heads: Ablate this many of the best induction heads. By default as few as take away half of the copying, and at
-            most a quarter of all heads.
-        draws: Draws of other heads for the control.
+        units: Number of cycles per period, and number of sentences.
+        heads: Number of the best induction heads to ablate. By default the fewest that remove half of the copying, and
+            at most a quarter of all heads.
+        draws: Random draws of other heads for the control.
 
     Example:
         sinkscope ditto --model qwen3-1.7b --period 8
@@ -241,13 +242,14 @@ def copy_probabilities(
     """Repeat units and read how the model predicts each of their tokens (Xu et al. 2022).
 
     Args:
-        forward: gives the logits of ids, `[row pos vocab]`.
-        units: token ids without BOS, on the model's device.
-        copies: that follow the first one.
-        bos: the token in front; None: there is none, and what stands first has no prediction (NaN).
+        forward: Returns the logits of ids, `[row pos vocab]`.
+        units: Token ids without BOS, on the model's device.
+        copies: Number of copies that follow the first one.
+        bos: The token placed in front. None: there is none, and the first token has no prediction (NaN).
 
     Returns:
-        The probability, whether it is larger than the first time, and whether it is the largest of all (0 or 1).
+        For each token: its probability, whether it exceeds the first copy's, and whether it is the top prediction (0 or
+        1).
     """
     ids = _repeated(units, copies + 1, bos)
     logits = forward(ids)[:, :-1].float()
@@ -260,16 +262,16 @@ def copy_probabilities(
 
 @torch.no_grad()
 def head_scores(target: Target, units: Int[Tensor, "unit token"], bos: int | None) -> Float[Tensor, "score layer head"]:
-    """Induction and previous-token score of every head, on tokens that come twice (Olsson et al. 2022).
+    """Induction and previous-token score of every head, on tokens that occur twice (Olsson et al. 2022).
 
     Args:
-        target: the model.
-        units: random token ids without BOS; each row stands twice.
-        bos: the token in front; None: none.
+        target: The model.
+        units: Random token ids without BOS; each row is repeated once.
+        bos: The token placed in front. None: there is none.
 
     Returns:
-        First the mean attention from a position of the second copy to the one after its counterpart in the first, then
-        the mean attention from a position to the one before it.
+        The mean attention from a position of the second copy to the one after its counterpart in the first, and the
+        mean attention from a position to the one before it.
     """
     ids, start, period = _repeated(units, 2, bos), int(bos is not None), units.shape[1]
     found = torch.zeros(2, target.n_layers, target.n_heads)

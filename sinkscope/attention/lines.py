@@ -1,7 +1,8 @@
-"""How few vertical and slash lines carry the attention, and how far important lines and tokens agree.
+"""How few vertical and slash lines carry the attention, and how well important lines and tokens agree.
 
-These are the observations of LoopServe (Li et al. 2025), section 3: what the heaviest lines carry (observation 1), and
-how far they agree between inputs, between segments, and between positions of the question (observations 2 to 4).
+These are the observations of LoopServe (Li et al. 2025), section 3: how much attention the heaviest lines carry
+(observation 1), and how well they agree between inputs, between segments, and between positions of the question (2 to
+4).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Line:
     """One line of the first text.
 
     Attributes:
-        at: key position of a vertical line, offset (query less key position) of a slash line.
-        share: share of the head's attention.
+        at: Key position of a vertical line, or offset (query minus key position) of a slash line.
+        share: The line's share of the head's attention.
     """
 
     at: int
@@ -48,13 +49,13 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What the chosen lines carry, one number per eta.
+    """Attention on the chosen lines, one number per eta.
 
     Attributes:
-        mass: share of the attention that lies on the chosen lines; cells at crossings count once.
-        line_sums: the same with the weights of the lines added up, so that cells at crossings count twice.
-        random_mass: `mass` of random lines; lines of each kind have the same length together as the chosen ones.
-        cells: share of all cells that the chosen lines cover.
+        mass: Share of the attention that lies on the chosen lines; cells at crossings count once.
+        line_sums: Sum of the chosen lines' weights, in which cells at crossings count twice.
+        random_mass: `mass` of random lines with the same total length of each kind as the chosen ones.
+        cells: Share of all cells that the chosen lines cover.
     """
 
     mass: tuple[float, ...]
@@ -65,14 +66,14 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadWeights(Weights):
-    """One query head; means over the texts.
+    """One query head; values are means over the texts.
 
     Attributes:
-        layer: its layer.
-        head: its number.
-        vertical: share of the chosen lines that are vertical, one number per eta.
-        top_vertical: the heaviest in the first text.
-        top_slash: the heaviest in the first text.
+        layer: Layer of the head.
+        head: Number of the head.
+        vertical: Share of the chosen lines that are vertical, one number per eta.
+        top_vertical: The heaviest vertical lines in the first text.
+        top_slash: The heaviest slash lines in the first text.
     """
 
     layer: int
@@ -86,16 +87,16 @@ class HeadWeights(Weights):
 class LinePicture:
     """The attention map of one head over the first tokens of the first text, with its lines.
 
-    A query's attention does not depend on what comes after it, so the beginning of a text can stand for itself.
+    A query's attention does not depend on later tokens, so the beginning of a text can be shown on its own.
 
     Attributes:
-        layer: layer of the head.
-        head: its number.
-        words: the tokens as text.
-        shares: one string per query: thousandths of its attention, one number per key that it sees.
-        eta: share of the lines of this map that is drawn.
-        vertical: key positions of the lines.
-        slash: offsets of the lines.
+        layer: Layer of the head.
+        head: Number of the head.
+        words: The tokens as text.
+        shares: One string per query: thousandths of its attention, one number per visible key.
+        eta: Share of the lines of this map that are drawn.
+        vertical: Key positions of the vertical lines.
+        slash: Offsets of the slash lines.
     """
 
     layer: int
@@ -113,13 +114,13 @@ class LinePicture:
 
 @dataclass(frozen=True, kw_only=True)
 class LineWeights(Weights, Result):
-    """What the heaviest lines carry, mean over the heads.
+    """Attention carried by the heaviest lines, mean over the heads.
 
     Attributes:
-        etas: shares of all lines that were chosen.
-        inputs: the texts.
-        heads: every head that was measured, by layer.
-        picture: the attention map of one of them with its lines.
+        etas: Shares of all lines that were chosen.
+        inputs: The texts.
+        heads: Every head that was measured, by layer.
+        picture: The attention map of one head with its lines.
     """
 
     page: ClassVar[str] = "measure/lines"
@@ -133,11 +134,11 @@ class LineWeights(Weights, Result):
 
     @property
     def shown(self) -> int:
-        """Number of the eta that tables show: the paper's, or the nearest."""
+        """Index of the eta that tables show: the paper's, or the nearest."""
         return min(range(len(self.etas)), key=lambda i: abs(self.etas[i] - 0.1))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Up to 16 heads at eta 0.1 (or the nearest), those whose lines carry least first."""
+        """Up to 16 heads at eta 0.1 (or the nearest), sorted by attention on their lines, smallest first."""
         i = self.shown
         heads = sorted(self.heads, key=lambda h: h.mass[i])[:16]
         return [
@@ -146,7 +147,7 @@ class LineWeights(Weights, Result):
         ]
 
     def conclusion(self) -> str:
-        """What the heaviest lines carry, beside random lines of the same length."""
+        """Attention on the heaviest lines, compared with random lines of the same length."""
         i = self.shown
         return (
             f"The heaviest {self.etas[i]:.0%} of all vertical and slash lines carry {self.mass[i]:.1%} of the "
@@ -155,7 +156,7 @@ class LineWeights(Weights, Result):
         )
 
     def details(self) -> list[str]:
-        """The texts, the sum over lines, and how many heads reach the paper's share."""
+        """The texts, the sum over lines, and how many heads reach the share reported in the paper."""
         m, i = self.model, self.shown
         tokens = sorted(x.tokens for x in self.inputs)
         size = f"{tokens[0]}" if tokens[0] == tokens[-1] else f"{tokens[0]} to {tokens[-1]}"
@@ -197,16 +198,16 @@ def line_weights(
 ) -> LineWeights:
     """Measure how much of the attention of every head the heaviest vertical and slash lines carry.
 
-    Attention is computed again from queries and keys, some rows at a time, while the model runs on its own. Memory
-    grows with the length, never with its square. A second computation counts what lies where chosen lines cross.
+    Attention is recomputed from queries and keys, some rows at a time, while the model runs normally. Memory grows
+    linearly with the length. A second pass corrects for cells where chosen lines cross.
 
     Args:
         texts: Texts or lists of ids. By default pieces of ordinary text.
-        data: File of prompts instead, as published by LongBench (samsum.jsonl), LongEval (topics or lines), RULER,
-            SCBench or MT-bench; or JSON lines with a "prompt".
-        count: Pieces of ordinary text, or prompts of the file.
-        length: Most tokens of each text, at least 16; longer ones lose their middle. By default the context, or 512
-            for ordinary text.
+        data: File of prompts to use instead, in the published form of LongBench (samsum.jsonl), LongEval (topics or
+            lines), RULER, SCBench or MT-bench; or JSON lines with a "prompt".
+        count: Number of pieces of ordinary text, or of prompts from the file.
+        length: Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context,
+            or 512 for ordinary text.
         etas: Share of all lines to choose.
         layers: Layer to measure. By default all are measured.
         head: Show the attention map of this head. By default one with both kinds of lines is shown.
@@ -330,18 +331,18 @@ _SHARED = ("inputs", "inputs_paper", "inputs_random", "segments", "segments_rela
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How far the chosen lines agree, one number per eta.
+    """Agreement of the chosen lines, one number per eta.
 
     Attributes:
-        inputs: lines chosen in both of two texts over lines chosen in either (observation 2); mean over pairs of
-            different texts.
-        inputs_paper: the same with each text paired with itself as well, as the paper averages.
-        inputs_random: `inputs` of random lines, as many of each kind.
-        segments: lines chosen in the first half of a text and in the second over those of the second (observation 3),
-            mean over texts; vertical lines are key positions of the text.
-        segments_relative: the same within each half: the second half's sums leave out keys of the first, and its
+        inputs: Number of lines chosen in both of two texts divided by the number chosen in either (observation 2); mean
+            over pairs of different texts.
+        inputs_paper: The same, with each text also paired with itself, as in the paper's average.
+        inputs_random: `inputs` for the same number of random lines of each kind.
+        segments: Number of lines chosen in both halves of a text divided by the number chosen in the second
+            (observation 3), mean over texts; vertical lines are key positions of the text.
+        segments_relative: The same within each half: the second half's sums leave out keys of the first, and its
             vertical lines are counted from its beginning.
-        segments_random: `segments` of random lines, as many of each kind.
+        segments_random: `segments` for the same number of random lines of each kind.
     """
 
     inputs: tuple[float, ...]
@@ -357,8 +358,8 @@ class HeadOverlap(Overlap):
     """One query head.
 
     Attributes:
-        layer: its layer.
-        head: its number.
+        layer: Layer of the head.
+        head: Number of the head.
     """
 
     layer: int
@@ -367,11 +368,11 @@ class HeadOverlap(Overlap):
 
 @dataclass(frozen=True)
 class PositionOverlap:
-    """Where the question stands, and the share of the answer's important tokens that the last window finds.
+    """Position of the question, and the share of the answer's important tokens that the last window finds.
 
     Attributes:
         position: "begin", "middle" or "end".
-        overlap: one number per budget, mean over the prompts.
+        overlap: One number per budget, mean over the prompts.
     """
 
     position: str
@@ -380,13 +381,13 @@ class PositionOverlap:
 
 @dataclass(frozen=True)
 class BlockOverlap:
-    """A block of queries as selector, with the question at the end; means over the prompts that have the block.
+    """One block of queries used as selector, with the question at the end; means over the prompts that have the block.
 
     Attributes:
-        block: -1 is the last of the prompt, 0 the first of the answer.
-        overlap: share of the whole answer's important tokens that it finds, per budget.
-        apart: the same without its own queries in the answer; None for an answer of one block.
-        prompts: number of prompts that have it.
+        block: Number of the block; -1 is the last block of the prompt, 0 the first of the answer.
+        overlap: Share of the whole answer's important tokens that the block finds, per budget.
+        apart: The same with the block's own queries left out of the answer; None for an answer of one block.
+        prompts: Number of prompts that have the block.
     """
 
     block: int
@@ -400,9 +401,9 @@ class Distance:
     """Important tokens shared by two blocks of an answer, mean over all pairs at this distance.
 
     Attributes:
-        blocks: the distance.
-        overlap: one number per budget.
-        pairs: number of pairs.
+        blocks: The distance in blocks.
+        overlap: One number per budget.
+        pairs: Number of pairs.
     """
 
     blocks: int
@@ -412,17 +413,17 @@ class Distance:
 
 @dataclass(frozen=True)
 class TokenOverlap:
-    """Observation 4, and what Fig. 4 shows.
+    """Observation 4 and the data of Fig. 4.
 
     Attributes:
-        budgets: shares of the prompt's tokens that count as important.
-        window: queries of the last window, and of a block.
-        prompts: number of prompts.
-        answer_tokens: mean length of the answers.
-        random: what tokens drawn at random share with the important ones, per budget.
-        positions: by where the question stands.
-        blocks: Fig. 4 a.
-        distances: Fig. 4 b.
+        budgets: Shares of the prompt's tokens that count as important.
+        window: Number of queries in the last window, and in a block.
+        prompts: Number of prompts.
+        answer_tokens: Mean length of the answers.
+        random: Expected overlap of randomly drawn tokens with the important ones, per budget.
+        positions: Results by position of the question.
+        blocks: Data of Fig. 4 a.
+        distances: Data of Fig. 4 b.
     """
 
     budgets: tuple[float, ...]
@@ -435,7 +436,7 @@ class TokenOverlap:
     distances: tuple[Distance, ...]
 
     def lines(self) -> list[str]:
-        """What was found, in a line or two."""
+        """The results in one or two lines."""
         i = min(range(len(self.budgets)), key=lambda k: abs(self.budgets[k] - 0.1))
         shown = ", ".join(
             f"{p.overlap[i]:.1%} with the question at its {POSITIONS[p.position]}" for p in self.positions
@@ -453,13 +454,13 @@ class TokenOverlap:
 
 @dataclass(frozen=True, kw_only=True)
 class LineOverlap(Overlap, Result):
-    """How far the heaviest lines agree, mean over the heads.
+    """Agreement of the heaviest lines, mean over the heads.
 
     Attributes:
-        etas: shares of all lines that were chosen.
-        texts: the texts.
-        heads: every head that was measured, by layer.
-        tokens: observation 4; None: it was not asked for, or the texts have no questions.
+        etas: Shares of all lines that were chosen.
+        texts: The texts.
+        heads: Every head that was measured, by layer.
+        tokens: Observation 4. None if it was not requested, or if the texts have no questions.
     """
 
     page: ClassVar[str] = "measure/overlap"
@@ -472,7 +473,7 @@ class LineOverlap(Overlap, Result):
     tokens: TokenOverlap | None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Up to 16 heads at the first eta, those that agree most between inputs first."""
+        """Up to 16 heads at the first eta, sorted by agreement between inputs, highest first."""
         heads = sorted(self.heads, key=lambda h: -h.inputs[0])[:16]
         return [
             {"layer": h.layer, "head": h.head, "eta": self.etas[0], **{name: getattr(h, name)[0] for name in _SHARED}}
@@ -480,7 +481,7 @@ class LineOverlap(Overlap, Result):
         ]
 
     def conclusion(self) -> str:
-        """How far lines agree between inputs and between halves, beside random lines."""
+        """Agreement of lines between inputs and between halves, compared with random lines."""
         return (
             f"Of the heaviest {self.etas[0]:.0%} of the lines, {self.inputs[0]:.1%} are the same in two inputs (random "
             f"lines {self.inputs_random[0]:.1%}) and {self.segments[0]:.1%} of a text's second half are those of its "
@@ -529,23 +530,23 @@ def line_overlap(
     budgets: Sequence[float] = BUDGETS,
     window: Positive = 16,
 ) -> LineOverlap:
-    """Measure how far the heaviest lines agree between texts and halves, and important tokens between windows.
+    """Measure how well the heaviest lines agree between texts and halves, and important tokens between windows.
 
-    The second part compares the tokens that the end of a prompt attends to with those that its answer attends to, with
-    the question at the beginning, in the middle and at the end.
+    The second part compares the tokens that the end of a prompt attends to with those that its answer attends to, for
+    questions at the beginning, in the middle and at the end.
 
     Args:
         texts: At least two texts or lists of ids. By default pieces of ordinary text.
-        data: File of prompts instead, as published by LongBench (samsum.jsonl), LongEval (topics or lines), RULER,
-            SCBench or MT-bench; or JSON lines with a "prompt".
-        count: Pieces of ordinary text, or prompts of the file.
-        length: Most tokens of each text, at least 16; longer ones lose their middle. By default the context, or 512
-            for ordinary text.
+        data: File of prompts to use instead, in the published form of LongBench (samsum.jsonl), LongEval (topics or
+            lines), RULER, SCBench or MT-bench; or JSON lines with a "prompt".
+        count: Number of pieces of ordinary text, or of prompts from the file.
+        length: Maximum tokens per text, at least 16; longer texts are shortened in the middle. By default the context,
+            or 512 for ordinary text.
         etas: Share of all lines to choose.
         layers: Layer to measure. By default all are measured.
-        max_new_tokens: Most tokens of an answer; 0 leaves questions out. Texts given from Python have no questions.
+        max_new_tokens: Maximum tokens per answer; 0 skips the questions. Texts given from Python have no questions.
         budgets: Share of a prompt's tokens that counts as important.
-        window: Queries of an observation window, and of a block.
+        window: Number of queries in an observation window, and in a block.
 
     Raises:
         UnsupportedError: A model whose queries and keys are not accessible (a TransformerBridge, Falcon).
@@ -618,7 +619,7 @@ def covered(a: HeadLines, b: HeadLines) -> Float[Tensor, "choice head"]:
 
 
 def _common(a: HeadLines, b: HeadLines) -> Tensor:
-    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one of them can have are not shared
+    keys = min(a.vertical.shape[2], b.vertical.shape[2])  # lines that only one text can have are not shared
     vertical, slash = a.vertical[..., :keys] & b.vertical[..., :keys], a.slash[..., :keys] & b.slash[..., :keys]
     return vertical.sum(2) + slash.sum(2)
 
@@ -646,19 +647,19 @@ def token_overlap(
     window: int,
     progress: Progress,
 ) -> TokenOverlap | None:
-    """Answer every prompt greedily with its question at three places, and compare which tokens queries attend to.
+    """Answer every prompt greedily with its question at three positions, and compare which tokens queries attend to.
 
-    A token's importance is the attention that it receives from the queries in question, summed over them, all heads
-    and layers (section 3.2).
+    A token's importance is the attention that it receives from the selected queries, summed over these queries and over
+    all heads and layers (section 3.2).
 
     Args:
-        target: the model.
-        asked: the prompts; None is returned if there are none.
-        layers: layers whose attention counts.
-        new: most tokens of an answer.
-        budgets: shares of the prompt's tokens.
-        window: queries of a window and of a block.
-        progress: called after every answer.
+        target: The model.
+        asked: The prompts; the result is None if there are none.
+        layers: Layers whose attention counts.
+        new: Maximum tokens per answer.
+        budgets: Shares of the prompt's tokens that count as important.
+        window: Number of queries in a window and in a block.
+        progress: Called after every answer.
     """
     if not asked:
         return None

@@ -29,17 +29,17 @@ from sinkscope.loops.signals import Novelty, collapse_point, diversity
 from sinkscope.measure import Option, Positive, Result, Setup, measurement
 from sinkscope.tables import cell
 
-_QUERIES = 32  # rows that are turned into offsets at a time
+_QUERIES = 32  # rows converted to offsets at a time
 
 
 @dataclass(frozen=True)
 class Track:
-    """One layer over a sequence, per query head and position.
+    """Attention of one layer over a sequence, per query head and position.
 
     Attributes:
-        mass: share of attention on the suffix.
-        shared: share that lies on the same offsets of the suffix as `shift` positions earlier; 0 for the first ones.
-        width: on how many positions of the suffix it lies, in effect (exponential of its entropy).
+        mass: Share of attention on the suffix.
+        shared: Share on the same suffix offsets as `shift` positions earlier; 0 for the first positions.
+        width: Effective number of suffix positions it is spread over (exponential of its entropy).
     """
 
     mass: Float[Tensor, "head pos"]
@@ -48,9 +48,9 @@ class Track:
 
 
 class Overlaps:
-    """Takes all rows of a single sequence in order, however many calls they come in.
+    """Accepts the attention rows of one sequence in order; they may arrive in any number of calls.
 
-    The first position, where sinks are, belongs to no suffix. Kept are three numbers per head and position, and
+    The first position, where sinks are, is never part of the suffix. Memory: three numbers per head and position, and
     `shift` rows of `suffix` offsets.
     """
 
@@ -60,11 +60,11 @@ class Overlaps:
         self.found: dict[int, list[Tensor]] = {layer: [] for layer in layers}  # each [3 head pos]
 
     def observe(self) -> Observe:
-        """The observer to enter."""
+        """The observer to enter as a context manager."""
         return Observe(self.see, self.layers)
 
     def see(self, rows: Rows) -> None:
-        """Some rows of one layer."""
+        """Process some rows of one layer."""
         probs, groups = rows.probs[0], rows.probs.shape[1] // rows.pos.shape[1]
         pos = rows.pos[0].repeat_interleave(groups, 0)[:, None]  # head 1 slot
         for start in range(0, probs.shape[1], _QUERIES):
@@ -77,7 +77,7 @@ class Overlaps:
             self._take(rows.layer, offsets)
 
     def _take(self, layer: int, offsets: Float[Tensor, "head query offset"]) -> None:
-        # In place of rows that are not there stand empty ones, which share nothing.
+        # Missing rows are replaced by empty ones, which share nothing.
         before = self.before.get(layer, offsets.new_zeros(len(offsets), self.shift, self.suffix))
         both = torch.cat([before, offsets], 1)
         mass = offsets.sum(-1)
@@ -92,9 +92,9 @@ class Overlaps:
         return {layer: Track(*torch.cat(parts, 2)) for layer, parts in self.found.items()}
 
 
-SUFFIX = 256  # positions, or three periods if these are more: the window that LoopGuard watches
+SUFFIX = 256  # positions, or three periods if longer: the window that LoopGuard monitors
 LOCKED = 0.2  # gain from which a head counts as locked
-POINTS = 512  # of a curve
+POINTS = 512  # most points of a curve
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,15 @@ class LockingHead(QueryHead):
     """One query head late in the loop, and at the same positions of ordinary text.
 
     Attributes:
-        score: mass x stability: share of attention on the same offsets of the suffix as one period earlier.
-        mass: share on the suffix.
-        stability: score over mass.
-        width: on how many positions of the suffix, in effect.
-        healthy_score: `score` in ordinary text, one period of the loop apart; None without a control.
-        healthy_mass: `mass` there.
-        healthy_stability: `stability` there.
-        gain: score less healthy score: what heads are ranked by.
-        onset: position from which the score stays above half way; None if the gain is too small to say.
+        score: Mass x stability: share of attention on the same offsets of the suffix as one period earlier.
+        mass: Share of attention on the suffix.
+        stability: Score divided by mass.
+        width: Effective number of suffix positions that the attention is spread over.
+        healthy_score: `score` in ordinary text, at a shift of one loop period; None without a control.
+        healthy_mass: `mass` in ordinary text.
+        healthy_stability: `stability` in ordinary text.
+        gain: Score minus healthy score; heads are ranked by it.
+        onset: Position from which the score stays above half way; None if the gain is too small to tell.
     """
 
     score: float
@@ -125,7 +125,7 @@ class LockingHead(QueryHead):
 
     @property
     def locked(self) -> bool:
-        """Whether it counts as locked."""
+        """Whether the head counts as locked."""
         return self.gain >= LOCKED
 
 
@@ -134,24 +134,24 @@ class Locking(Result):
     """Head locking in a loop.
 
     Attributes:
-        tokens: prompt and generated ids.
-        prompt_tokens: of them, those of the prompt.
-        period: of the loop; None: no loop, and scores are of steps one apart.
-        loop_onset: position of the first token of the loop.
-        suffix: positions that the suffix is long.
-        heads: every head, those that the loop locks most first.
-        locking_onset: position from which the locked heads' mean score stays above half way; None without any.
-        last_new: position of the last token that ended a 4-gram which was new to `window` tokens: what comes later
-            repeats.
-        collapse: position where diversity has collapsed (type-token ratio of the last `window` tokens below 0.2 for
-            good; whole windows count, so it is late by construction).
-        window: of these.
-        positions: of the curves.
-        locked_curve: mean score of the locked heads at `positions`; empty if there are none.
-        other_curve: of all other heads.
-        healthy_curve: of the locked heads in ordinary text.
-        diversity: windowed type-token ratio of what was generated; None within the prompt.
-        marks: what interventions did.
+        tokens: Prompt and generated ids.
+        prompt_tokens: How many of these tokens belong to the prompt.
+        period: Period of the loop in tokens. None if the text does not loop; scores then compare rows one step apart.
+        loop_onset: Position of the first token of the loop.
+        suffix: Length of the suffix in positions.
+        heads: Every head, largest gain first.
+        locking_onset: Position from which the locked heads' mean score stays above half way; None if no head locks.
+        last_new: Position of the last token that ended a 4-gram not seen in the preceding `window` tokens; everything
+            later repeats.
+        collapse: Position from which diversity has collapsed (type-token ratio of the last `window` tokens below 0.2
+            until the end; only full windows count, so it comes late by construction).
+        window: Number of tokens in these windows.
+        positions: Positions at which the curves are sampled.
+        locked_curve: Mean score of the locked heads at `positions`; empty if no head locks.
+        other_curve: Mean score of all other heads.
+        healthy_curve: Mean score of the locked heads in ordinary text.
+        diversity: Windowed type-token ratio of the generated text; None within the prompt.
+        marks: What interventions did.
     """
 
     kind: ClassVar[str] = "locking"
@@ -188,7 +188,7 @@ class Locking(Result):
         return [vars(h) for h in self.heads[:16]]
 
     def conclusion(self) -> str:
-        """How many heads lock onto the loop, beside ordinary text."""
+        """How many heads lock onto the loop, compared with ordinary text."""
         if self.period is None:
             return f"The {self.tokens} tokens end in no loop, so no head can lock onto one."
         control = any(h.healthy_score is not None for h in self.heads)
@@ -239,22 +239,22 @@ def locking(
     window: Positive = SUFFIX,
     control: bool | Sequence[int] = True,
 ) -> Locking:
-    """Rank heads by how much of their attention a loop locks onto its own repetition, and say when.
+    """Rank heads by how much of their attention locks onto the loop's own repetition, and say when it begins.
 
-    At every position the attention on the suffix is laid out by offset (how far back) and compared with the row one
-    period earlier: the score is the share that lies on the same offsets, which is mass on the suffix times stability.
-    A head that always looks one token back scores high in any text, so heads are ranked by what the loop adds. No
-    loop is an answer: `period` is None (Xu et al. 2026, sections 1 and 3.2).
+    At every position, the attention on the suffix is indexed by offset (distance back) and compared with the row one
+    period earlier. The score is the share on the same offsets, which is mass on the suffix times stability. A head that
+    always looks one token back scores high in any text, so heads are ranked by the increase over ordinary text. If the
+    text does not loop, `period` is None (Xu et al. 2026, sections 1 and 3.2).
 
     Args:
-        prompt: Text that is continued greedily until it loops; from Python also ids. By default the beginning of the
-            typical text.
-        ids: A whole sequence instead of generating one.
+        prompt: Text to continue greedily until it loops; from Python also ids. By default the beginning of the typical
+            text.
+        ids: A complete sequence to measure instead of generating one.
         max_new_tokens: Tokens to generate.
         layers: Measure this layer. By default all layers.
-        period: Period of the loop, if it is known. By default it is found at the end of the text.
-        suffix: Positions that count as the suffix; three periods if these are more.
-        window: Tokens of the type-token ratio.
+        period: Period of the loop, if it is known. By default it is detected at the end of the text.
+        suffix: Length of the suffix in positions; three periods if that is longer.
+        window: Number of tokens for the windowed type-token ratio.
         control: Compare with ordinary text of the same length; from Python also the ids of such a text.
 
     Example:

@@ -1,4 +1,4 @@
-"""Why a loop goes on: scores that repeat under rotary positions (Xu et al. 2026, section 3.3 and appendix A)."""
+"""Why a loop persists: scores that repeat under rotary positions (Xu et al. 2026, section 3.3 and appendix A)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rotation:
 
     Attributes:
         angle: `exp(i * omega_j * t)`, `[pos block]`, of unit length.
-        scale: factor that rotary puts on queries and on keys (YaRN's attention factor; 1 elsewhere).
+        scale: Factor by which rotary multiplies queries and keys (YaRN's attention factor; 1 elsewhere).
     """
 
     angle: Complex[Tensor, "pos block"]
@@ -34,9 +34,9 @@ class Rotation:
 
     @classmethod
     def of(cls, cos: Float[Tensor, "pos turned"], sin: Float[Tensor, "pos turned"]) -> Rotation:
-        """From the tables that the model hands to its attention, of positions 0, 1, 2, ...
+        """Build from the tables that the model passes to its attention, for positions 0, 1, 2, ...
 
-        Most families write each frequency twice, one behind the other; gpt-oss writes it once.
+        Most families list each frequency twice, in two consecutive halves; gpt-oss lists it once.
         """
         half = cos.shape[-1] // 2
         if torch.equal(cos[:, :half], cos[:, half:]):
@@ -47,13 +47,14 @@ class Rotation:
 
     @property
     def turned(self) -> int:
-        """How many of a head's dimensions take part; the rest is left alone (partial rotary)."""
+        """How many of a head's dimensions are rotated; the others are left unchanged (partial rotary)."""
         return 2 * self.angle.shape[1]
 
     def blocks(self, x: Float[Tensor, "*head d_head"]) -> Complex[Tensor, "*head block"]:
-        """The pairs of dimensions that turn together, as complex numbers: those that do not turn come last, in pairs.
+        """The pairs of dimensions that rotate together, as complex numbers; unrotated dimensions come last, in pairs.
 
-        The two of a pair lie half of the turned dimensions apart (as in Llama, NeoX and all families known here).
+        The two dimensions of a pair are half of the rotated dimensions apart (as in Llama, NeoX and all families known
+        here).
         """
         x = x.float()
         moving, still = x[..., : self.turned], x[..., self.turned :]
@@ -66,10 +67,10 @@ class Rotation:
         query_pos: Int[Tensor, " query"],
         key_pos: Int[Tensor, " key"],
     ) -> Float[Tensor, "head query key"]:
-        """Eq. 13 from queries and keys before rotary: only the offset of two positions enters.
+        """Eq. 13, from queries and keys before rotary: only the offset between two positions matters.
 
-        With the rotation of Eq. 12, `R(wt) q . R(wi) k = q . R(w (i - t)) k`: the sign of the offset is the opposite
-        of what Eq. 2 and 13 print. Where it is turned by the wrong sign the scores are not the model's.
+        With the rotation of Eq. 12, `R(wt) q . R(wi) k = q . R(w (i - t)) k`: the sign of the offset is the opposite of
+        the one printed in Eq. 2 and 13. With the printed sign, the scores do not match the model's.
         """
         q, k = self.blocks(query), self.blocks(key)
         factor = self.factor(2 * k.shape[-1])
@@ -83,27 +84,27 @@ class Rotation:
         return torch.stack(rows, 1)
 
     def factor(self, d_head: int) -> Float[Tensor, " block"]:
-        """What a block's product is multiplied with in a score: the square of `scale` where it turns, else 1."""
+        """Factor of a block's product in a score: the square of `scale` for rotated blocks, otherwise 1."""
         out = self.angle.real.new_ones(d_head // 2)
         out[: self.angle.shape[1]] = self.scale**2
         return out
 
 
-POINTS = 256  # of a drift curve
-ROWS = 4  # queries whose scores with every earlier key are held against Eq. 13
+POINTS = 256  # most points of a drift curve
+ROWS = 4  # queries whose scores with every earlier key are compared with Eq. 13
 
 
 @dataclass(frozen=True)
 class LayerTail:
-    """One layer, over the tail.
+    """Measurements of one layer over the tail.
 
     Attributes:
-        layer: which.
-        scale: factor of rotary on queries and keys.
-        heads: numbers per query head, by the names of `RotaryHead`.
-        shifts: by number of positions, what a shift by that many changes; per query head, by the names of `RotaryHead`.
-        drift: per shift, median over the tail of how far the tail operator moves, over its length.
-        curve: per shift, the same over all heads together, at every position; NaN where there is nothing to compare.
+        layer: The layer.
+        scale: Factor by which rotary multiplies queries and keys.
+        heads: Numbers per query head, under the field names of `RotaryHead`.
+        shifts: By shift in positions: differences under this shift, per query head, under the names of `RotaryHead`.
+        drift: Per shift, median over the tail of how far the tail operator moves, relative to its norm.
+        curve: Per shift, the same over all heads together, at every position; NaN if there is nothing to compare.
     """
 
     layer: int
@@ -118,15 +119,15 @@ class LayerTail:
 def tails(
     target: Target, ids: Int[Tensor, " pos"], layers: list[int], tail: int, shifts: Sequence[int], steps: Sequence[int]
 ) -> list[LayerTail]:
-    """Run over `ids` once and measure the last `tail` queries with the `tail` keys up to each.
+    """Run over `ids` once and measure each of the last `tail` queries with the `tail` keys up to it.
 
     Args:
-        target: a plain model with rotary positions.
-        ids: at least `2 * tail` and the largest shift.
-        layers: which to measure.
-        tail: positions of the window on which attention is taken to concentrate (the paper's B_t).
-        shifts: numbers of positions for queries, keys and scores.
-        steps: numbers of positions for the tail operator.
+        target: A plain model with rotary positions.
+        ids: Token ids; at least `2 * tail` plus the largest shift.
+        layers: Layers to measure.
+        tail: Length of the window on which attention is assumed to concentrate (the paper's B_t).
+        shifts: Shifts in positions for queries, keys and scores.
+        steps: Shifts in steps for the tail operator.
     """
     found: list[LayerTail] = []
     layered = {i: _Layer(i, tail, tuple(shifts), tuple(steps), len(ids)) for i in layers}
@@ -179,7 +180,7 @@ class _Layer:
         self.sums.append(torch.einsum("kgqn,knd->kgqd", grouped, value).flatten(0, 1))
 
     def finish(self) -> list[LayerTail]:
-        """The layer's numbers, once its real call is over."""
+        """Compute the layer's numbers after its real call has finished."""
         if len(self.pairs) < 2 or self.turn is None:
             return []
         (query, key), (own_query, own_key) = self.pairs[False], self.pairs[True]
@@ -283,28 +284,28 @@ class RotaryHead(QueryHead):
     """One query head over the tail of a loop of period P. Queries, keys and scores are unscaled and before rotary.
 
     Attributes:
-        query_norm: median length of its queries.
-        key_norm: of its keys.
-        delta_q: largest distance of two queries P apart (Eq. 14).
-        delta_k: of two keys P apart.
-        other_delta_q: the same P + 1 apart; None for P = 1, where every shift is a period.
-        other_delta_k: the same P + 1 apart.
-        healthy_delta_q: P apart in ordinary text; None where there was too little of it.
-        healthy_delta_k: P apart in ordinary text.
-        spread: standard deviation of the scores of the tail.
-        change: mean absolute difference of two scores P apart, s(t, i) and s(t - P, i - P).
-        largest: the largest one.
-        other_change: mean difference P + 1 apart.
-        healthy_change: mean difference P apart in ordinary text.
-        bound: mean of the right side of Eq. 15.
-        whole_bound: mean of the same without blocks, which is never larger.
-        tightness: largest ratio of a difference to its bound; at most 1 where Eq. 15 holds.
-        error: largest difference between Eq. 13 and the model's own scores, over the largest score.
-        tail_mass: share of attention on the tail.
-        drift: how far the tail operator (Eq. 4) moves in P steps, over its length (median over the tail).
-        step_drift: in one step.
-        healthy_drift: in P steps of ordinary text.
-        healthy_step_drift: in one step of ordinary text.
+        query_norm: Median norm of the queries.
+        key_norm: Median norm of the keys.
+        delta_q: Largest distance between two queries P apart (Eq. 14).
+        delta_k: Largest distance between two keys P apart.
+        other_delta_q: Largest distance between two queries P + 1 apart; None for P = 1, where every shift is a period.
+        other_delta_k: Largest distance between two keys P + 1 apart; None for P = 1.
+        healthy_delta_q: Largest distance between queries P apart in ordinary text; None if the text was too short.
+        healthy_delta_k: Largest distance between keys P apart in ordinary text; None if the text was too short.
+        spread: Standard deviation of the scores of the tail.
+        change: Mean absolute difference between two scores P apart, s(t, i) and s(t - P, i - P).
+        largest: Largest of these differences.
+        other_change: Mean absolute difference between scores P + 1 apart.
+        healthy_change: Mean absolute difference between scores P apart in ordinary text.
+        bound: Mean of the right side of Eq. 15.
+        whole_bound: Mean of the same bound computed without blocks, which is never larger.
+        tightness: Largest ratio of a difference to its bound; at most 1 where Eq. 15 holds.
+        error: Largest difference between Eq. 13 and the model's own scores, relative to the largest score.
+        tail_mass: Share of attention on the tail.
+        drift: Distance that the tail operator (Eq. 4) moves in P steps, relative to its norm (median over the tail).
+        step_drift: Drift in one step.
+        healthy_drift: Drift in P steps of ordinary text.
+        healthy_step_drift: Drift in one step of ordinary text.
     """
 
     query_norm: float
@@ -333,13 +334,13 @@ class RotaryHead(QueryHead):
 
 @dataclass(frozen=True)
 class Drift:
-    """How far the tail operator of one layer, all heads together, moves; None where nothing lies far enough before.
+    """Drift of the tail operator of one layer, all heads together. None if no position lies far enough back.
 
     Attributes:
-        layer: which.
-        period: in P steps, over its length, at `positions`.
-        step: in one step.
-        healthy_period: in P steps of ordinary text.
+        layer: The layer.
+        period: Drift in P steps, relative to the operator's norm, at `positions`.
+        step: Drift in one step.
+        healthy_period: Drift in P steps of ordinary text.
     """
 
     layer: int
@@ -363,7 +364,7 @@ def heads_of(own: LayerTail, plain: LayerTail | None, period: int) -> list[Rotar
 
 
 def positions_of(count: int) -> tuple[int, ...]:
-    """At most `POINTS` of them, and an odd stride, so that a short period shows all its phases."""
+    """At most `POINTS` positions at an odd stride, so that a short period shows all its phases."""
     stride = -(-count // POINTS)
     return tuple(range(0, count, stride + (stride + 1) % 2))
 
@@ -378,21 +379,21 @@ def curves_of(own: LayerTail, plain: LayerTail | None, period: int, positions: t
     return Drift(own.layer, at(own.curve[period]), at(own.curve[1]), healthy)
 
 
-ENERGY = 0.999  # of the hidden states, that the tail subspace holds
+ENERGY = 0.999  # share of the hidden states' energy in the tail subspace
 
 
 @dataclass(frozen=True)
 class Decay:
-    """What becomes of a disturbance that enters one layer during one period.
+    """Effect of a disturbance that enters one layer during one period.
 
     Attributes:
-        layer: whose input (`hook_resid_pre`) is disturbed.
-        dimensions: of the tail subspace there.
-        size: of the disturbance, over the length of the hidden state, at every position of the period.
-        within: False: orthogonal to the tail subspace; True: inside it.
-        change: root mean square over the directions of the change of the last hidden state, in the disturbed period
-            and in each that follows, over its length.
-        kept: share of the directions under which all tokens of the following periods are still the likeliest ones.
+        layer: Layer whose input (`hook_resid_pre`) is disturbed.
+        dimensions: Dimensions of the tail subspace at that input.
+        size: Size of the disturbance relative to the norm of the hidden state, at every position of the period.
+        within: Whether the disturbance lies inside the tail subspace; False means orthogonal to it.
+        change: Relative change of the last hidden state, root mean square over the directions, in the disturbed period
+            and in each period that follows.
+        kept: Share of directions under which every token of the following periods remains the model's top prediction.
     """
 
     layer: int
@@ -404,12 +405,12 @@ class Decay:
 
     @property
     def contraction(self) -> float:
-        """Change in the period after, over that in the disturbed one."""
+        """Change in the following period divided by the change in the disturbed one."""
         return self.change[1] / self.change[0] if self.change[0] else 0.0
 
     @property
     def rate(self) -> float | None:
-        """Mean factor from one later period to the next: what repeats of it decide; None with a single one."""
+        """Geometric mean factor from one later period to the next; None if fewer than two followed."""
         later = self.change[1:]
         if len(later) < 2 or not later[0]:
             return None
@@ -417,10 +418,10 @@ class Decay:
 
 
 class Disturbed:
-    """A model that has read a sequence up to its last periods, to be disturbed there again and again.
+    """A model that has read a sequence up to its last periods and can be disturbed there repeatedly.
 
-    Tokens go on as they did. As long as the likeliest token stays, this is what greedy decoding does: tokens are whole,
-    so the only way from a hidden state to later steps is through the keys and values it left in the cache.
+    The tokens continue unchanged. As long as the top prediction stays the same, this is what greedy decoding does:
+    tokens are discrete, so a hidden state affects later steps only through the keys and values it left in the cache.
     """
 
     @torch.no_grad()
@@ -430,12 +431,12 @@ class Disturbed:
         """Read the sequence.
 
         Args:
-            target: the model.
-            ids: a sequence that ends in at least `2 * periods + 1` periods.
-            period: tokens of a period.
-            periods: how many follow the disturbed one.
-            directions: random ones, each a row of a batch.
-            seed: of the directions.
+            target: The model.
+            ids: A sequence that ends in at least `2 * periods + 1` periods.
+            period: Period in tokens.
+            periods: Number of periods that follow the disturbed one.
+            directions: Number of random directions, each a row of a batch.
+            seed: Seed of the directions.
         """
         from transformers import DynamicCache
 
@@ -443,7 +444,7 @@ class Disturbed:
         self.start = len(ids) - (periods + 1) * period
         self.rest = ids[None, self.start :].expand(directions + 1, -1)
         self.states: dict[int, Tensor] = {}  # entering each layer, row 0
-        self.cache: Any = DynamicCache()  # without windows of its own, so that it can be cut back
+        self.cache: Any = DynamicCache()  # without sliding windows, so that it can be cropped
         layers = [(module, "pre", on_input(partial(self._keep, i))) for i, module in enumerate(target.layers)]
         with target.hooks(*layers):
             target.forward(ids[None, : self.start], past_key_values=self.cache, use_cache=True)
@@ -455,12 +456,12 @@ class Disturbed:
         """Disturb the input of `layer` for one period.
 
         Args:
-            layer: whose input.
-            size: of the disturbance, over the length of the hidden state, at every position of the period.
-            within: inside the tail subspace instead of orthogonal to it.
+            layer: Layer whose input is disturbed.
+            size: Size of the disturbance relative to the norm of the hidden state, at every position of the period.
+            within: Disturb inside the tail subspace instead of orthogonally to it.
 
         Returns:
-            None where the tail subspace leaves no orthogonal direction.
+            None if the tail subspace leaves no orthogonal direction.
         """
         period, hidden = self.period, self.states[layer]
         basis = _subspace(hidden[self.start - self.periods * period : self.start])
@@ -504,7 +505,7 @@ def _subspace(states: Float[Tensor, "pos d_model"]) -> Float[Tensor, "dimension 
 
 
 TAIL = 32  # positions of the window, rounded up to whole periods
-PERIODS = 8  # that a disturbance is followed for
+PERIODS = 8  # number of periods after a disturbance
 _SHOWN = (
     "query_norm",
     "delta_q",
@@ -521,26 +522,26 @@ _SHOWN = (
     "drift",
     "step_drift",
 )
-SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, over the length of the hidden state
+SMALL, LARGE = 0.01, 1.0  # sizes of a disturbance, relative to the norm of the hidden state
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryInvariance(Result):
-    """Lemma 1 on a real loop.
+    """Lemma 1 measured on a real loop.
 
     Attributes:
-        tokens: prompt and generated ids.
-        prompt_tokens: of them, those of the prompt.
-        period: of the loop; None: none was found, and everything below is empty.
-        onset: position of its first token.
-        repeated: the text of one period.
-        tail: positions of the window (the paper's B_t).
-        rotary_scale: factor of rotary on queries and keys (1, but for YaRN).
-        heads: every head of every layer.
-        positions: of the drift curves.
-        drift: a curve per layer.
-        decays: what becomes of disturbances of one period.
-        healthy_decays: the same in ordinary text.
+        tokens: Prompt and generated ids.
+        prompt_tokens: How many of these tokens belong to the prompt.
+        period: Period of the loop in tokens. None if no loop was found; everything below is then empty.
+        onset: Position of the loop's first token.
+        repeated: The text of one period.
+        tail: Length of the window in positions (the paper's B_t).
+        rotary_scale: Factor by which rotary multiplies queries and keys (1 except with YaRN).
+        heads: Every head of every layer.
+        positions: Positions at which the drift curves are sampled.
+        drift: One curve per layer.
+        decays: Effects of disturbing one period.
+        healthy_decays: The same in ordinary text.
     """
 
     kind: ClassVar[str] = "rotary"
@@ -563,7 +564,7 @@ class RotaryInvariance(Result):
     healthy_decays: tuple[Decay, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row per layer: medians over its heads, the bound's tightness and the error at their largest."""
+        """One row per layer: medians over its heads; maxima for the bound's tightness and the error."""
         out: list[dict[str, Any]] = []
         for layer in sorted({h.layer for h in self.heads}):
             own = [h for h in self.heads if h.layer == layer]
@@ -576,7 +577,7 @@ class RotaryInvariance(Result):
         return out
 
     def conclusion(self) -> str:
-        """Whether scores repeat with the loop, beside another shift and ordinary text."""
+        """Whether scores repeat with the loop, compared with another shift and with ordinary text."""
         if self.period is None:
             return f"The {self.tokens} tokens end in no loop, so there is nothing to measure."
         h = self.heads
@@ -587,7 +588,7 @@ class RotaryInvariance(Result):
         )
 
     def details(self) -> list[str]:
-        """The loop, the equations against the model, the tail operator and the contraction."""
+        """The loop, Eq. 13 compared with the model, the tail operator and the contraction."""
         if self.period is None:
             return ["More tokens or another prompt may end in a loop."]
         h = self.heads
@@ -651,16 +652,16 @@ def rotary_invariance(
     max_new_tokens: Positive = 512,
     layers: Annotated[Sequence[int] | None, Option(min=0)] = None,
 ) -> RotaryInvariance:
-    """Measure how far queries, keys and scores repeat under rotary positions in a loop that the model is in.
+    """Measure how closely queries, keys and scores repeat under rotary positions while the model loops.
 
-    The paper explains by this why a loop goes on (Xu et al. 2026, section 3.3 and appendix A). No loop is an answer:
-    `period` is None. A model without rotary positions, and one whose queries and keys are not offered, is refused with
-    an `UnsupportedError`.
+    The paper uses this to explain why a loop persists (Xu et al. 2026, section 3.3 and appendix A). If the text does
+    not loop, `period` is None. A model without rotary positions, or one whose queries and keys are not accessible,
+    raises an `UnsupportedError`.
 
     Args:
-        prompt: Text that is continued greedily until it loops; from Python also ids. By default the beginning of the
-            typical text.
-        ids: A whole sequence that ends in a loop, instead of generating one.
+        prompt: Text to continue greedily until it loops; from Python also ids. By default the beginning of the typical
+            text.
+        ids: A complete sequence that ends in a loop, instead of generating one.
         max_new_tokens: Tokens to generate.
         layers: Measure this layer. By default all layers.
 

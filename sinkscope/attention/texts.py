@@ -1,4 +1,4 @@
-"""What measurements of attention read: prompts that end in a loop, and texts for lines, as token ids."""
+"""Inputs of attention measurements as token ids: prompts that end in a loop, and texts for lines."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from sinkscope.published import read_prompts
 from sinkscope.text import text_rows
 
 PERIODS = 3  # repetitions that make a loop
-LEAST = 24  # tokens it lasts at least
+LEAST = 24  # minimum tokens of a loop
 LENGTH = 512  # tokens of a piece of ordinary text
-SHORTEST = 16  # tokens: with fewer, a tenth of the lines is next to none
+SHORTEST = 16  # tokens; with fewer, a tenth of the lines is almost none
 ASKED = "\n\nQuestion: What is this text about?\n\nAnswer:"  # about ordinary text
 File = str | os.PathLike[str]
 Text = str | Sequence[int]
@@ -35,8 +35,8 @@ class QueryHead:
     """A query head.
 
     Attributes:
-        layer: its layer.
-        head: which head.
+        layer: Layer of the head.
+        head: Number of the head.
     """
 
     layer: int
@@ -48,12 +48,12 @@ class QueryHead:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that an intervention did.
+    """An action of an intervention.
 
     Attributes:
-        step: token that was generated then, from 0.
-        kind: of the event.
-        count: events of that kind in that step.
+        step: Generation step, from 0.
+        kind: Kind of the event.
+        count: Number of events of that kind in that step.
     """
 
     step: int
@@ -63,13 +63,13 @@ class Mark:
 
 @dataclass(frozen=True)
 class Loop:
-    """Ids and the periodic tail they end in.
+    """Token ids and the periodic tail in which they end.
 
     Attributes:
-        ids: prompt and what was generated.
-        prompt: tokens of the prompt.
-        period: of the tail; None: they do not end in a loop.
-        onset: the first position of the periodic tail; None without a loop.
+        ids: The prompt and the generated tokens.
+        prompt: Number of prompt tokens.
+        period: Period of the tail; None if the text does not end in a loop.
+        onset: First position of the periodic tail; None without a loop.
     """
 
     ids: Int[Tensor, " pos"]
@@ -79,7 +79,7 @@ class Loop:
 
     @property
     def length(self) -> int:
-        """Tokens of the periodic tail."""
+        """Number of tokens in the periodic tail."""
         return 0 if self.onset is None else len(self.ids) - self.onset
 
 
@@ -87,7 +87,7 @@ def prompt_ids(made: Setup, prompt: str | Sequence[int] | None) -> list[int]:
     """Ids of a prompt: a text, ids, or by default the beginning of the typical text.
 
     Raises:
-        SinkscopeError: it is empty, or an id is not one of the model's.
+        SinkscopeError: It is empty, or contains an id unknown to the model.
     """
     if prompt is None:
         return made.ids[0].tolist()
@@ -103,7 +103,7 @@ def checked_ids(made: Setup, ids: Sequence[int]) -> list[int]:
     """The ids as a list.
 
     Raises:
-        SinkscopeError: there are none, more than the context holds, or one that the model does not know.
+        SinkscopeError: The list is empty, exceeds the context, or contains an id unknown to the model.
     """
     given = [int(i) for i in ids]
     size, limit = int(made.target.config.vocab_size), made.target.max_positions
@@ -117,10 +117,10 @@ def checked_ids(made: Setup, ids: Sequence[int]) -> list[int]:
 
 
 def chosen_layers(made: Setup, layers: Sequence[int] | None) -> list[int]:
-    """The layers in order; None: all.
+    """The layers in order; None selects all.
 
     Raises:
-        SinkscopeError: none was given, or one that the model does not have.
+        SinkscopeError: The list is empty, or names a layer that the model does not have.
     """
     count = made.target.n_layers
     wanted = list(range(count)) if layers is None else sorted(set(layers))
@@ -132,10 +132,10 @@ def chosen_layers(made: Setup, layers: Sequence[int] | None) -> list[int]:
 
 
 def check_room(made: Setup, prompt: int, new: int) -> None:
-    """Whether prompt and new tokens fit.
+    """Check that prompt and new tokens fit into the context.
 
     Raises:
-        SinkscopeError: they do not.
+        SinkscopeError: They do not fit.
     """
     limit = made.target.max_positions
     if limit is not None and prompt + new > limit:
@@ -154,14 +154,14 @@ def generated(made: Setup, prompt: list[int], new: int) -> Loop:
 
 
 def loop_of(ids: Sequence[int], prompt: int) -> Loop:
-    """The loop that ids end in; one that begins inside the prompt counts as well."""
+    """The loop at the end of the ids; a loop that begins inside the prompt also counts."""
     found = tail_period(ids, repeats=PERIODS, shortest=LEAST)
     period, onset = (None, None) if found is None else (found.period, found.start)
     return Loop(torch.tensor(list(ids)), prompt, period, onset)
 
 
 def healthy_ids(made: Setup, length: int) -> Int[Tensor, " pos"] | None:
-    """As many tokens of the typical text; None where it is shorter."""
+    """The same number of tokens of the typical text; None if it is shorter."""
     try:
         return text_rows(made.target.tokenizer, made.text, 1, length, made.bos)[0]
     except SinkscopeError:
@@ -179,8 +179,8 @@ class Input:
     """A text.
 
     Attributes:
-        name: its number, or its name in the file.
-        tokens: its length.
+        name: Number of the text, or its name in the file.
+        tokens: Length of the text.
     """
 
     name: str
@@ -189,7 +189,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Question:
-    """Ids of a prompt in parts, without BOS: the question can stand anywhere in the context."""
+    """Ids of a prompt in parts, without BOS, so that the question can be placed anywhere in the context."""
 
     start: list[int]
     context: list[int]
@@ -202,10 +202,10 @@ class Question:
 
 
 def shares(values: Sequence[float], option: str = "--eta") -> tuple[float, ...]:
-    """Shares in rising order; `option` is their name in the message.
+    """Shares in ascending order; `option` is their name in the message.
 
     Raises:
-        SinkscopeError: there is none, or one lies outside (0, 1].
+        SinkscopeError: There are none, or one lies outside (0, 1].
     """
     found = tuple(sorted({float(value) for value in values}))
     for value in found or (None,):
@@ -216,25 +216,25 @@ def shares(values: Sequence[float], option: str = "--eta") -> tuple[float, ...]:
 
 
 def means(series: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Mean of several series of equal length, place by place."""
+    """Element-wise mean of several series of equal length."""
     return tuple(sum(values) / len(values) for values in zip(*series, strict=True))
 
 
 def inputs(
     setup: Setup, texts: Sequence[Text] | None, data: File | None, count: int, length: int | None
 ) -> list[tuple[Input, Int[Tensor, " pos"]]]:
-    """Ids of each text, which begins with BOS where there is one.
+    """Ids of each text, beginning with BOS if the model has one.
 
     Args:
-        setup: the model and ordinary text.
-        texts: texts or ids; all are taken.
-        data: a file of prompts instead (see `read_prompts`); the first `count` are taken.
-        count: number of pieces of ordinary text, or of prompts of the file.
-        length: most tokens of each; longer ones lose their middle, as in LongBench. None: the context, or 512 for
-            ordinary text.
+        setup: The model and ordinary text.
+        texts: Texts or ids; all are used.
+        data: A file of prompts to use instead (see `read_prompts`); the first `count` are used.
+        count: Number of pieces of ordinary text, or of prompts from the file.
+        length: Maximum tokens per text; longer texts are shortened in the middle, as in LongBench. None uses the
+            context, or 512 for ordinary text.
 
     Raises:
-        SinkscopeError: no text, one that is too short, or bad numbers.
+        SinkscopeError: There is no text, a text is too short, or a number is invalid.
     """
     limit = setup.target.max_positions
     if isinstance(texts, str) or (texts is not None and data is not None):
@@ -265,14 +265,14 @@ def questions(setup: Setup, data: File | None, count: int, length: int | None, n
     """Context and question of each prompt; without a file, pieces of ordinary text and a question about them.
 
     Args:
-        setup: the model and ordinary text.
-        data: a file of prompts; those without a question are left out.
-        count: number of pieces of ordinary text, or of prompts of the file.
-        length: most tokens of a prompt, as in `inputs`.
-        new: room for an answer in the context.
+        setup: The model and ordinary text.
+        data: A file of prompts; prompts without a question are left out.
+        count: Number of pieces of ordinary text, or of prompts from the file.
+        length: Maximum tokens per prompt, as in `inputs`.
+        new: Tokens of the context that are reserved for an answer.
 
     Raises:
-        SinkscopeError: prompt and answer do not fit the context.
+        SinkscopeError: Prompt and answer do not fit into the context.
     """
     limit = setup.target.max_positions
     start = [] if setup.bos is None else [setup.bos]

@@ -1,1 +1,1 @@
-"""Benchmarks: prompts built by a rule, methods run on them, tables beside those of the papers."""
+"""Benchmarks: prompts built by a rule, methods run on them, and tables that include the papers' numbers."""

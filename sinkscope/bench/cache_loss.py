@@ -1,4 +1,4 @@
-"""What every registered cache policy loses at several budgets, beside full attention and beside random slots."""
+"""Loss of every registered cache policy at several budgets, compared with full attention and with random slots."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ RANDOM = f"{__name__}:RandomSlots"
 
 @dataclass(frozen=True, kw_only=True)
 class RandomSlots(Policy):
-    """Keep random slots, other ones in every layer and head: what a policy has to beat."""
+    """Keeps random slots, chosen separately in every layer and head: the baseline that a policy has to beat."""
 
     def scores(self, at: At) -> Float[Tensor, "batch kv_head slot"]:
-        """Score a position by a hash of it, so that a slot that was kept stays."""
+        """Score a position by its hash, so that a slot that was kept stays."""
         heads = torch.arange(at.kv.pos.shape[1], device=at.kv.pos.device)[:, None]
         return torch.sin(at.kv.pos.double() * 12.9898 + heads * 78.233 + at.layer * 37.719).mul(43758.5453).frac().abs()
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """One policy at one budget, against full attention along the same text; means over tokens, then over texts.
+    """One policy at one budget, compared with full attention on the same text; means over tokens, then over texts.
 
     Attributes:
-        policy: its name.
-        budget: share of the prompt that stays in the cache; 1.0 for a policy without a budget.
+        policy: Name of the policy.
+        budget: Share of the prompt that stays in the cache; 1.0 for a policy without a budget.
         kl: KL(full || policy) of the next token, in nats.
-        kl_error: standard error of `kl` over texts; None: a single text.
-        top_1: share of tokens at which both have the same likeliest next token.
-        mass_lost: share of the attention mass that full attention pays to positions which the policy cannot read.
+        kl_error: Standard error of `kl` over texts; None for a single text.
+        top_1: Share of tokens for which both have the same top prediction.
+        mass_lost: Share of full attention's mass that lies on positions that the policy cannot read.
         random_kl: `kl` of random slots at this budget, the control.
         random_top_1: `top_1` of random slots.
         random_lost: `mass_lost` of random slots.
@@ -74,11 +74,11 @@ class CacheLoss(Result):
     """What each cache policy loses.
 
     Attributes:
-        texts: number of texts.
-        prompt_tokens: length of each prompt.
-        answer_tokens: tokens after it that are compared.
-        losses: largest budget first, and at each budget the policy that diverges least first.
-        refused: policies that could not be measured, with the reason.
+        texts: Number of texts.
+        prompt_tokens: Length of each prompt.
+        answer_tokens: Number of tokens after the prompt that are compared.
+        losses: Results, largest budget first; at each budget the policy with the smallest divergence first.
+        refused: Policies that could not be measured, with the reason.
     """
 
     percent = ("top_1", "mass_lost", "random_top_1", "random_lost")
@@ -91,19 +91,19 @@ class CacheLoss(Result):
 
     @property
     def best(self) -> tuple[PolicyLoss, ...]:
-        """Of the policies that did anything, the one that diverges least at each budget, smallest budget first."""
+        """The policy with the smallest divergence at each budget, among those that act; smallest budget first."""
         acting = [loss for loss in self.losses if loss.random_kl is not None and loss.policy not in self.idle]
         found = {loss.budget: loss for loss in reversed(acting)}
         return tuple(found[budget] for budget in sorted(found))
 
     @property
     def idle(self) -> tuple[str, ...]:
-        """Policies that took nothing away within these tokens, because they begin to act later."""
+        """Policies that removed nothing within these tokens because they start to act later."""
         lost = {name: sum(x.mass_lost + x.kl for x in self.losses if x.policy == name) for name in _names(self)}
         return tuple(name for name, all_of_it in lost.items() if all_of_it == 0)
 
     def conclusion(self) -> str:
-        """The best policy at the smallest budget, beside random slots."""
+        """The best policy at the smallest budget, compared with random slots."""
         if not self.best:
             return f"No policy could be measured: {'; '.join(self.refused) or 'none is registered'}."
         b = self.best[0]
@@ -114,7 +114,7 @@ class CacheLoss(Result):
         )
 
     def details(self) -> list[str]:
-        """What was read, and what could not be measured."""
+        """What was read, and which policies could not be measured."""
         read = f"{self.texts} texts; prompts of {self.prompt_tokens} tokens, and the {self.answer_tokens} that follow."
         idle = [f"{name} takes nothing away within the first {self.answer_tokens} tokens." for name in self.idle]
         return [read, *idle, *(f"Not measured: {reason}" for reason in self.refused)]
@@ -125,7 +125,7 @@ def _names(result: CacheLoss) -> list[str]:
 
 
 def draw(result: CacheLoss) -> go.Figure:
-    """Draw divergence over the budget, a line for each policy that acts, and random slots in grey."""
+    """Draw divergence against the budget: one line for each policy that acts, and random slots in grey."""
     fig, names = go.Figure(), [name for name in _names(result) if name not in result.idle]
     budgets = {loss.budget: loss.random_kl for loss in result.losses if loss.random_kl is not None}
     lines = {name: {o.budget: o.kl for o in result.losses if o.policy == name} for name in names}
@@ -172,23 +172,23 @@ def cache_loss(
     prompt: Annotated[int, Option(min=32)] = 768,
     answer: Annotated[int, Option(min=2)] = 32,
 ) -> CacheLoss:
-    """Measure what each cache policy loses at several budgets: divergence, top-1 agreement, attention mass.
+    """Measure the loss of each cache policy at several budgets: divergence, top-1 agreement, attention mass.
 
-    Every policy reads the same pieces of the typical text and is then given how they go on. The control keeps random
-    slots at the same budget. A policy that refuses a budget is named with its reason.
+    Every policy reads the same pieces of the typical text and is then fed their actual continuation. The control keeps
+    random slots at the same budget. A policy that rejects a budget is listed with the reason.
 
     Args:
         policies: Names, or package.module:Class. By default every registered policy.
         budgets: Share of the prompt that stays in the cache.
-        count: Pieces of text.
-        prompt: Tokens of each prompt; fewer where the context or the text is shorter.
-        answer: Tokens after it.
+        count: Number of pieces of text.
+        prompt: Tokens per prompt; fewer if the context or the text is shorter.
+        answer: Number of tokens to compare after the prompt.
 
     Example:
         sinkscope cache-loss --policy h2o --policy snapkv --budget 0.25
     """
     for name in policies or ():
-        kind_of(name)  # one that is asked for has to exist
+        kind_of(name)  # a requested policy must exist
     room = min(prompt, (setup.target.max_positions or prompt + answer) - answer)
     length = min(room + answer, len(setup.tokenizer(setup.text, add_special_tokens=False, verbose=False)["input_ids"]))
     ids = text_rows(setup.tokenizer, setup.text, count, length, setup.bos).tolist()

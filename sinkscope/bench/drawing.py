@@ -1,4 +1,4 @@
-"""The drawings of the benchmarks: loops and survival of LoopBench, scores and fidelity of dialogues."""
+"""The drawings of the benchmarks: loops and survival for LoopBench, scores and fidelity for dialogues."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BINS = 25  # of intervention positions over the cap: 100 tokens of 2,500
 
 
 def draw_shown(result: Any) -> go.Figure:
-    """Type-token ratio of the last window over the steps; interventions as triangles, the end as a circle."""
+    """Type-token ratio of the last window over the steps; triangles mark interventions, a circle marks the end."""
     fig = panels([""])
     for i, o in enumerate(result.outputs):
         colour = _COLOURS[i % (len(_COLOURS) - 1)]
@@ -76,9 +76,9 @@ def draw_shown(result: Any) -> go.Figure:
 
 
 def draw_loopbench(result: Any) -> go.Figure:
-    """Draw the loop rate of each method beside the paper's, the share of runs not collapsed, and the interventions.
+    """Draw each method's loop rate next to the paper's, the share of runs not collapsed, and the interventions.
 
-    Temperatures and the loop organism have further panels, if they were run.
+    Temperatures and the loop organism get additional panels if they were run.
     """
     guards = [g for g in result.ablation if g.counts]
     methods = list(dict.fromkeys(g.method for g in (*result.groups, *result.ablation, *result.planted)))
@@ -174,11 +174,9 @@ def _survival(fig: Any, result: Any, colours: dict[str, str], at: dict[str, int]
     several = len(models) > 1
     for g in result.ablation:
         if g.method != "full" if several else block_of(g.method) == "stopper":
-            continue  # whoever is stopped early never collapses
+            continue  # runs that are stopped early never collapse
         colour = _COLOURS[models.index(g.model) % len(_COLOURS)] if several else colours[g.method]
-        width = max(
-            1.5, 9 - 2 * sum(isinstance(trace, go.Scatter) for trace in fig.data)
-        )  # curves can lie on each other
+        width = max(1.5, 9 - 2 * sum(isinstance(trace, go.Scatter) for trace in fig.data))  # curves can coincide
         fig.add_scatter(
             x=[0, *g.steps],
             y=[1.0, *g.survival],
@@ -241,7 +239,7 @@ _PANELS = (
 
 
 def draw_fidelity(result: Any) -> go.Figure:
-    """Draw divergence, top-1 agreement and attention mass kept of each method; a row for each task and model."""
+    """Draw divergence, top-1 agreement and attention mass kept for each method; one row per task and model."""
     rows = [overall(part) for part in result.parts()]
     titles = [
         (f"{html.escape(mine[0].title)}<br>" if field == "kl" else "") + name
@@ -261,7 +259,7 @@ def draw_fidelity(result: Any) -> go.Figure:
     for row, mine in enumerate(rows, 1):
         nats = _nats(mine)
         for col, (field, name, colour, form) in enumerate(_PANELS, 1):
-            least = 10.0 ** nats["range"][0] if field == "kl" else 0.0  # a logarithmic axis has no place for 0
+            least = 10.0 ** nats["range"][0] if field == "kl" else 0.0  # 0 does not exist on a logarithmic axis
             fig.add_bar(
                 y=[html.escape(g.label) for g in mine],
                 x=[None if (value := getattr(g, field)) is None else max(value, least) for g in mine],
@@ -299,7 +297,7 @@ def _text(group: Any, field: str, form: str) -> str:
 
 
 def draw_positions(result: Any) -> go.Figure:
-    """Draw a bar for each place of the question, and a diamond for LoopServe's Table 5."""
+    """Draw one bar per position of the question, and a diamond for LoopServe's Table 5."""
     there = [share for share in result.places if share.share is not None]
     fig = panels([""])
     fig.add_bar(
@@ -333,7 +331,7 @@ _SYMBOLS = ("diamond", "circle", "square", "cross", "x", "triangle-up", "star")
 
 
 def draw_dialogues(result: Any) -> go.Figure:
-    """A row per task, model, history and cache: bars with 95 % intervals; score against tokens read."""
+    """One row per task, model, history and cache: bars with 95 % intervals; score against tokens read."""
     parts = result.parts()
     titles = [t for mine in parts for t in (f"{html.escape(mine[0].title)}: score", "Score over tokens read per step")]
     fig = panels(titles, [0.62, 0.38], rows=len(parts), cols=2, spacing=0.08, vertical_spacing=0.3 / len(parts))
@@ -392,7 +390,7 @@ def _dots(methods: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def draw_needle(result: Any) -> go.Figure:
-    """Draw the accuracy by depth and length of the prompt, a map for each task (rows) and method (columns)."""
+    """Draw accuracy by depth and length of the prompt, one map for each task (rows) and method (columns)."""
     methods, tasks = result.methods(), list(dict.fromkeys(g.task for g in result.groups))
     titles = [f"{html.escape(name).replace(':', '<br>')}<br>{result.mean(name):.0%}" for name in methods]
     shared: dict[str, Any] = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1 / len(tasks)}

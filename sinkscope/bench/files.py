@@ -1,6 +1,6 @@
-"""Files of benchmarks: what sets are made from, sets with their manifests, and the folders of runs.
+"""Files of benchmarks: source files, prompt sets with their manifests, and the folders of runs.
 
-The folder of a run holds its settings, its prompts, and a line for each finished prompt.
+The folder of a run holds its settings, its prompts, and one line for each finished prompt.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class FoundFile(NamedTuple):
     """A benchmark's file.
 
     Attributes:
-        path: where it lies.
-        name: base name, or `repo/file`.
-        commit: the hub's, None for a local file.
+        path: Path of the file.
+        name: Base name, or `repo/file`.
+        commit: Commit on the hub; None for a local file.
     """
 
     path: Path
@@ -45,12 +45,12 @@ class FoundFile(NamedTuple):
 
 @dataclass(frozen=True)
 class BuiltSet(Generic[T]):
-    """A set of prompts or dialogues, and how it came about.
+    """A set of prompts or dialogues, and how it was built.
 
     Attributes:
-        made: the prompts or dialogues, in order.
-        manifest: settings, source with its sha256, numbers reached and the paper's; knows no paths.
-        rows: the same for the reader: name and value.
+        made: The prompts or dialogues, in order.
+        manifest: Settings, source with its sha256, and the resulting numbers with the paper's; contains no paths.
+        rows: The same information for display: name and value.
     """
 
     made: tuple[T, ...]
@@ -58,14 +58,14 @@ class BuiltSet(Generic[T]):
     rows: tuple[tuple[str, str], ...]
 
     def text(self) -> str:
-        """A few lines for the reader."""
+        """A summary in a few lines."""
         return "\n".join(f"{name:<16} {value}" for name, value in self.rows)
 
     def deliver(self, line: Callable[[T], str], out: str, *, force: bool) -> None:
-        """Write the set and its manifest, and say what it is; `line` makes a line of the file.
+        """Write the set and its manifest, and print a summary; `line` produces one line of the file.
 
         Raises:
-            SinkscopeError: as `write_set`.
+            SinkscopeError: As for `write_set`.
         """
         written = write_set([line(one) for one in self.made], self.manifest, out, force=force)
         print(self.text())
@@ -75,18 +75,18 @@ class BuiltSet(Generic[T]):
 def find_file(
     source: str | os.PathLike[str], names: Sequence[str], expected: str, *, repo: str, file: str, revision: str | None
 ) -> FoundFile:
-    """The file of a benchmark.
+    """Find the file of a benchmark.
 
     Args:
-        source: the file, a folder that holds it (or its folder `data`), or "hub".
-        names: what the file may be called in a folder; the first that is there is taken.
-        expected: what to give, for errors.
-        repo: dataset on the hub.
-        file: its file there.
-        revision: branch, tag or commit of the dataset.
+        source: The file, a folder that contains it (or has it in its subfolder `data`), or "hub".
+        names: Possible names of the file in a folder; the first one that exists is used.
+        expected: What to provide, for error messages.
+        repo: Dataset on the hub.
+        file: File in that dataset.
+        revision: Branch, tag or commit of the dataset.
 
     Raises:
-        SinkscopeError: there is no such file.
+        SinkscopeError: There is no such file.
     """
     if os.fspath(source) == HUB:
         from sinkscope.models.checkpoint import hub_file
@@ -110,16 +110,16 @@ def find_file(
 
 
 def manifest_path(made: str | os.PathLike[str]) -> Path:
-    """Where the manifest of a set lies: dc.jsonl has dc.manifest.json."""
+    """Path of a set's manifest: dc.jsonl has dc.manifest.json."""
     path = Path(made)
     return path.with_name(f"{path.stem if path.suffix == '.jsonl' else path.name}.manifest.json")
 
 
 def check_out(out: str | os.PathLike[str], *, force: bool = False) -> None:
-    """Refuse before the work what `write_set` would refuse after it.
+    """Raise before the work begins whatever `write_set` would raise at the end.
 
     Raises:
-        SinkscopeError: as `write_set`.
+        SinkscopeError: As for `write_set`.
     """
     if os.fspath(out) == "-":
         raise SinkscopeError("--out -: give the set a file of its own, such as set.jsonl")
@@ -135,13 +135,13 @@ def check_out(out: str | os.PathLike[str], *, force: bool = False) -> None:
 def write_set(
     lines: Sequence[str], manifest: dict[str, Any], out: str | os.PathLike[str], *, force: bool = False
 ) -> tuple[Path, Path]:
-    """Write a set as JSON lines and its manifest beside it, each whole or not at all.
+    """Write a set as JSON lines with its manifest next to it. Each file is written completely or not at all.
 
     Returns:
         Paths of the set and of the manifest.
 
     Raises:
-        SinkscopeError: one of them is there already and `force` is not given, or cannot be written.
+        SinkscopeError: One of the files exists and `force` is not given, or a file cannot be written.
     """
     check_out(out, force=force)
     content = "".join(line + "\n" for line in lines).encode()
@@ -155,12 +155,12 @@ PROMPTS = "prompts.jsonl"
 
 @dataclass(frozen=True)
 class Finished(Keyed):
-    """What every line of a run says first.
+    """The fields at the beginning of every line of a run.
 
     Attributes:
-        model: fingerprint of the model.
-        method: its name.
-        prompt: id of the prompt.
+        model: Fingerprint of the model.
+        method: Name of the method.
+        prompt: Id of the prompt.
     """
 
     identity: ClassVar[tuple[str, ...]] = ("model", "method", "prompt")
@@ -175,7 +175,7 @@ R = TypeVar("R", bound=Finished)
 
 @dataclass(frozen=True)
 class Contents(Generic[R]):
-    """What a folder holds: settings, prompts by id, and records in the order of methods and prompts."""
+    """Contents of a folder: settings, prompts by id, and records in the order of methods and prompts."""
 
     name: str
     settings: dict[str, Any]
@@ -186,13 +186,14 @@ class Contents(Generic[R]):
 def open_folder(
     folder: str | os.PathLike[str] | None, settings: Mapping[str, Any], prompts: Iterable[Any], kind: type[R]
 ) -> Folder[R]:
-    """A run's folder, to be written; use it in a `with`.
+    """Open the folder of a run for writing; use it in a `with`.
 
     Args:
-        folder: new, empty, or of an earlier run with the same settings; None: records are kept in memory alone.
-        settings: everything that decides the records.
-        prompts: all of them, as dataclasses or dicts with an "id".
-        kind: class of the records.
+        folder: A new or empty folder, or one of an earlier run with the same settings. None keeps records in memory
+            only.
+        settings: Everything that determines the records.
+        prompts: All prompts, as dataclasses or dicts with an "id".
+        kind: Class of the records.
     """
     stored = lines(prompts)
     digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
@@ -200,15 +201,17 @@ def open_folder(
 
 
 def read_folder(folder: str | os.PathLike[str], kind: type[R], command: str) -> Contents[R]:
-    """What a folder holds so far, also while it is being written.
+    """Read the current contents of a folder, even while it is being written.
 
     Args:
-        folder: what was given to --out.
-        kind: class of its records.
-        command: whose `run` wrote it, or, in two words, which; others than loopbench's say so in the setting "command".
+        folder: The folder that was given to --out.
+        kind: Class of its records.
+        command: Command whose `run` wrote it, or its two-word name; all but loopbench store it in the setting
+            "command".
 
     Raises:
-        SinkscopeError: another command's folder, or none, or a file in it is damaged (with the line).
+        SinkscopeError: The folder is missing or belongs to another command, or a file in it is damaged (names the
+            line).
     """
     path, name = Path(folder), str(folder)
     settings = read_json(path / SETTINGS, name) if (path / SETTINGS).is_file() else None
@@ -232,17 +235,17 @@ def read_folder(folder: str | os.PathLike[str], kind: type[R], command: str) -> 
 
 
 def written_by(command: str) -> str:
-    """The command that writes such folders."""
+    """The command that writes this kind of folder."""
     return command if " " in command else f"{command} run"
 
 
 def envelope(runs: Sequence[Contents[Any]], started: float, prompts: str) -> dict[str, Any]:
-    """Model, settings and provenance of a table over some runs.
+    """Model, settings and provenance of a table over several runs.
 
     Args:
-        runs: what was read.
-        started: `time.perf_counter()` when the work began.
-        prompts: what the prompts are called.
+        runs: The runs that were read.
+        started: Value of `time.perf_counter()` when the work began.
+        prompts: Name for the prompts.
     """
     settings = [run.settings for run in runs]
     models = {each["model"]["fingerprint"]: each["model"] for each in settings}
@@ -268,15 +271,15 @@ LONGBENCH, ARCHIVE = "zai-org/LongBench", "data.zip"
 
 @dataclass(frozen=True)
 class LongBenchRecord:
-    """A record, under names of our own.
+    """A LongBench record under our own field names.
 
     Attributes:
         id: `_id`.
-        context: the text.
-        question: `input`; empty where the task needs none.
-        answers: the right ones.
-        dataset: the task.
-        length: in words, by LongBench's count.
+        context: The text.
+        question: `input`; empty if the task needs none.
+        answers: The correct answers.
+        dataset: The task.
+        length: Length in words, by LongBench's count.
         classes: `all_classes`, for classification.
     """
 
@@ -291,13 +294,13 @@ class LongBenchRecord:
 
 @dataclass(frozen=True)
 class LongBenchSource:
-    """The records of one task, and where they came from.
+    """The records of one task, and their source.
 
     Attributes:
-        name: base name of the file, or `repo/file`.
-        records: in the order of the file.
-        sha256: of the JSON lines themselves, however they were packed.
-        commit: the hub's, None for a local file.
+        name: Base name of the file, or `repo/file`.
+        records: The records in the order of the file.
+        sha256: Hash of the JSON lines themselves, independent of how they were packed.
+        commit: Commit on the hub; None for a local file.
     """
 
     name: str
@@ -314,17 +317,17 @@ def read_longbench(
     file: str = ARCHIVE,
     revision: str | None = None,
 ) -> LongBenchSource:
-    """The records of one task.
+    """Read the records of one task.
 
     Args:
-        task: "multi_news", "narrativeqa" or "2wikimqa". The same task of LongBench-E ("multi_news_e") is taken too.
-        source: a `.jsonl` file, a folder that holds one, LongBench's `data.zip`, or "hub".
-        repo: dataset on the hub, for "hub".
-        file: archive or `.jsonl` file in it, for "hub".
-        revision: branch, tag or commit of it, for "hub".
+        task: "multi_news", "narrativeqa" or "2wikimqa". The same task of LongBench-E ("multi_news_e") is also accepted.
+        source: A `.jsonl` file, a folder that contains one, LongBench's `data.zip`, or "hub".
+        repo: Dataset on the hub, for "hub".
+        file: Archive or `.jsonl` file in the dataset, for "hub".
+        revision: Branch, tag or commit of the dataset, for "hub".
 
     Raises:
-        SinkscopeError: nothing there, a file of something else, or a damaged one (with the line).
+        SinkscopeError: No file was found, or the file is of another kind or damaged (names the line).
     """
     own = f"{task}.jsonl"
     place = f"LongBench's {own} or {ARCHIVE}, the folder of either, or {HUB}"

@@ -1,4 +1,4 @@
-"""How often greedy openings end in a repetition loop, with the whole cache and under the guard."""
+"""How often greedy continuations end in a repetition loop, with the full cache and under the guard."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ REPEATS, SHORTEST = 3, 24  # copies and tokens of a periodic end that make a loo
 
 @dataclass(frozen=True)
 class LoopShare:
-    """One way to continue the openings.
+    """One way of continuing the openings.
 
     Attributes:
         way: "greedy", "guard" (greedy under LoopGuard), "drawn" (temperature 1) or "text" (the text itself).
-        loops: continuations that end in a loop.
-        openings: all of them.
-        share: `loops` of `openings`.
-        margin: two standard errors of `share` (Agresti and Coull: two loops and two others are added).
-        tokens: mean length of the continuations.
+        loops: Number of continuations that end in a loop.
+        openings: Number of openings.
+        share: `loops` divided by `openings`.
+        margin: Two standard errors of `share` (Agresti and Coull: two loops and two non-loops are added).
+        tokens: Mean length of the continuations.
     """
 
     way: str
@@ -41,7 +41,7 @@ class LoopShare:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRate(Result):
-    """Shares of continuations that end in a loop; two controls go with the greedy ones: drawn ones, and the text."""
+    """Shares of continuations that end in a loop: greedy, guarded, and two controls (sampled, and the text itself)."""
 
     percent = ("share", "margin")
 
@@ -49,7 +49,7 @@ class LoopRate(Result):
     shares: tuple[LoopShare, ...]
 
     def conclusion(self) -> str:
-        """Greedy, under the guard, and the two controls."""
+        """The loop rates: greedy, under the guard, and in the two controls."""
         greedy, guard, drawn, text = self.shares
         return (
             f"Of {greedy.openings} openings, {greedy.loops} end in a loop when they are continued greedily, and "
@@ -59,7 +59,7 @@ class LoopRate(Result):
 
 
 def draw(result: LoopRate) -> go.Figure:
-    """Draw a bar for each way, with two standard errors."""
+    """Draw one bar per way, with two standard errors."""
     fig, some = go.Figure(), result.shares
     bars = {"type": "data", "array": [s.margin for s in some], "thickness": 1}
     names = {"greedy": "greedy", "guard": "greedy, guarded", "drawn": "drawn (control)", "text": "the text (control)"}
@@ -92,14 +92,14 @@ def loop_rate(
 ) -> LoopRate:
     """Measure how often greedy continuations of a text end in a loop, and how often under the guard.
 
-    Two controls go with it: the same openings continued at temperature 1, and how the text itself goes on. A
-    continuation ends in a loop if its last 24 tokens or more are a period three times, or by the rule of LoopGuard
-    (Eq. 7) without the length.
+    There are two controls: the same openings sampled at temperature 1, and the text's own continuation. A continuation
+    counts as a loop if it ends in three or more copies of a period that cover at least 24 tokens, or if LoopGuard's
+    rule (Eq. 7) without its length condition holds.
 
     Args:
-        openings: Pieces of the typical text that are continued; fewer where the text is shorter.
-        opening: Tokens of each opening.
-        max_new_tokens: Longest continuation; shorter where the context is.
+        openings: Number of pieces of the typical text to continue; fewer if the text is shorter.
+        opening: Tokens per opening.
+        max_new_tokens: Maximum length of a continuation; shorter if the context is.
 
     Example:
         sinkscope loop-rate --openings 32 --max-new-tokens 500

@@ -1,8 +1,8 @@
-"""The methods that benchmarks compare, as data: what is entered on the model, and what is put on its sampler.
+"""The methods that benchmarks compare, as data: what is applied to the model, and what is added to its sampler.
 
-A method is written `name`, or `name:key=value:key=value`, or `package.module:Class` for a policy of somebody else's.
-`name:paper` stands for the algorithm and the settings that a paper prints, where they are not the default: what the
-class method `paper` of its class makes. Settings may follow.
+A method is written `name`, or `name:key=value:key=value`, or `package.module:Class` for a policy from another package.
+`name:paper` selects the algorithm and settings that a paper prints, if they differ from the default; it calls the class
+method `paper` of the method's class. Settings may follow.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ SHARE = 0.125
 
 @dataclass(frozen=True)
 class MethodKind:
-    """What a name stands for.
+    """Definition of a method name.
 
     Attributes:
-        home: module of the class.
-        made: name of the class whose instances are entered on the model; samplers and stoppers have none.
-        about: one line on what it does.
-        fixed: fields that the name decides.
-        without: fields that cannot be given.
-        sized: it reads a part of the cache, of `budget` tokens.
-        shaped: it is a shape of prompts, which `kv.shapes.ShapeShare` makes at a share of the context.
-        paper: it is always what the paper prints.
-        block: "cache" and "guard" stand in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
+        home: Module of the class.
+        made: Name of the class whose instances are applied to the model; empty for samplers and stoppers.
+        about: One-line description.
+        fixed: Fields that the name determines.
+        without: Fields that cannot be set.
+        sized: Whether it reads only part of the cache, limited to `budget` tokens.
+        shaped: Whether it is a sparse pattern for prompts, which `kv.shapes.ShapeShare` builds at a share of the
+            context.
+        paper: Whether it always uses the paper's printed settings.
+        block: "cache" and "guard" appear in LoopBench's tables; "sampler" and "stopper" in blocks of their own.
     """
 
     home: str
@@ -58,11 +59,11 @@ class MethodKind:
 
     @property
     def printed(self) -> bool:
-        """Whether the class also makes what a paper prints."""
+        """Whether the class also has the version that a paper prints."""
         return self.block not in ("sampler", "stopper") and hasattr(self.cls, _PRINTED)
 
     def settable(self) -> dict[str, tuple[Any, ...]]:
-        """Fields that may be given, with what their values may be: types, None and single words."""
+        """Fields that may be set, with their allowed values: types, None and single words."""
         if self.block in ("sampler", "stopper"):
             return {}
         hints = get_type_hints(self.cls)
@@ -150,10 +151,10 @@ LoopServe is there twice: by default, at the table's sizes, and as printed, with
 
 
 def kind_of(name: str) -> MethodKind:
-    """What a name stands for: a method of the table, a registered policy, or `package.module:Class`.
+    """Definition of a name: a method of the table, a registered policy, or `package.module:Class`.
 
     Raises:
-        SinkscopeError: there is no such policy.
+        SinkscopeError: There is no such policy.
     """
     if name in METHODS:
         return METHODS[name]
@@ -165,20 +166,20 @@ def kind_of(name: str) -> MethodKind:
 
 
 def name_of(method: str) -> str:
-    """A method without its settings."""
+    """The method's name without its settings."""
     name, _, rest = (part.strip() for part in method.partition(":"))
     known = name in METHODS or not rest.partition(":")[0].isidentifier()
     return name if known else f"{name}:{rest.partition(':')[0]}"
 
 
 def block_of(method: str) -> Block:
-    """The block of a method in tables; a policy of somebody else's stands among those of the cache."""
+    """The block of a method in tables; policies from other packages are in the cache block."""
     kind = METHODS.get(name_of(method))
     return "cache" if kind is None else kind.block
 
 
 def order_of(method: str) -> tuple[int, str]:
-    """Sorts methods as they are listed here; others come last."""
+    """Sort key that follows the order of this module's table; other methods come last."""
     names = list(METHODS)
     name = name_of(method)
     return (names.index(name) if name in METHODS else len(names)), method
@@ -189,9 +190,9 @@ class Method:
     """One way of generating, with its settings.
 
     Attributes:
-        name: in `METHODS`, or that of another policy.
-        options: fields that were given, in the order of the class.
-        paper: whether the fields that were not given are those of the paper.
+        name: Name in `METHODS`, or of another policy.
+        options: Fields that were given, in the order of the class.
+        paper: Whether fields that were not given take the paper's values.
     """
 
     name: str
@@ -200,24 +201,24 @@ class Method:
 
     @property
     def spec(self) -> str:
-        """As it is written: what records are kept under."""
+        """The method as it is written; records are stored under this text."""
         name = f"{self.name}:{_PRINTED}" if self.paper else self.name
         return ":".join([name, *(f"{key}={_written(value)}" for key, value in self.options)])
 
     @property
     def kind(self) -> MethodKind:
-        """What its name stands for."""
+        """Definition of the method's name."""
         return kind_of(self.name)
 
     def make(self, budget: Budget, window: int | None = None) -> Any:
-        """What is entered on the model; None: nothing is.
+        """The intervention to apply to the model, or None if there is none.
 
         Args:
-            budget: used where the method has none of its own.
-            window: of a guard, the tokens W over which signals are taken; None: its own.
+            budget: Used if the method has no budget of its own.
+            window: For a guard, the tokens W over which signals are computed; None keeps its own.
 
         Raises:
-            SinkscopeError: settings that make no sense.
+            SinkscopeError: The settings are invalid.
         """
         kind, options = self.kind, dict(self.options)
         if kind.block in ("sampler", "stopper"):
@@ -240,14 +241,14 @@ class Method:
 
 
 def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
-    """The method that a text such as `loopserve:alpha=0.98:first=0` names, its values not yet checked by its class.
+    """Parse a text such as `loopserve:alpha=0.98:first=0` into a method; its class does not yet check the values.
 
     Args:
-        text: as the user writes it.
-        blocks: only methods of these.
+        text: The method as the user writes it.
+        blocks: Allowed blocks; methods of other blocks are rejected.
 
     Raises:
-        SinkscopeError: an unknown name or setting, a setting twice, or a value of the wrong kind.
+        SinkscopeError: A name or setting is unknown, a setting occurs twice, or a value has the wrong type.
     """
     from sinkscope.kv.policy import policies
 
@@ -276,10 +277,10 @@ def read_method(text: str, blocks: Sequence[str] = BLOCKS) -> Method:
 
 
 def check_methods(specs: Sequence[str], blocks: Sequence[str] = BLOCKS) -> tuple[Method, ...]:
-    """The methods, each once.
+    """The methods without duplicates.
 
     Raises:
-        SinkscopeError: none, or as for `read_method`.
+        SinkscopeError: There are none, and as for `read_method`.
     """
     if not specs:
         names = [name for name, kind in METHODS.items() if kind.block in blocks]
@@ -288,19 +289,19 @@ def check_methods(specs: Sequence[str], blocks: Sequence[str] = BLOCKS) -> tuple
 
 
 def at_settings(specs: Sequence[str], settings: Settings, share: Budget = SHARE) -> list[str]:
-    """Methods with the settings of a comparison; what a text says itself counts more.
+    """Methods with the settings of a comparison; settings in a method's own text take precedence.
 
     Args:
-        specs: as for `check_methods`; none: those of the paper's table 1.
-        settings: "paper": LoopServe's table 7, and for methods that it has not, the budget that it gives to all, 1024.
-            "equal": every method with a size at the same share of the context.
-        share: for "equal".
+        specs: As for `check_methods`; if empty, the methods of the paper's table 1.
+        settings: "paper": LoopServe's table 7; methods not listed there get the budget that it gives to all, 1024.
+            "equal": every method with a size gets the same share of the context.
+        share: The share for "equal".
 
     Returns:
-        The methods written out, so that a run with them needs no further budget.
+        The methods written out in full, so that a run with them needs no further budget.
 
     Raises:
-        SinkscopeError: an unknown comparison, a share outside (0, 1), and as for `check_methods`.
+        SinkscopeError: The comparison is unknown or the share is outside (0, 1), and as for `check_methods`.
     """
     if settings not in get_args(Settings):
         raise SinkscopeError(f"settings {settings!r} are unknown: expected one of {', '.join(get_args(Settings))}")
@@ -336,7 +337,7 @@ def _always(kind: MethodKind) -> dict[str, Any]:
 
 
 def split_spec(spec: str) -> tuple[str, Budget | None]:
-    """Of a written method: the text without its budget, and the budget if it has one of its own. Imports no torch."""
+    """Split a written method into its text without the budget and the budget, if it has one. Imports no torch."""
     parts = spec.split(":")
     budgets = [part.removeprefix("budget=") for part in parts if part.startswith("budget=")]
     text = ":".join(part for part in parts if not part.startswith("budget="))
@@ -346,10 +347,10 @@ def split_spec(spec: str) -> tuple[str, Budget | None]:
 
 
 def parse_budget(text: str) -> Budget:
-    """A number of tokens, or a share of the prompt if there is a point in it.
+    """A number of tokens, or a share of the prompt if the text contains a decimal point.
 
     Raises:
-        SinkscopeError: it is neither; a budget of 0, or a share above 1.
+        SinkscopeError: The text is neither, the budget is 0, or the share exceeds 1.
     """
     try:
         budget: Budget = float(text) if "." in text else int(text)
@@ -359,10 +360,10 @@ def parse_budget(text: str) -> Budget:
 
 
 def check_budget(budget: Budget, name: str) -> Budget:
-    """Refuse a budget that makes no sense.
+    """Reject an invalid budget.
 
     Raises:
-        SinkscopeError: a budget of 0, or a share above 1; the message begins with `name`.
+        SinkscopeError: The budget is 0, or the share exceeds 1; the message begins with `name`.
     """
     good = not isinstance(budget, bool) and (0 < budget <= 1 if isinstance(budget, float) else budget >= 1)
     if not good:
@@ -373,10 +374,10 @@ def check_budget(budget: Budget, name: str) -> Budget:
 
 
 def check_whole(least: int = 1, **numbers: Any) -> None:
-    """Refuse what is no whole number, or too small; None was not given.
+    """Reject values that are not whole numbers or are too small; None means not given.
 
     Raises:
-        SinkscopeError: one of the numbers; the message has its name.
+        SinkscopeError: One of the values is invalid; the message contains its name.
     """
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):

@@ -1,18 +1,18 @@
-"""Needle in a haystack: prompts with what has to be found, at which depth, in how long a text; run, and put together.
+"""Needle in a haystack: prompts by task, depth and length of the text; running them; and combining the results.
 
 The tasks are those of RULER (Hsieh et al. 2024, arXiv 2404.06654), sections 3.1 and 3.2:
 
 - needle: one statement in a haystack of noise (niah_single_1).
-- multi-key: the same, with three more statements of the kind (niah_multikey_1, here in noise instead of essays).
-- key-value: the haystack itself is statements of the kind (niah_multikey_3).
-- tracking: variable tracking, a value and names that stand for it one after the other (vt).
-- chain: ours; the value of the last name of such a chain, in a haystack of other statements.
+- multi-key: the same, with three more statements of the same kind (niah_multikey_1, but in noise instead of essays).
+- key-value: the haystack itself consists of such statements (niah_multikey_3).
+- tracking: variable tracking, a value and a chain of names that refer to it (vt).
+- chain: our own task; it asks for the value of the last name of such a chain, in a haystack of other statements.
 
-The form "ruler" writes them in RULER's words, without its worked example, for any model that follows English. "recall"
-writes them as facts and a question for the recall models, where a chain has two facts: the one that is asked about
-links to the one with the answer. "facts" writes sentences such as the bundled model was trained on. The depth of a
-prompt is that of the first statement that the answer needs, as a share of the haystack; further ones are spread evenly
-from there to its end.
+The form "ruler" uses RULER's wording, without its worked example, for any model that follows English. "recall" writes
+facts and a question for the recall models; its chains have two facts, and the fact that is asked about links to the one
+with the answer. "facts" writes sentences like those the bundled model was trained on. The depth of a prompt is that of
+the first statement that the answer needs, as a share of the haystack; further statements are spread evenly from there
+to the end.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from sinkscope.results import ModelInfo, Result, provenance
 
 TASKS = ("needle", "multi-key", "key-value", "tracking", "chain")
 _LINKED, _FULL = TASKS[3:], ("key-value", "chain")  # several statements lead to the answer; other ones are the haystack
-_OTHERS = 3  # statements beside the one that is asked for, multi-key
-_HOPS = 4  # of RULER's chains
+_OTHERS = 3  # further statements in multi-key
+_HOPS = 4  # hops in RULER's chains
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _COLOURS = "black blue brown golden gray green orange pink purple red silver white yellow".split()
 _THINGS = (
@@ -62,15 +62,15 @@ _PLACES = (
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """A prompt with its right answers.
+    """A prompt with its correct answers.
 
     Attributes:
-        id: task, length, depth and number.
-        task: one of `TASKS`.
-        length: most tokens, as asked for.
-        depth: of the first statement that the answer needs, 0 to 1.
-        text: the prompt.
-        answers: strings, each of which has to be said.
+        id: Task, length, depth and number.
+        task: One of `TASKS`.
+        length: Requested maximum length in tokens.
+        depth: Depth of the first statement that the answer needs, 0 to 1.
+        text: The prompt.
+        answers: Strings, all of which must appear in the answer.
     """
 
     id: str
@@ -95,13 +95,13 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class Form:
-    """A way to write the tasks.
+    """A wording of the tasks.
 
     Attributes:
-        tasks: those that it has.
-        new_tokens: longest answer.
-        glue: text between pieces.
-        pieces: of a task.
+        tasks: Tasks that this form supports.
+        new_tokens: Maximum length of an answer.
+        glue: Text between pieces.
+        pieces: Returns the pieces of a task.
     """
 
     tasks: tuple[str, ...]
@@ -188,26 +188,26 @@ FORMS = {
 
 
 def form_of(model: str) -> str:
-    """The form of prompts that a model of this package understands; RULER's for all others."""
+    """The form that a model of this package understands; RULER's form for all other models."""
     return {RECALL: "recall", TWO_HOPS: "recall", BUNDLED: "facts"}.get(model, "ruler")
 
 
 def needle_prompt(
     tokenizer: Any, form: str, task: str, length: int, depth: float, seed: int = 0, number: int = 0
 ) -> NeedlePrompt:
-    """A prompt, the same for the same arguments.
+    """Build a prompt; the same arguments always give the same prompt.
 
     Args:
-        tokenizer: counts tokens.
-        form: a name in `FORMS`.
-        task: one of the form's.
-        length: most tokens; the haystack fills them up to less than one of its pieces.
-        depth: of the first statement that the answer needs, 0 to 1.
-        seed: of everything that is drawn.
-        number: of the prompt among those with the same task, length and depth.
+        tokenizer: Counts tokens.
+        form: A name in `FORMS`.
+        task: One of the form's tasks.
+        length: Maximum tokens; the haystack fills them, leaving less than one of its pieces.
+        depth: Depth of the first statement that the answer needs, 0 to 1.
+        seed: Seed of every random choice.
+        number: Number of the prompt among those with the same task, length and depth.
 
     Raises:
-        SinkscopeError: the length is too small for what has to stand there.
+        SinkscopeError: The length is too small for the required statements.
     """
     made = FORMS[form]
     name = f"{task} {length} {depth:g} {number}"
@@ -248,17 +248,17 @@ VERSION = 1  # of the records and prompts; a change of what they hold is another
 
 @dataclass(frozen=True)
 class NeedleScore:
-    """The prompts of one task by one method.
+    """All prompts of one task, answered by one method.
 
     Attributes:
-        method: its name, with the settings that were given.
-        task: what had to be found.
-        score: share of the strings of an answer that were said, mean over prompts (RULER's `string_match_all`).
-        low: lower end of its 95 % interval (Wilson), as if prompts were independent.
-        high: its upper end.
-        prompts: how many.
-        read: share of the prompt that a decoding step attends to, mean over prompts; None: answers were one token.
-        cells: share of a prompt's causal cells that attention covers; None: the method leaves prompts to the model.
+        method: Name of the method, with the settings that were given.
+        task: Name of the task.
+        score: Share of the expected strings found in an answer, mean over prompts (RULER's `string_match_all`).
+        low: Lower end of its 95 % interval (Wilson), treating prompts as independent.
+        high: Upper end of that interval.
+        prompts: Number of prompts.
+        read: Share of the prompt that a decoding step attends to, mean over prompts; None if answers were one token.
+        cells: Share of a prompt's causal cells that attention covers; None if the method does not change prompts.
     """
 
     method: str
@@ -273,7 +273,7 @@ class NeedleScore:
 
 @dataclass(frozen=True)
 class NeedleCell:
-    """The prompts of one task, length and depth by one method: a cell of the map, with the mean score."""
+    """The prompts of one task, length and depth, answered by one method: a cell of the map, with the mean score."""
 
     method: str
     task: str
@@ -285,14 +285,14 @@ class NeedleCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Needle(Result):
-    """What methods find at which depth of prompts of which length.
+    """Retrieval accuracy of each method by depth and length of the prompt.
 
     Attributes:
-        form: of the prompts, see `sinkscope.bench.needle`.
-        chance: mean score of the answers of the full cache against the right answers of other prompts of the same
-            task; None: the full cache was not run, or on one prompt alone.
-        groups: by task and method.
-        cells: by task, method, length and depth.
+        form: Form of the prompts, see `sinkscope.bench.needle`.
+        chance: Mean score of the full cache's answers against the correct answers of other prompts of the same task.
+            None if the full cache was not run, or was run on only one prompt.
+        groups: Results by task and method.
+        cells: Results by task, method, length and depth.
     """
 
     kind: ClassVar[str] = "needle"
@@ -310,7 +310,7 @@ class Needle(Result):
     cells: tuple[NeedleCell, ...]
 
     def methods(self) -> list[str]:
-        """In the order of tables."""
+        """The methods in the order of the tables."""
         return list(dict.fromkeys(g.method for g in self.groups))
 
     def mean(self, method: str) -> float:
@@ -319,7 +319,7 @@ class Needle(Result):
         return sum(g.score * g.prompts for g in mine) / sum(g.prompts for g in mine)
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per method: its mean score, that of each task, and what it read."""
+        """One row per method: its mean score, the score of each task, and what it read."""
         found: list[dict[str, Any]] = []
         for name in self.methods():
             mine = [g for g in self.groups if g.method == name]
@@ -329,7 +329,7 @@ class Needle(Result):
         return found
 
     def conclusion(self) -> str:
-        """Who keeps what the full cache finds, and who loses most, beside the full cache and chance."""
+        """Which methods match the full cache and which lose most, compared with the full cache and chance."""
         means = {name: self.mean(name) for name in self.methods()}
         best = means.pop(FULL, None)
         told = f"On {self.model.name} "
@@ -372,37 +372,36 @@ def needle(
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     progress: Hidden = None,
 ) -> Needle:
-    """Measure at which depth and length of a prompt each method still finds what is asked for.
+    """Measure at which depths and prompt lengths each method still finds the requested information.
 
-    Args:
-        model: A short name, hub id or folder; recall and recall-2hop are the recall models in the package. By default
+    model: A short name, hub id or folder; recall and recall-2hop are the bundled recall models. By default the bundled
+    model.
             the bundled model.
-        tokenizer: Where a live model carries none.
+        tokenizer: Tokenizer for a live model that carries none.
         revision: Branch, tag or commit on the hub.
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        tasks: needle, multi-key, key-value, tracking and chain, with commas between. By default all that the
-            form has.
-        lengths: Longest prompts in tokens, with commas between.
-        depths: Where the first statement that the answer needs stands, from 0 to 1, with commas between.
-        samples: Prompts of each task, length and depth.
-        methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
+        tasks: needle, multi-key, key-value, tracking and chain, separated by commas. By default all tasks of the form.
+        lengths: Maximum prompt lengths in tokens, separated by commas.
+        depths: Positions of the first statement that the answer needs, from 0 to 1, separated by commas.
+        samples: Number of prompts per task, length and depth.
+        methods: Names separated by commas, each with optional settings (snapkv:window=32:kernel=7), or
             package.module:Class. By default full and ten more; an unknown name lists all.
         budget: Fraction of the context that every method with a size gets.
-        form: Words of the prompts: ruler are RULER's in English, recall those of the recall models, facts sentences
-            that the bundled model knows. By default what suits the model.
-        max_new_tokens: Longest answer. By default RULER's 128, and 8 in the other forms.
-        batch_size: Prompts that run together.
-        out: Where answers are kept. If the folder holds a part of this run, the run continues, also with more methods.
+        form: Wording of the prompts: ruler uses RULER's English, recall suits the recall models, and facts uses
+            sentences that the bundled model knows. By default the form that suits the model.
+        max_new_tokens: Maximum length of an answer. By default RULER's 128, and 8 in the other forms.
+        batch_size: Number of prompts that run together.
+        out: Folder for the answers. If it holds part of this run, the run continues, also with additional methods.
         seed: Seed of every random choice.
-        workers: Processes that share the work; more than one run over Ray.
+        workers: Number of processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
 
     Raises:
-        SinkscopeError: An unknown form, task or method, a length that is too small or exceeds the context, a depth
-            outside 0 to 1, or a folder that was begun with other settings or is being written.
+        SinkscopeError: A form, task or method is unknown, a length is too small or exceeds the context, a depth is
+            outside 0 to 1, or the folder was begun with other settings or is being written.
 
     Example:
         sinkscope needle --model recall --lengths 640,1024 --out needle
@@ -462,7 +461,7 @@ def _rows(
 
 
 def tabulate(records: Iterable[Said], prompts: dict[str, NeedlePrompt], share: float) -> dict[str, Any]:
-    """Scores of records by method and task, and by length and depth; and the chance."""
+    """Scores by method and task, and by length and depth; also the score expected by chance."""
     found: dict[tuple[str, str], list[tuple[NeedlePrompt, Said, float]]] = {}
     for record in sorted(records, key=lambda r: (order_of(r.method), r.prompt)):
         prompt = prompts[record.dialogue]

@@ -1,4 +1,4 @@
-"""What every benchmark's run does: a model that is asked by several methods, in batches, over processes, resumed."""
+"""The shared run of all benchmarks: several methods answer with one model, in batches, over processes, resumable."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from sinkscope.store import Folder
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model by its name, which each process opens for itself.
+    """A model given by name, which each process opens for itself.
 
     Attributes:
-        name: as for `sinkscope.load`.
-        options: the same.
+        name: As for `sinkscope.load`.
+        options: As for `sinkscope.load`.
     """
 
     name: str | None
@@ -51,15 +51,15 @@ def named_model(model: Any, backend: str, **options: str | None) -> NamedModel:
 
 @dataclass(frozen=True)
 class Asked:
-    """The model that is asked, and how.
+    """The model that answers, and its settings.
 
     Attributes:
-        target: the model.
-        fingerprint: of it.
-        ends: ids that end an answer.
-        pad: id that fills rows up.
-        new: most tokens of an answer.
-        budget: of methods that have none of their own.
+        target: The model.
+        fingerprint: Fingerprint of the model.
+        ends: Ids that end an answer.
+        pad: Id used for padding.
+        new: Maximum tokens per answer.
+        budget: Budget of methods that have none of their own.
     """
 
     target: Target
@@ -70,7 +70,7 @@ class Asked:
     budget: Budget
 
     def settings(self) -> dict[str, Any]:
-        """What decides a record, whatever is done with the model."""
+        """The settings that determine a record, whatever is done with the model."""
         t = self.target
         with noted_decoding() as used:
             decoding(t, do_sample=False)
@@ -86,7 +86,7 @@ class Asked:
         }
 
     def cut(self, row: list[int]) -> tuple[list[int], bool]:
-        """An answer up to and with the end of sequence, and whether that came."""
+        """An answer up to and including the end of sequence, and whether that token occurred."""
         end = next((k + 1 for k, token in enumerate(row) if token in self.ends), None)
         return row[:end], end is not None
 
@@ -102,14 +102,14 @@ class Asked:
         new: int | None = None,
         **options: Any,
     ) -> tuple[list[list[int]], list[Event]]:
-        """Greedy answers to prompts that are filled up on the left, and what the edit did.
+        """Generate greedy answers to prompts padded on the left; also returns what the intervention did.
 
         Args:
-            rows: ids of the prompts.
-            edit: what is entered on the model.
-            hook: called after each pass of the causal model.
-            new: most tokens; None: as many as an answer may have.
-            options: further ones of transformers' `generate`.
+            rows: Ids of the prompts.
+            edit: The intervention to apply to the model.
+            hook: Called after each pass of the causal model.
+            new: Maximum tokens; None uses the maximum length of an answer.
+            options: Additional options of transformers' `generate`.
         """
         ids, mask = padded(rows, self.pad, self.target.device)
         hooks = [] if hook is None else [(self.target.hf, "post", hook)]
@@ -125,17 +125,17 @@ class Asked:
 
 
 def ask(model: object, tokenizer: Any, new: int, budget: Budget, chat: bool = False) -> Asked:
-    """The model, ready to be asked.
+    """Prepare the model to answer prompts.
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched), `Target`, or `NamedModel`.
-        tokenizer: where the model carries none.
-        new: most tokens of an answer.
-        budget: of methods that have none of their own.
-        chat: prompts are wrapped in its chat template.
+        tokenizer: Tokenizer for a model that carries none.
+        new: Maximum tokens per answer.
+        budget: Budget of methods that have none of their own.
+        chat: Whether to wrap prompts in the tokenizer's chat template.
 
     Raises:
-        SinkscopeError: it carries no tokenizer, or no chat template.
+        SinkscopeError: The model carries no tokenizer or chat template.
     """
     target = Target.of(model.open() if isinstance(model, NamedModel) else model, tokenizer)
     tok = target.need_tokenizer()
@@ -145,11 +145,11 @@ def ask(model: object, tokenizer: Any, new: int, budget: Budget, chat: bool = Fa
 
 
 def check_can(to: Asked, methods: Sequence[Method], lengths: Iterable[int], window: int | None = None) -> None:
-    """Refuse what cannot be done before anything is computed.
+    """Reject impossible requests before any computation.
 
     Raises:
-        SinkscopeError: a budget too small for one of the prompts, settings that make no sense, or a method that this
-            model cannot have.
+        SinkscopeError: The budget is too small for one of the prompts, the settings are invalid, or the model does not
+            support a method.
     """
     lengths = sorted(set(lengths))
     for edit in (method.make(to.budget, window) for method in methods):
@@ -162,12 +162,12 @@ def check_can(to: Asked, methods: Sequence[Method], lengths: Iterable[int], wind
 
 @dataclass(frozen=True)
 class Batch:
-    """Some prompts by one method or several: what is run whole or not at all.
+    """Some prompts with one or several methods; a batch is run completely or not at all.
 
     Attributes:
-        model: fingerprint of the model.
-        methods: that answer.
-        rows: the prompts, which have an `id`, each with what else the benchmark knows of it.
+        model: Fingerprint of the model.
+        methods: Methods that answer.
+        rows: The prompts, which have an `id`, each paired with the benchmark's other data about it.
     """
 
     model: str
@@ -176,12 +176,12 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Of it in the progress."""
+        """The batch's share of the progress count."""
         return len(self.methods) * len(self.rows)
 
     @property
     def keys(self) -> tuple[tuple[Any, ...], ...]:
-        """Keys of the records that it makes."""
+        """Keys of the records that the batch produces."""
         return tuple((self.model, method.spec, each.id) for method in self.methods for each, _ in self.rows)
 
 
@@ -200,21 +200,21 @@ def run_batches(
     ray: str | None = None,
     here: Callable[[Batch], Sequence[Any]] | None = None,
 ) -> None:
-    """Every batch that has a record missing, in this process in their order, or over Ray.
+    """Run every batch with a missing record, in order in this process, or over Ray.
 
     Args:
-        to: the model in this process.
-        stages: batches; those of a stage may need records of the stages before it, which is made when it is reached.
-        answer: makes the records of a batch.
-        kept: where they are kept.
-        tally: how much is done.
-        model: as it was given, for other processes.
-        workers: processes; more than one run over Ray.
-        ray: address of a Ray cluster, as `ray.init` takes it; None: `RAY_ADDRESS`, or this machine.
-        here: instead of `answer` in this process, where that shows more of the progress.
+        to: The model in this process.
+        stages: Batches by stage. A stage may need records of earlier stages; it is created when it is reached.
+        answer: Produces the records of a batch.
+        kept: Folder in which records are kept.
+        tally: Progress so far.
+        model: The model as given, for other processes.
+        workers: Number of processes; more than one run over Ray.
+        ray: Address of a Ray cluster, as `ray.init` takes it; None uses `RAY_ADDRESS`, or this machine.
+        here: Replaces `answer` in this process if it can report progress in more detail.
 
     Raises:
-        UnsupportedError: a live model that cannot be sent to other processes.
+        UnsupportedError: A live model cannot be sent to other processes.
     """
     elsewhere = None
     if workers > 1 or ray is not None:
@@ -245,14 +245,14 @@ def _reopen(
 
 
 class PerCall(Intervention):
-    """Notes something about the cache after every call of the model.
+    """Records something about the cache after every call of the model.
 
     Args:
-        note: of the layers of the cache -> what is kept of the call.
-        own: look at a cache of ours, which it takes where tokens are hidden.
+        note: Function from the layers of the cache to what is recorded for the call.
+        own: Whether to use sinkscope's own cache, which is needed if tokens are hidden.
 
     Attributes:
-        found: what was noted, call by call.
+        found: The recorded values, call by call.
     """
 
     def __init__(self, note: Callable[[Sequence[Any]], Any], *, own: bool) -> None:
@@ -260,7 +260,7 @@ class PerCall(Intervention):
         self._note, self._own = note, own
 
     def enter(self, run: Run, key: int) -> None:
-        """Look at the cache after every call."""
+        """Read the cache after every call."""
         session = Session.of(run)
         if self._own:
             session.own_cache()

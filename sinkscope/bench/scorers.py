@@ -1,4 +1,4 @@
-"""Scores of answers, 0 to 1, by the definitions of the benchmarks; exact match for our own."""
+"""Scores of answers, 0 to 1, as the benchmarks define them; exact match for our own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sinkscope.errors import SinkscopeError
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _FIRST_LINE = {"trec", "samsum"}  # LongBench scores the first line of what was said
-_MARKS = (  # ASCII punctuation, and that of Chinese
+_MARKS = (  # ASCII and Chinese punctuation
     string.punctuation
     + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～"
     + "｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
@@ -23,17 +23,17 @@ Metric = Callable[[str, Sequence[str], Sequence[str]], float]
 
 
 def score(metric: str, said: str, answers: Sequence[str], *, classes: Sequence[str] = (), task: str = "") -> float:
-    """The score of what was said against the best of the right answers.
+    """The best score of an output over all correct answers.
 
     Args:
-        metric: a name in `METRICS`.
-        said: by the model.
-        answers: right ones, at least one.
-        classes: names that the answer is one of, for "accuracy"; functions of its repository, for "function".
-        task: two of LongBench's are scored by the first line.
+        metric: A name in `METRICS`.
+        said: The model's output.
+        answers: Correct answers, at least one.
+        classes: The possible class names, for "accuracy"; the functions of the repository, for "function".
+        task: Name of the task; two of LongBench's tasks are scored on the first line only.
 
     Raises:
-        SinkscopeError: unknown metric, or the library of Rouge is not there.
+        SinkscopeError: The metric is unknown, or the library for Rouge is not installed.
     """
     if metric not in METRICS:
         raise SinkscopeError(f"metric {metric!r} is unknown: expected one of {', '.join(METRICS)}")
@@ -48,9 +48,9 @@ def _until_end(text: str) -> list[str]:
 
 
 def f1(said: str, answer: str) -> float:
-    """Harmonic mean of precision and recall over the words of both, each counted as often as it stands there.
+    """Harmonic mean of precision and recall over the words of both texts, with multiplicity.
 
-    Case, ASCII punctuation and articles do not count. 0 where no word is shared.
+    Case, ASCII punctuation and articles are ignored. 0 if no word is shared.
     """
     return _overlap(normalise(said).split(), normalise(answer).split())
 
@@ -64,7 +64,7 @@ def _overlap(found: list[str], wanted: list[str]) -> float:
 
 
 def best_f1(said: str, answers: Iterable[str]) -> float:
-    """The best `f1` over the right answers; 0 if there are none."""
+    """The best `f1` over the correct answers; 0 if there are none."""
     return max((f1(said, answer) for answer in answers), default=0.0)
 
 
@@ -74,9 +74,9 @@ def normalise(text: str) -> str:
 
 
 def accuracy(said: str, answer: str, classes: Sequence[str]) -> float:
-    """One over the number of classes named in what was said, if the right one is among them.
+    """1 divided by the number of classes named in the output if the correct one is among them, otherwise 0.
 
-    A class whose name is a part of the right one's (and not the same) does not count as named.
+    A class whose name is a proper part of the correct class's name does not count as named.
     """
     named = [c for c in classes if c in said and not (c in answer and c != answer)]
     return 1 / len(named) if answer in named else 0.0
@@ -86,7 +86,7 @@ def rouge_l(said: str, answers: Sequence[str], kind: str = "rougeL") -> float:
     """F-measure of the longest common subsequence of words, by the library rouge-score, without stemming.
 
     Raises:
-        SinkscopeError: the library is not there.
+        SinkscopeError: The library is not installed.
     """
     try:
         from rouge_score.rouge_scorer import RougeScorer  # pyright: ignore[reportMissingImports]
@@ -97,9 +97,10 @@ def rouge_l(said: str, answers: Sequence[str], kind: str = "rougeL") -> float:
 
 
 def letter(said: str, answers: Sequence[str]) -> float:
-    """1 where what was said chooses the right one of four options (SCBench); `answers` are its text and its letter.
+    """1 if the output chooses the correct one of four options (SCBench); `answers` are its text and its letter.
 
-    The first letter counts, else what follows "answer is" and the like, else the first word that is A, B, C or D.
+    The first letter counts; failing that, what follows "answer is" and similar; failing that, the first word A, B, C or
+    D.
     """
     said = said.strip()
     if said[:1] and (said[0] in "ABCD" or said in answers):
@@ -119,13 +120,13 @@ def _stated(said: str) -> str:
 
 
 def paragraph(said: str, answer: str) -> float:
-    """Share of the numbers said that are the right paragraph's, "Paragraph 7" (LongBench, passage retrieval)."""
+    """Share of the numbers in the output that are the correct paragraph's, "Paragraph 7" (LongBench, retrieval)."""
     numbers, right = _digits(said), re.search(r"Paragraph (\d+)", answer)
     return numbers.count(right[1]) / len(numbers) if numbers and right else 0.0
 
 
 def first_number(said: str, answer: str) -> float:
-    """1 where the first number that is said is the right one; only its whole part, if the right one is whole."""
+    """1 if the first number in the output is correct; if the correct number is whole, only its whole part counts."""
     found = re.search(r"\d+\.\d+|\d+", said)
     if found is None:
         return 0.0
@@ -137,7 +138,7 @@ def _digits(text: str) -> list[str]:
 
 
 def every(said: str, answer: str) -> float:
-    """Share of the answer's parts, which stand between commas, that are said in any case (RULER; SCBench)."""
+    """Share of the answer's comma-separated parts that occur in the output, ignoring case (RULER; SCBench)."""
     parts = answer.split(", ")
     return sum(part.lower() in said.lower() for part in parts) / len(parts)
 
@@ -149,9 +150,9 @@ def f1_characters(said: str, answer: str) -> float:
 
 
 def function(said: str, answers: Sequence[str], functions: Sequence[str]) -> float:
-    """1 where a function of a repository is repeated: of all of them it is the most similar, by at least 0.8 (RepoQA).
+    """1 if the output reproduces a correct function: the most similar of the repository, by at least 0.8 (RepoQA).
 
-    Similarity is `bleu` of words. Of what is said, the first block of code counts, else everything.
+    Similarity is word-level `bleu`. Only the first code block of the output counts; without one, the whole output.
     """
     block = re.search(r"^```(?:\w+)?[ \t]*\n(.*?)^```", said.strip(), re.S | re.M)
     found = (block[1] if block else said).split()
@@ -187,7 +188,7 @@ METRICS: dict[str, Metric] = {
     "any-case": _best(lambda said, answer: float(answer.lower() in said.lower())),
     "all": _best(every),
     "paragraph": _best(paragraph),
-    # LongBench v2: it is said, in the words asked for, that this letter is the correct answer
+    # LongBench v2: the output names this letter as the correct answer in the requested wording
     "stated-letter": _best(lambda said, answer: float(_stated(said) == answer)),
     # LongEval's lines: the last number that is said
     "last-number": _best(lambda said, answer: float([*map(int, _digits(said)[-1:])] == [*map(int, _digits(answer))])),

@@ -1,6 +1,6 @@
 """`check` decides whether texts or token ids end up in a repetition loop; `calibrate` fits the monitor to a vocabulary.
 
-`sinkscope loops` is the command of both; `--calibrate` finds thresholds that ordinary text hardly ever crosses.
+`sinkscope loops` runs both; `--calibrate` finds thresholds that ordinary text almost never crosses.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _WORDS = re.compile(
 
 
 class TokenRecord(NamedTuple):
-    """What a model wrote, as ids.
+    """A model's output as token ids.
 
     Attributes:
-        name: what it is called in the result.
-        ids: its tokens, as numbers.
+        name: Name of the record in the result.
+        ids: Token ids.
     """
 
     name: str
@@ -55,25 +55,26 @@ class TokenRecord(NamedTuple):
 
 
 def split(text: str) -> list[str]:
-    """Words of at most 12 letters or digits (longer ones in pieces), and other signs; white space is dropped.
+    """Split into words of at most 12 letters or digits (longer ones in pieces) and other characters, without white
+    space.
 
-    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal signs in a
-    row are one token, so a ruler is a few of them. Chinese, Japanese and Korean characters stand alone.
+    No tokenizer is needed, and the tokens are about as long as those of a large vocabulary. Up to 12 equal characters
+    in a row form one token, so a ruler is only a few tokens. Chinese, Japanese and Korean characters stand alone.
     """
     return [found[0] for found in _WORDS.finditer(text)]
 
 
 def number(tokens: Iterable[object]) -> list[int]:
-    """Tokens as ids, counted in the order in which they first come."""
+    """Number the tokens in the order of their first occurrence."""
     known: dict[object, int] = {}
     return [known.setdefault(token, len(known)) for token in tokens]
 
 
 def as_records(given: str | Sequence[Any] | Ids) -> list[TokenRecord]:
-    """Records of a text, of token ids, or of several of either; records stay what they are.
+    """Records of a text, of token ids, or of several of either; records are returned unchanged.
 
     Raises:
-        SinkscopeError: it is something else, or there is nothing in it.
+        SinkscopeError: The input is of another type, or is empty.
     """
     if isinstance(given, str):
         return [_record("text", given)]
@@ -88,15 +89,15 @@ def as_records(given: str | Sequence[Any] | Ids) -> list[TokenRecord]:
 
 
 def parse(text: str, name: str, form: Format = "auto") -> list[TokenRecord]:
-    """Records of a file's text.
+    """Split the text of a file into records.
 
     Args:
-        text: the file's content.
-        name: of the file; `.jsonl` and `.ndjson` are JSON lines, anything else is one text.
-        form: "text" or "jsonl" instead of what the name says.
+        text: The file's content.
+        name: Name of the file; `.jsonl` and `.ndjson` are JSON lines, anything else is one text.
+        form: "text" or "jsonl", overriding the name.
 
     Raises:
-        SinkscopeError: it is empty, or a line is not an object with one of the fields `FIELDS`.
+        SinkscopeError: The text is empty, or a line is not an object with one of the fields `FIELDS`.
     """
     if not text.strip():
         raise SinkscopeError(f"{name} is empty: expected a text, or JSON lines with {_EXPECTED}")
@@ -148,25 +149,25 @@ REPEATS, SHORTEST, LONGEST = 3, 16, 2048  # copies and tokens of a stretch that 
 
 @dataclass(frozen=True)
 class Checked:
-    """One record.
+    """The result for one record.
 
     Attributes:
-        name: "line 3", or the file's name.
-        tokens: number of tokens.
-        ttr: type-token ratio of the whole record.
-        cr: compression ratio of the whole record.
-        seq_rep_4: share of 4-grams that repeat an earlier one.
-        distinct_2: different 2-grams over 2-grams.
-        period: period of the longest stretch of repetition, which has at least 3 copies and 16 tokens and is exact, or
-            which the monitor found; None: no stretch has a period of up to 2,048 tokens.
-        onset: position of the first token of that stretch.
-        repeats: number of copies in that stretch.
-        detected: first step at which the monitor triggers; None: it never does.
-        loop: whether the monitor triggers.
-        ends_in_loop: whether the loop rule without length holds for the last window.
-        loop_rule: whether the loop rule with length holds (Eq. 7); None: the number of allowed tokens was not given.
-        steps: steps at which `curve` was read.
-        curve: type-token ratio of the window at these steps.
+        name: Name such as "line 3", or the file's name.
+        tokens: Number of tokens.
+        ttr: Type-token ratio of the whole record.
+        cr: Compression ratio of the whole record.
+        seq_rep_4: Share of 4-grams that repeat an earlier one.
+        distinct_2: Distinct 2-grams divided by 2-grams.
+        period: Period of the longest repeated stretch, either exact with at least 3 copies and 16 tokens or found by
+            the monitor. None if no stretch has a period of up to 2,048 tokens.
+        onset: Position of the first token of that stretch.
+        repeats: Number of copies in that stretch.
+        detected: First step at which the monitor triggers; None if it never does.
+        loop: Whether the monitor triggers.
+        ends_in_loop: Whether the loop rule without length holds for the last window.
+        loop_rule: Whether the loop rule with length holds (Eq. 7); None if the maximum number of tokens was not given.
+        steps: Steps at which `curve` was measured.
+        curve: Type-token ratio of the window at these steps.
     """
 
     name: str
@@ -191,8 +192,8 @@ class LoopCheck(Result):
     """Which of the records loop.
 
     Attributes:
-        loops: number of records that loop.
-        records: what was found in each record.
+        loops: Number of records that loop.
+        records: Results for each record.
     """
 
     kind: ClassVar[str] = "loops"
@@ -203,7 +204,7 @@ class LoopCheck(Result):
     records: tuple[Checked, ...]
 
     def conclusion(self) -> str:
-        """How many loop and where they begin, with the diversity of the others beside theirs."""
+        """How many records loop and where the loops begin, and the diversity of looping and other records."""
         found, others = ([r for r in self.records if r.loop == loops] for loops in (True, False))
         onset, period, ttr, other = (
             statistics.median(known)
@@ -230,23 +231,23 @@ def check(
 ) -> LoopCheck:
     """Check outputs for repetition loops; no model, no tokenizer and no torch are needed.
 
-    A record loops if the monitor triggers in it: by default as soon as 3 copies of anything have come, of 48 tokens at
-    least and exact or nearly so. With `MonitorSettings.paper()` LoopGuard's monitor decides. There are no
-    probabilities, so its other two votes must agree, type-token ratio and compression ratio, and one of the gates,
-    stalled novelty and tail repetition.
+    A record loops if the monitor triggers in it. By default this happens as soon as there are 3 copies of anything that
+    cover at least 48 tokens and are exact or nearly so. With `MonitorSettings.paper()`, LoopGuard's monitor decides.
+    Because there are no probabilities, its other two votes (type-token ratio and compression ratio) must agree, and one
+    of its gates (stalled novelty or tail repetition) must hold.
 
     Args:
-        given: a text, token ids, or several of either; or records as `loops.records.parse` makes them of a file.
-        settings: of the monitor.
-        max_new: tokens that were allowed, for the loop rule with length (LoopGuard, Eq. 7).
-        name: what the result calls the input.
-        progress: called with a stage, what is done, and how much there is.
+        given: A text, token ids, or several of either; or records that `loops.records.parse` makes from a file.
+        settings: Settings of the monitor.
+        max_new: Maximum number of new tokens, for the loop rule with length (LoopGuard, Eq. 7).
+        name: Name of the input in the result.
+        progress: Called with a stage, the amount done and the total.
 
     Returns:
         A `LoopCheck`.
 
     Raises:
-        SinkscopeError: the input is empty or neither text nor ids, or the settings need probabilities.
+        SinkscopeError: The input is empty or neither text nor ids, or the settings need probabilities.
     """
     started = time.perf_counter()
     settings = settings or MonitorSettings()
@@ -326,12 +327,12 @@ SIGNALS = ("theta_ttr", "theta_cr", "theta_nov")
 
 @dataclass(frozen=True)
 class AlarmRate:
-    """False alarms of a rule on the text that was held out.
+    """False alarms of a rule on the held-out text.
 
     Attributes:
-        rule: the rule, and where its settings come from.
-        alarms: number of alarms; alarms that follow each other count once.
-        per_million: alarms per million tokens.
+        rule: Name of the rule, and the source of its settings.
+        alarms: Number of alarms; consecutive alarms count once.
+        per_million: Alarms per million tokens.
         at_most: 95 % upper limit of the alarms per million tokens (Poisson).
     """
 
@@ -343,19 +344,19 @@ class AlarmRate:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopCalibration(Result):
-    """Settings for a vocabulary, and their false alarms on text that had no part in them.
+    """Settings for a vocabulary, and their false alarms on text that they were not fitted to.
 
     Attributes:
-        vocabulary: size of the vocabulary.
-        fitted: tokens that the settings were fitted to.
-        held_out: tokens that were held out.
-        promised: false alarms per million tokens that the settings should not exceed (95 %): the rate that was asked
-            for, or a higher one if the text is too short to show it.
-        lowest: the lowest value of each signal in the fitted text, by the name of its threshold.
-        longest: tokens of the longest repetition in the fitted text, exact or nearly so.
-        monitor: the settings, as `--settings` and `MonitorSettings` take them.
-        servers: settings of the rules of vLLM and of llama.cpp's server, by their names.
-        rates: false alarms on the text that was held out.
+        vocabulary: Size of the vocabulary.
+        fitted: Number of tokens that the settings were fitted to.
+        held_out: Number of tokens that were held out.
+        promised: False alarms per million tokens that the settings should not exceed (95 %): the requested rate, or a
+            higher one if the text is too short to verify it.
+        lowest: Lowest value of each signal in the fitted text, by the name of its threshold.
+        longest: Tokens of the longest repetition in the fitted text, exact or nearly so.
+        monitor: The settings, as `--settings` and `MonitorSettings` accept them.
+        servers: Settings of the rules of vLLM and of llama.cpp's server, by name.
+        rates: False alarms on the held-out text.
     """
 
     page: ClassVar[str] = "measure/loops"
@@ -373,7 +374,7 @@ class LoopCalibration(Result):
     rates: tuple[AlarmRate, ...]
 
     def conclusion(self) -> str:
-        """The rate that was promised, and what was measured."""
+        """The promised rate and the measured one."""
         found = self.rates[1]
         return (
             f"For a vocabulary of {self.vocabulary}, these settings should raise at most {self.promised:.3g} false "
@@ -382,7 +383,7 @@ class LoopCalibration(Result):
         )
 
     def details(self) -> list[str]:
-        """The settings, as each program takes them."""
+        """The settings in the format of each program."""
         extremes = ", ".join(f"{name.removeprefix('theta_')} {value:.3g}" for name, value in self.lowest.items())
         return [
             f"Most repetitive in the fitted text: {extremes}, and {self.longest} tokens of repetition.",
@@ -404,21 +405,22 @@ def calibrate(
 ) -> LoopCalibration:
     """Fit the monitor's thresholds to ordinary text.
 
-    All thresholds come from one rank: at rank j, each lies where the j most repetitive blocks of the text, by that
-    signal, are below it. j is the largest at which the monitor, at 95 % confidence, raises at most `rate` alarms per
-    million tokens. This is a tolerance limit (Wilks 1941): it needs no assumption on how the signals are distributed.
-    The model is taken to be sure of every token, which is the worst case, and both gates to open at once.
+    All thresholds come from one rank: at rank j, each threshold is the value below which the j most repetitive blocks
+    of the text lie for that signal. j is the largest rank at which the monitor, at 95 % confidence, raises at most
+    `rate` alarms per million tokens. This is a tolerance limit (Wilks 1941): it needs no assumption on the distribution
+    of the signals. The model is assumed to be certain of every token, which is the worst case, and both gates to open
+    at once.
 
     Args:
-        outputs: token ids of texts without loops. Every second one is held out; a single one is cut into pieces.
-        vocabulary: size of the vocabulary.
-        rate: false alarms per million tokens that are accepted.
-        settings: of the monitor (rule "repeats"), for all but the thresholds.
-        name: what the result calls the text.
-        progress: called with a stage, what is done, and how much there is.
+        outputs: Token ids of texts without loops. Every second one is held out; a single one is cut into pieces.
+        vocabulary: Size of the vocabulary.
+        rate: Acceptable false alarms per million tokens.
+        settings: Settings of the monitor (rule "repeats"), except for the thresholds.
+        name: Name of the text in the result.
+        progress: Called with a stage, the amount done and the total.
 
     Raises:
-        SinkscopeError: the text is too short, or `rate` is not positive.
+        SinkscopeError: The text is too short, or `rate` is not positive.
     """
     import numpy as np
     from scipy.special import gammaincinv

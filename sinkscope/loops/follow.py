@@ -1,4 +1,4 @@
-"""`watch` says where outputs loop while they are still being written; `sinkscope loops --follow` is its command."""
+"""`watch` reports where outputs loop while they are being written; `sinkscope loops --follow` is its command."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _PIECES = ("token", "content", "response")  # fields of a JSON line that adds to
 
 
 class Piece(NamedTuple):
-    """A token of a stream, or some of its text.
+    """A token of a stream, or a piece of its text.
 
     Attributes:
-        stream: name of the stream.
-        key: what makes it the same token when it comes again: an id, its bytes, its text; None: `text` is any text.
-        text: of the token.
-        before: largest probability of the distribution that the token was drawn from; None: not known.
-        after: largest probability of the distribution that follows it; None: the `before` of the next token.
-        last: whether the stream ends here.
+        stream: Name of the stream.
+        key: Identifies equal tokens: an id, its bytes, or its text. None if `text` is arbitrary text.
+        text: Text of the token.
+        before: Largest probability of the distribution that the token was drawn from; None if unknown.
+        after: Largest probability of the distribution that follows it; None uses the `before` of the next token.
+        last: Whether the stream ends here.
     """
 
     stream: str
@@ -48,13 +48,13 @@ class Piece(NamedTuple):
 
 
 class Alarm(NamedTuple):
-    """A loop.
+    """A detected loop.
 
     Attributes:
-        stream: name of the stream.
-        token: number of the token, counted from 1, at which the monitor triggered.
-        tail: the repetition that reaches this token; None: it is not exact.
-        text: one copy, or the last tokens, shortened and without control characters.
+        stream: Name of the stream.
+        token: Number of the token, counted from 1, at which the monitor triggered.
+        tail: The repetition that reaches this token; None if it is not exact.
+        text: One copy, or the last tokens, shortened and without control characters.
     """
 
     stream: str
@@ -79,7 +79,7 @@ class Stream:
     """One output and its monitor.
 
     Args:
-        settings: of the monitor.
+        settings: Settings of the monitor.
     """
 
     def __init__(self, settings: MonitorSettings) -> None:
@@ -91,7 +91,7 @@ class Stream:
         self._quiet_until = 0
 
     def take(self, piece: Piece) -> Iterator[Alarm]:
-        """The alarms that a piece raises."""
+        """Return the alarms that a piece raises."""
         new = [piece] if piece.key is not None else self._words(piece)
         for token in [*new, None] if piece.last else new:
             if self._held is not None:
@@ -120,17 +120,17 @@ class Stream:
 
 
 class Watch:
-    """The streams of an input.
+    """All streams of an input.
 
     Attributes:
-        tokens: seen so far.
-        alarms: raised so far.
-        streams: seen so far.
-        open: streams that have not ended, by name.
-        last: the last step of any of them.
+        tokens: Number of tokens seen so far.
+        alarms: Number of alarms raised so far.
+        streams: Number of streams seen so far.
+        open: Streams that have not ended, by name.
+        last: The last step of any stream.
 
     Args:
-        settings: of the monitors.
+        settings: Settings of the monitors.
     """
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
@@ -140,16 +140,16 @@ class Watch:
         self.last = Monitor(self._settings).last
 
     def follow(self, source: Any, *, form: Form = "auto", name: str = "the input") -> Iterator[Alarm]:
-        """The alarms of a stream, each as it happens.
+        """Yield the alarms of a stream as they occur.
 
         Args:
-            source: a binary file, a pipe or a response of a server, with `read1` and `readline`: a text, JSON lines,
-                or server-sent events of completions.
-            form: which of these; "auto" decides by the first line.
-            name: what alarms and errors call it.
+            source: A binary file, a pipe or a server's response, with `read1` and `readline`; contains text, JSON
+                lines, or server-sent events of completions.
+            form: Format of the source; "auto" decides by the first line.
+            name: Name of the source in alarms and errors.
 
         Raises:
-            SinkscopeError: it is empty, or not of its form, or a server reports an error in it.
+            SinkscopeError: The source is empty or malformed, or a server reports an error in it.
         """
         try:
             for piece in pieces(source, form, name):
@@ -180,7 +180,7 @@ class Watch:
 
 
 def pieces(source: Any, form: Form, name: str) -> Iterator[Piece]:
-    """What a stream of bytes adds to which output, as soon as it is there; see `Watch.follow`."""
+    """Yield the pieces that a byte stream adds to each output, as soon as they arrive; see `Watch.follow`."""
     start = b""
     while form == "auto":
         more = source.read1(1)
@@ -279,14 +279,14 @@ def serve_counts(address: str, counts: Watch) -> Any:
     """Serve the counts of a watch to Prometheus.
 
     Args:
-        address: a port, or host:port; without a host only this machine is served.
-        counts: the watch.
+        address: A port, or host:port; without a host, only this machine is served.
+        counts: The watch.
 
     Returns:
         The server.
 
     Raises:
-        SinkscopeError: prometheus_client is not installed, or the port is none or is in use.
+        SinkscopeError: prometheus_client is not installed, or the port is invalid or in use.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -317,15 +317,15 @@ def serve_counts(address: str, counts: Watch) -> Any:
 
 
 def monitor_settings(file: str | None, variant: str, **given: Any) -> MonitorSettings:
-    """The settings of a variant, with those of a file and those that are given and not None in their place.
+    """The settings of a variant, overridden by those of a file and by those given that are not None.
 
     Args:
-        variant: as `MonitorSettings.variant` takes it.
-        file: what `loops --calibrate` writes with `--json`, or an object of names and values.
-        given: further settings.
+        variant: As for `MonitorSettings.variant`.
+        file: File that `loops --calibrate` writes with `--json`, or an object of names and values.
+        given: Further settings.
 
     Raises:
-        SinkscopeError: the file cannot be read or holds something else, or a value is wrong.
+        SinkscopeError: The file cannot be read or has another content, or a value is invalid.
     """
     data = {} if file is None else read_json(file)
     if isinstance(data, dict) and data.get("kind") == "loop-calibration":
@@ -350,19 +350,19 @@ def follow_loops(
     metrics: Annotated[str | None, Option(metavar="[HOST:]PORT")] = None,
     first: bool = False,
 ) -> None:
-    """Watch a stream, print each loop as it happens, and exit with 3 if there was one.
+    """Watch a stream, print each loop as it occurs, and exit with status 3 if there was one.
 
     Args:
-        file: The stream; standard input by default.
+        file: The stream. By default standard input.
         form: Text, JSON lines or server-sent events. By default the first line decides.
         settings: Settings of the monitor, as --calibrate writes them with --json.
-        window: Tokens that the signals look at.
+        window: Number of tokens that the signals cover.
         theta_ttr: Type-token ratio below which a window is repetitive.
         theta_cr: Compression ratio below which a window is repetitive.
-        warmup: First token at which a loop may be found.
-        variant: Which monitor decides. "repeats" finds three copies of anything, "full" is the paper's.
-        metrics: With --follow: serve counts to Prometheus at this port.
-        first: With --follow: end at the first loop.
+        warmup: First token at which a loop can be detected.
+        variant: Which monitor decides: "repeats" detects three copies of anything, "full" is the paper's.
+        metrics: With --follow: serve counts to Prometheus on this port.
+        first: With --follow: stop at the first loop.
 
     Example:
         tail -f server.log | sinkscope loops --follow
@@ -385,10 +385,10 @@ def follow_loops(
 
 
 def open_bytes(file: str | None) -> Any:
-    """A file, or standard input for None and "-", to be read as bytes.
+    """Open a file, or standard input for None and "-", to read bytes.
 
     Raises:
-        SinkscopeError: the file cannot be opened.
+        SinkscopeError: The file cannot be opened.
     """
     if file in (None, "-"):
         return getattr(sys.stdin, "buffer", io.BytesIO())  # there is none if it is closed
@@ -404,12 +404,12 @@ def read_outputs(file: str, form: Form, tokenizer: Any = None) -> tuple[list[lis
     """Token ids of the outputs in a file, and the size of their vocabulary.
 
     Args:
-        file: a text, JSON lines or server-sent events, as for `loops --follow`.
-        form: which of these.
-        tokenizer: of the model that the outputs are for; None: ids are taken as they are, text is split into words.
+        file: A text, JSON lines or server-sent events, as for `loops --follow`.
+        form: Format of the file.
+        tokenizer: Tokenizer of the intended model. None: ids are used as they are, and text is split into words.
 
     Raises:
-        SinkscopeError: the file cannot be read.
+        SinkscopeError: The file cannot be read.
     """
     texts: dict[str, str] = {}
     tokens: dict[str, list[object]] = {}

@@ -1,7 +1,7 @@
-"""The online monitor of one row: it takes one token at a time and says whether to intervene now.
+"""The online monitor of one row: it takes one token at a time and says whether to intervene at once.
 
-By default it acts as soon as something has come three times, exactly or nearly so. `MonitorSettings.paper()` is the
-monitor of LoopGuard, section 5.2 and appendix B.2. Time and memory per token do not depend on how many came before.
+By default it acts as soon as something has occurred three times, exactly or nearly so. `MonitorSettings.paper()` is the
+monitor of LoopGuard, section 5.2 and appendix B.2. Time and memory per token do not grow with the length of the row.
 """
 
 from __future__ import annotations
@@ -23,43 +23,44 @@ GATES: tuple[Literal["stall", "tail"], ...] = ("stall", "tail")
 
 @checked
 class MonitorSettings:
-    """Every parameter of the monitor. The defaults are what a user wants; `paper()` gives what is printed.
+    """Every parameter of the monitor. The defaults suit most users; `paper()` gives the printed values.
 
-    The paper states window, thresholds, streak, votes, stall, warm-up and cooldown of rule "signals", and leaves the
-    others open. Rule "repeats" reads only window, cooldown, warmup, relapse and the names that begin with "tail".
+    The paper states window, thresholds, streak, votes, stall, warm-up and cooldown of rule "signals" and leaves the
+    others open. Rule "repeats" uses only window, cooldown, warmup, relapse and the names that begin with "tail".
 
     Attributes:
-        window: number of generated tokens that the windowed signals look at (W).
-        theta_ttr: the type-token ratio votes below it.
-        theta_cr: the compression ratio votes below it.
-        theta_conf: the streak counts steps whose largest probability is above it.
-        streak: the streak votes from here on. Eq. 8 has >= 6; "exceeds 6" in appendix B.2 would be 7 here.
-        votes: how many of the `voters` a warning needs (K). Without probabilities one voter is missing, and a warning
-            needs at most as many votes as there are other voters.
-        theta_nov: a step stalls when the novelty is below it.
-        stall: stalled steps in a row that make the stall gate.
-        warmup: first step that may trigger (t_min); 64 in the paper.
-        cooldown: steps after a trigger that may not.
-        voters: which signals vote on a warning; empty: the warning always holds.
-        gates: signs of persistence; a trigger needs one of them. Empty: a trigger needs none.
-        stride: the compression ratio is computed once in this many steps and holds until the next time. With 16
-            steps it costs 1/16, and a vote comes at most 15 tokens late.
-        novelty_n: length of the n-grams whose novelty counts: single tokens are all seen in any table of numbers, and 4
-            are what seq-rep-4 and no-repeat-4-gram look at.
-        novelty_span: tokens over which novelty is averaged. With 64 and the paper's 0.02 one new n-gram is forgiven; a
-            single changed token makes four new ones, so a list that counts up never stalls.
-        tail_repeats: copies that make a tail repetition. Two copies may be a quotation.
-        tail_shortest: tokens that a tail repetition needs, so that a short ruler is none. `paper()` has 64.
-        tail_longest: largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
-        tail_noise: largest share of tokens of a tail repetition that differ from those a period before; rule "repeats"
-            alone tolerates any. With 1 in 14 or more, truth tables set off alarms.
-        tail_hold: steps in a row with a tail repetition that make the tail gate. `paper()` has 4, as for a stall.
-        relapse: a trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
-            other trigger sets it to 0. The default is the window, which then still holds tokens from before the last
+        window: Number of generated tokens that the windowed signals cover (W).
+        theta_ttr: The type-token ratio votes if it is below this value.
+        theta_cr: The compression ratio votes if it is below this value.
+        theta_conf: The streak counts steps whose largest probability exceeds this value.
+        streak: The streak votes from this length on. Eq. 8 has >= 6; "exceeds 6" in appendix B.2 would be 7 here.
+        votes: Number of `voters` that a warning needs (K). Without probabilities one voter is missing, and a warning
+            needs at most as many votes as there are remaining voters.
+        theta_nov: A step stalls if its novelty is below this value.
+        stall: Number of consecutive stalled steps that open the stall gate.
+        warmup: First step that may trigger (t_min); 64 in the paper.
+        cooldown: Number of steps after a trigger in which no other may follow.
+        voters: Signals that vote on a warning. If empty, the warning always holds.
+        gates: Signs of persistence; a trigger needs one of them. If empty, a trigger needs none.
+        stride: Number of steps between computations of the compression ratio, which is held in between. With 16 steps
+            it costs 1/16, and a vote comes at most 15 tokens late.
+        novelty_n: Length of the n-grams whose novelty counts. Single tokens are never new in a table of numbers; 4 is
+            the length that seq-rep-4 and no-repeat-4-gram use.
+        novelty_span: Number of tokens over which novelty is averaged. With 64 and the paper's 0.02, one new n-gram is
+            tolerated; a single changed token creates four new ones, so a list that counts up never stalls.
+        tail_repeats: Number of copies in a tail repetition. Two copies may be a quotation.
+        tail_shortest: Minimum tokens of a tail repetition, so that a short ruler is not one. `paper()` has 64.
+        tail_longest: Largest period of a tail repetition. `paper()` has 64 ("short-period"), a quarter of the window.
+        tail_noise: Largest share of tokens in a tail repetition that differ from those one period before; only rule
+            "repeats" tolerates any. With 1 in 14 or more, truth tables cause alarms.
+        tail_hold: Number of consecutive steps with a tail repetition that open the tail gate. `paper()` has 4, as for a
+            stall.
+        relapse: A trigger at most this many steps after the previous one raises the level ("re-triggers shortly"); any
+            other trigger resets it to 0. The default is the window, which then still holds tokens from before the last
             intervention.
         rule: "repeats": a tail repetition of any period triggers by itself; "signals": votes and gates, the paper's
             rule; "always": a trigger every `every` steps outside warm-up and cooldown; "never": no trigger.
-        every: steps between triggers of "always". One in 200 makes 12 in 2,500 tokens, as Table 3 has it (12.5).
+        every: Steps between triggers of "always". One in 200 gives 12 in 2,500 tokens, close to Table 3 (12.5).
     """
 
     window: Annotated[int, Strict(), Field(ge=2)] = WINDOW
@@ -100,31 +101,31 @@ class MonitorSettings:
 
     @classmethod
     def paper(cls, **changed: Any) -> MonitorSettings:
-        """The monitor that the paper prints (Eq. 8 and 9, Table 3's full), with some fields changed."""
+        """The monitor printed in the paper (Eq. 8 and 9, Table 3's full), with some fields changed."""
         return cls.variant("full", **changed)
 
     @classmethod
     def variant(cls, name: str, **changed: Any) -> MonitorSettings:
-        """Settings by name: the default, the paper's, a single signal without the others, or one of the controls.
+        """Settings by name: the default, the paper's, a single signal alone, or one of the controls.
 
         Args:
-            name: "repeats": the default. The others change the paper's monitor, "full": "p1" (Table 3's single-signal),
-                "ttr", "cr": that vote alone, without a gate; "stall", "tail": that gate alone, without a vote; "always"
+            name: "repeats": the default. The others modify the paper's monitor, "full": "p1" (Table 3's single-signal),
+                "ttr", "cr": only that vote, without a gate; "stall", "tail": only that gate, without a vote; "always"
                 and "none" of Table 3.
-            changed: fields to set besides.
+            changed: Further fields to set.
 
         Raises:
-            SinkscopeError: there is no such variant or field, or a value is wrong.
+            SinkscopeError: The variant or field does not exist, or a value is invalid.
         """
         if name not in VARIANTS:
             raise SinkscopeError(f"unknown variant {name!r}: there are {', '.join(VARIANTS)}")
         return cls(**VARIANTS[name]).with_(**changed)
 
     def with_(self, **changed: Any) -> MonitorSettings:
-        """These settings with some fields changed.
+        """Return these settings with some fields changed.
 
         Raises:
-            SinkscopeError: there is no such field, or a value is wrong.
+            SinkscopeError: The field does not exist, or a value is invalid.
         """
         known = [f.name for f in fields(self)]
         if unknown := [name for name in changed if name not in known]:
@@ -151,23 +152,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Step(NamedTuple):
-    """What the monitor says after a token.
+    """The monitor's state and decision after a token.
 
     Attributes:
-        step: tokens so far, this one included (t).
-        ttr: type-token ratio of the window.
-        cr: compression ratio of the window when it was last computed; NaN before the first time, and under rule
+        step: Number of tokens so far, including this one (t).
+        ttr: Type-token ratio of the window.
+        cr: Compression ratio of the window when it was last computed; NaN before the first time, and under rule
             "repeats", which does not need it.
-        streak: confident steps in a row up to now; None without probabilities.
-        novelty: see `signals.novelty`; NaN under rule "repeats".
-        tail: repetition that reaches this token, if there is one; its positions count from the first token (0).
-        votes: signals that voted; rule "repeats" asks none.
-        warn: enough of them did.
-        stall: novelty has been low for long enough.
-        tail_rep: a tail repetition has been there for long enough.
-        trigger: intervene now.
-        level: at a trigger, how many before it followed each other within `relapse` steps; the caller caps it.
-        since: steps since the trigger before this one; None: there was none.
+        streak: Number of consecutive confident steps up to now; None without probabilities.
+        novelty: Novelty, see `signals.novelty`; NaN under rule "repeats".
+        tail: Repetition that reaches this token, if there is one; its positions count from the first token (0).
+        votes: Number of signals that voted; rule "repeats" uses none.
+        warn: Whether enough signals voted.
+        stall: Whether novelty has been low for long enough.
+        tail_rep: Whether a tail repetition has lasted long enough.
+        trigger: Whether to intervene now.
+        level: At a trigger, how many earlier ones followed each other within `relapse` steps; the caller caps it.
+        since: Steps since the previous trigger; None if there was none.
     """
 
     step: int
@@ -189,9 +190,9 @@ _NOTHING = Step(0, math.nan, math.nan, None, math.nan, None, 0, False, False, Fa
 
 
 class Monitor:
-    """One row's monitor: call `update` with every generated token, `end` when the row is over.
+    """The monitor of one row: call `update` with every generated token, and `end` when the row is finished.
 
-    `last` is the last `Step`. What came before a `reset` (a new turn of a conversation) is forgotten.
+    `last` is the last `Step`. Tokens before a `reset` (a new turn of a conversation) are forgotten.
     """
 
     def __init__(self, settings: MonitorSettings | None = None) -> None:
@@ -199,7 +200,7 @@ class Monitor:
         self.reset()
 
     def reset(self) -> None:
-        """Start anew, as for a new row."""
+        """Start over, as for a new row."""
         s = self.settings
         self.last, self.ended = _NOTHING, False
         self._types = Types(s.window)
@@ -211,23 +212,23 @@ class Monitor:
         self._triggered: int | None = None
 
     def end(self) -> None:
-        """The row is over: tokens that still come for it are padding and are ignored."""
+        """Mark the row as finished: later tokens for it are padding and are ignored."""
         self.ended = True
         self.last = self.last._replace(trigger=False)
 
     def update(self, token: int, p_max: float | None = None) -> Step:
-        """Take the next token.
+        """Process the next token.
 
         Args:
-            token: its id.
-            p_max: largest probability of the distribution that follows it, p_max(t) = max_v Pr(y_{t+1} = v | y_{1:t});
-                None where it is not known.
+            token: Id of the token.
+            p_max: Largest probability of the distribution that follows it, p_max(t) = max_v Pr(y_{t+1} = v | y_{1:t});
+                None if unknown.
 
         Returns:
-            The signals and whether to intervene; after `end` the last step once more, without a trigger.
+            The signals and whether to intervene; after `end`, the last step again without a trigger.
 
         Raises:
-            SinkscopeError: only the probabilities vote, and there is none.
+            SinkscopeError: Only probabilities vote, and none was given.
         """
         if self.ended:
             return self.last

@@ -1,8 +1,9 @@
-"""Signals of repetition on plain token ids: how diverse an output is, what repeats at its end, and when it collapsed.
+"""Signals of repetition on plain token ids: diversity of an output, repetition at its end, and time of collapse.
 
-Every function takes a sequence of token ids, of any vocabulary, and needs neither torch nor a tokenizer. Where a number
-has no meaning, for an empty sequence say, it is NaN, which passes no threshold. Positions count from 0, steps (tokens
-generated so far) from 1. LoopGuard, section 4.3, leaves some definitions open; `docs/measure/loops.md` gives reasons.
+Every function takes a sequence of token ids from any vocabulary and needs neither torch nor a tokenizer. Values that
+are undefined, for example for an empty sequence, are NaN, which passes no threshold. Positions count from 0, steps
+(tokens generated so far) from 1. LoopGuard, section 4.3, leaves some definitions open; `docs/measure/loops.md` gives
+reasons.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Types:
         self._counts: dict[int, int] = {}
 
     def add(self, token: int) -> float:
-        """Take one token; the ratio with it."""
+        """Add one token and return the ratio including it."""
         counts, tokens = self._counts, self.tokens
         tokens.append(token)
         counts[token] = counts.get(token, 0) + 1
@@ -52,7 +53,7 @@ class Novelty:
         self._new = 0
 
     def add(self, token: int, position: int) -> float:
-        """Take the token at `position`; the share with it."""
+        """Add the token at `position` and return the share including it."""
         self._gram.append(token)
         new = True
         if len(self._gram) == self._n:
@@ -75,7 +76,7 @@ class Novelty:
 
 
 class Runs:
-    """For every period up to `longest`: how many tokens up to now equal the one a period before."""
+    """For every period up to `longest`, counts how many tokens up to now equal the one a period before."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -84,7 +85,7 @@ class Runs:
         self._since: dict[int, int] = {}  # period -> first position of the run
 
     def add(self, token: int, position: int, repeats: int | float, shortest: int) -> tuple[int, int] | None:
-        """Take the token at `position`; period and first position of the repetition that covers most, if any does."""
+        """Add the token at `position`; return period and first position of the repetition that covers most, if any."""
         where = self._where.get(token)
         since: dict[int, int] = {}
         best, found = 0, None
@@ -124,23 +125,23 @@ class _Run:
 
 
 class Repeats:
-    """The repetition of any period up to `longest` that reaches the last token, exact or with a few tokens replaced.
+    """Finds the repetition of any period up to `longest` that reaches the last token, allowing a few replaced tokens.
 
-    The last n tokens are looked up among earlier ones for n = 4, 6, 8, 12, 16, ..., and the distance of the nearest
-    equal stretch is a period that is followed from then on. Stretches of n tokens are stored at every (n/2)th position
-    or so, and a longer stretch is looked up only if the shorter one was found, so a token costs a few lookups, however
-    many came before. A cycle of P tokens differs from all its rotations in any P - 1 tokens. Three exact copies are
-    therefore found at their last token, whatever is in the cycle.
+    The last n tokens are looked up among earlier ones for n = 4, 6, 8, 12, 16, ..., and the distance to the nearest
+    equal stretch becomes a period that is tracked from then on. Stretches of n tokens are stored at about every (n/2)th
+    position, and a longer stretch is looked up only if the shorter one was found. A token therefore costs only a few
+    lookups, regardless of how many came before. A cycle of P tokens differs from all its rotations in any P - 1 tokens,
+    so three exact copies are found at their last token, whatever the cycle contains.
 
     A token that differs from the one a period before is a mismatch. It is tolerated if the share of mismatches is at
-    most `noise`, and if the token a period later is again what it was before. A place that changes in every copy, as
-    in a list that counts up, ends the repetition.
+    most `noise` and the original token is back a period later. A position that changes in every copy, as in a list that
+    counts up, ends the repetition.
 
     Args:
-        longest: largest period.
-        repeats: copies that are asked for, at least 3.
-        shortest: tokens that are asked for, at least 12.
-        noise: largest share of mismatches; 0: repetition is exact.
+        longest: Largest period.
+        repeats: Required number of copies, at least 3.
+        shortest: Required number of tokens, at least 12.
+        noise: Largest share of mismatches; 0 requires exact repetition.
     """
 
     CREDIT = 2.0  # mismatches that may follow each other; those of a repetition earn it back at the rate of `noise`
@@ -162,7 +163,7 @@ class Repeats:
         self._last: tuple[int, int] | None = None  # the exact part of what was found: its period and start
 
     def add(self, token: int, position: int) -> tuple[int, int] | None:
-        """Take the token at `position`; period and first position of the repetition that covers most, if any does."""
+        """Add the token at `position`; return period and first position of the repetition that covers most, if any."""
         ids, hashes, runs = self._ids, self._hashes, self._runs
         ids.append(token)
         hashes.append((hashes[-1] * _BASE + token + 1) % _MODULUS)
@@ -267,9 +268,9 @@ class Tail(NamedTuple):
     """A repetition that reaches the end of a sequence.
 
     Attributes:
-        period: tokens after which it repeats.
-        start: position of the first token of the first copy; from here on all tokens are part of the repetition.
-        repeats: copies, the last one possibly cut off: 2.5 for "ab ab a".
+        period: Number of tokens after which it repeats.
+        start: Position of the first token of the first copy; all tokens from here on are part of the repetition.
+        repeats: Number of copies; the last one may be incomplete: 2.5 for "ab ab a".
     """
 
     period: int
@@ -278,20 +279,20 @@ class Tail(NamedTuple):
 
 
 def type_token_ratio(ids: Ids) -> float:
-    """Different tokens over tokens, in (0, 1] (LoopGuard, Eq. 5)."""
+    """Distinct tokens divided by tokens, in (0, 1] (LoopGuard, Eq. 5)."""
     ids = _plain(ids)
     return len(set(ids)) / len(ids) if ids else math.nan
 
 
 def compression_ratio(ids: Ids | str) -> float:
-    """Compressed over uncompressed size (LoopGuard, Eq. 6); zlib, level 9.
+    """Compressed size divided by uncompressed size (LoopGuard, Eq. 6); zlib, level 9.
 
-    The paper names neither the compressor nor its input. Token ids are packed as 32 bits each: an id then weighs as
-    much as the four or so bytes of text of a token of a large vocabulary, the thresholds of the paper keep their
-    meaning, and no vocabulary makes them unreachable. A string is compressed as UTF-8.
+    The paper names neither the compressor nor its input. Token ids are packed as 32 bits each: an id then has about the
+    same size as the text of a token of a large vocabulary (four bytes or so), the paper's thresholds keep their
+    meaning, and every vocabulary can reach them. A string is compressed as UTF-8.
 
     Raises:
-        SinkscopeError: an id is negative or has more than 32 bits.
+        SinkscopeError: An id is negative or has more than 32 bits.
     """
     raw = ids.encode() if isinstance(ids, str) else _packed(_plain(ids))
     return len(zlib.compress(raw, 9)) / len(raw) if raw else math.nan
@@ -309,7 +310,7 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def distinct(ids: Ids, n: int) -> float:
-    """Different n-grams over n-grams (distinct-n; Li et al. 2016)."""
+    """Distinct n-grams divided by n-grams (distinct-n; Li et al. 2016)."""
     ids = _plain(ids)
     grams = len(ids) - n + 1
     return len({tuple(ids[i : i + n]) for i in range(grams)}) / grams if grams > 0 else math.nan
@@ -321,10 +322,10 @@ def seq_rep(ids: Ids, n: int) -> float:
 
 
 def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> float:
-    """Share of the last `span` tokens that ended an n-gram which was new to the window when it came.
+    """Share of the last `span` tokens that completed an n-gram that was new to the window.
 
-    At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless it lies in that
-    window once more, earlier. The first n - 1 tokens end no n-gram and count as new.
+    At position i the window is the last `window` tokens up to i; the n-gram ending at i is new unless the same window
+    contains it earlier. The first n - 1 tokens complete no n-gram and count as new.
     """
     state, share = Novelty(window, n, span), math.nan
     for position, token in enumerate(_plain(ids)):
@@ -335,14 +336,15 @@ def novelty(ids: Ids, *, window: int = WINDOW, n: int = 4, span: int = 64) -> fl
 def tail_period(ids: Ids, *, repeats: int | float = 3, shortest: int = 0, longest: int | None = None) -> Tail | None:
     """The repetition at the end of `ids`, or None; linear time.
 
-    Of all periods P whose repetition covers at least `repeats` * P and at least `shortest` tokens at the end, the one
-    that covers most tokens, of several the smallest: "x y a a a x y a a a x y a a a" has period 5, not 1.
+    Among all periods P whose repetition covers at least `repeats` * P and at least `shortest` tokens at the end, the
+    one that covers the most tokens is chosen; ties go to the smallest: "x y a a a x y a a a x y a a a" has period 5,
+    not 1.
 
     Args:
-        ids: tokens.
-        repeats: copies that are asked for, at least 2.
-        shortest: tokens that are asked for.
-        longest: largest period.
+        ids: Token ids.
+        repeats: Required number of copies, at least 2.
+        shortest: Required number of tokens.
+        longest: Largest period.
 
     Raises:
         SinkscopeError: `repeats` is below 2.
@@ -386,11 +388,11 @@ def is_loop(
     """The loop rule: low diversity, high redundancy, and an output nearly as long as allowed (LoopGuard, Eq. 7).
 
     Args:
-        ids: generated tokens.
-        max_new: tokens allowed; None leaves the length out.
-        theta_ttr: largest type-token ratio of a loop.
-        theta_cr: largest compression ratio of a loop.
-        theta_len: shortest loop; by default 2,480 of 2,500, and the same share of any other `max_new`.
+        ids: Generated tokens.
+        max_new: Maximum number of new tokens; None ignores the length.
+        theta_ttr: Largest type-token ratio of a loop.
+        theta_cr: Largest compression ratio of a loop.
+        theta_len: Minimum length of a loop; by default 2,480 of 2,500, and the same share of any other `max_new`.
     """
     ids = _plain(ids)
     if theta_len is None:
@@ -399,7 +401,7 @@ def is_loop(
 
 
 def ends_in_loop(ids: Ids, last: int = WINDOW, *, theta_ttr: float = THETA_TTR, theta_cr: float = THETA_CR) -> bool:
-    """The loop rule without the length, on the last tokens: whoever stops early is judged like whoever does not."""
+    """The loop rule without the length, on the last tokens, so that early and late stops are judged alike."""
     return is_loop(_plain(ids)[-last:], None, theta_ttr=theta_ttr, theta_cr=theta_cr)
 
 
@@ -410,9 +412,9 @@ def diversity(ids: Ids, window: int = WINDOW) -> list[float]:
 
 
 def collapse_point(ids: Ids, window: int = WINDOW, *, theta: float = THETA_TTR) -> int | None:
-    """First step from which the windowed type-token ratio stays below `theta` to the end; None: it does not.
+    """First step from which the windowed type-token ratio stays below `theta` to the end; None if there is none.
 
-    Only whole windows count, so it is at least `window`; the repetition itself began up to `window` tokens earlier.
+    Only full windows count, so it is at least `window`; the repetition itself began up to `window` tokens earlier.
     """
     values = diversity(ids, window)
     diverse = (step for step in range(len(values), window - 1, -1) if values[step - 1] >= theta)
@@ -424,8 +426,8 @@ def survival(points: Sequence[int | None], steps: Sequence[int]) -> list[float]:
     """Share of runs that have not collapsed by each step (LoopGuard, Fig. 2 b).
 
     Args:
-        points: `collapse_point` of each run; None survives for good, also where it ended early.
-        steps: where to look.
+        points: `collapse_point` of each run; None counts as surviving, even if the run ended early.
+        steps: Steps at which to evaluate.
     """
     if not points:
         return [math.nan] * len(steps)

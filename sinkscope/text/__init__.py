@@ -1,4 +1,4 @@
-"""Texts that measurements compare with: neutral ones with their token ids, and ones that no detector must alarm on."""
+"""Reference texts for measurements: neutral ones with their token ids, and ones on which no detector may fire."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MODULES = ("argparse", "ast", "csv", "difflib", "inspect", "pickle", "statistics
 
 
 def typical_text(path: str | Path | None = None) -> str:
-    """The neutral text: `path`, or the English prose that ships (Python's language reference, PSF licence).
+    """The neutral text: `path`, or the bundled English prose (Python's language reference, PSF licence).
 
     Raises:
-        SinkscopeError: the file cannot be read, is not UTF-8, or is empty.
+        SinkscopeError: The file cannot be read, is not UTF-8, or is empty.
     """
     if path is None:
         return resources.files("sinkscope.text").joinpath("typical.txt").read_text("utf-8")
@@ -46,10 +46,10 @@ def source_code() -> str:
 
 
 def honest_repetition(seed: int = 0) -> str:
-    """Repetition that people write: tables, songs with a refrain, lists, rulers and dotted contents, one after another.
+    """Repetition that people write: tables, songs with a refrain, lists, rulers and dotted contents, in sequence.
 
     Args:
-        seed: 0: in the order of the file; any other seed has an order of its own.
+        seed: 0 keeps the order of the file; any other seed shuffles it.
     """
     pieces = resources.files("sinkscope.text").joinpath("repetition.jsonl").read_text("utf-8").splitlines()
     if seed:
@@ -58,15 +58,15 @@ def honest_repetition(seed: int = 0) -> str:
 
 
 def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
-    """Id of the token that sequences begin with, None for no BOS.
+    """Id of the token that sequences begin with; None for no BOS.
 
     Args:
-        tokenizer: says which token is BOS; the config is asked only where it does not know.
-        config: text configuration of the model.
-        bos: True: must have one; False: leave it away; None: use it where the tokenizer has one.
+        tokenizer: Determines the BOS token; the config is used only if it does not know.
+        config: Text configuration of the model.
+        bos: True requires a BOS token; False omits it; None uses it if the tokenizer has one.
 
     Raises:
-        SinkscopeError: `bos=True` and there is none.
+        SinkscopeError: `bos=True`, but there is no BOS token.
     """
     if bos is False:
         return None
@@ -79,10 +79,10 @@ def resolve_bos(tokenizer: Any, config: Any, bos: bool | None) -> int | None:
 
 
 def text_rows(tokenizer: Any, text: str, rows: int, length: int, bos: int | None) -> Int[Tensor, "row pos"]:
-    """Up to `rows` consecutive pieces of a text, each of `length` tokens, BOS included where there is one.
+    """Up to `rows` consecutive pieces of a text, each of `length` tokens, including BOS if there is one.
 
     Raises:
-        SinkscopeError: the text gives not even one piece, or to this tokenizer it is one token over and over.
+        SinkscopeError: The text is too short for one piece, or this tokenizer turns it into one repeated token.
     """
     body = length - (bos is not None)
     # Eight characters a token is more than any tokenizer needs for prose, so a long text is not tokenized whole.

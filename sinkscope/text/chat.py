@@ -1,4 +1,4 @@
-"""Texts in a tokenizer's chat template, which is a program of the checkpoint and is not trusted to end."""
+"""Texts in a tokenizer's chat template, a program in the checkpoint that is not trusted to terminate."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _TRIED: set[tuple[str, tuple[str, ...]]] = set()  # templates that ended, with t
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], name: str = "", *, answer: bool = True) -> str:
-    """The messages as the chat template writes them.
+    """Format the messages with the chat template.
 
-    The first time a template meets these roles it runs in a child process with bounds on time and memory, where the
-    system has such processes, so one that does not end stops nobody.
+    The first time a template is used with these roles, it runs in a child process with limits on time and memory (if
+    the system supports such processes), so a template that does not terminate blocks nobody.
 
     Args:
-        tokenizer: with the template.
-        messages: each with role and content.
-        name: of the model, for errors.
-        answer: end with what the model's answer begins with.
+        tokenizer: Tokenizer with the template.
+        messages: Messages, each with role and content.
+        name: Name of the model, for errors.
+        answer: Whether to end with the beginning of the model's answer.
 
     Raises:
-        SinkscopeError: there is no template, it refuses the messages, or it takes too much time or memory.
+        SinkscopeError: There is no template, it rejects the messages, or it takes too much time or memory.
     """
     of = f" of {name}" if name else ""
     if not getattr(tokenizer, "chat_template", None):

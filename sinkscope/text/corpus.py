@@ -35,9 +35,9 @@ class Match:
     """The longest piece of a text that occurs in the corpus.
 
     Attributes:
-        start: where it begins in the text, in bytes.
-        length: in bytes; at most 4,096.
-        file: the first file of the corpus, in the order of the index, that holds the piece; "" for length 0.
+        start: Start of the piece in the text, in bytes.
+        length: Length in bytes, at most 4,096.
+        file: First file of the corpus, in the order of the index, that contains the piece; "" for length 0.
     """
 
     start: int
@@ -47,14 +47,14 @@ class Match:
 
 @dataclass(frozen=True, eq=False)
 class CorpusIndex:
-    """Suffix array of a corpus in bytes: `order` lists every place of `data`, sorted by the text that follows it.
+    """Suffix array of a corpus in bytes: `order` lists every position of `data`, sorted by the text that follows it.
 
     Attributes:
-        data: the files one after the other, each followed by a zero byte, so that no match crosses files.
-        order: suffix array, by the first 4,096 bytes of each suffix.
-        names: names of the files.
-        ends: end of each file in `data`.
-        name: name of the corpus.
+        data: The concatenated files, each followed by a zero byte, so that no match crosses files.
+        order: Suffix array, by the first 4,096 bytes of each suffix.
+        names: Names of the files.
+        ends: End of each file in `data`.
+        name: Name of the corpus.
     """
 
     data: npt.NDArray[np.uint8]
@@ -68,7 +68,7 @@ class CorpusIndex:
         return self.data.tobytes()
 
     def longest(self, text: bytes) -> Match:
-        """The longest piece of `text` that occurs in the corpus; the first of several."""
+        """The longest piece of `text` that occurs in the corpus; the first one if there are several."""
         best, length, where = 0, 0, -1
         for start in range(len(text)):
             if len(text) - start <= length:
@@ -95,10 +95,10 @@ class CorpusIndex:
         return found, where
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index, whole or not at all.
+        """Write the index; the file is written completely or not at all.
 
         Raises:
-            SinkscopeError: the file cannot be written.
+            SinkscopeError: The file cannot be written.
         """
         import io
 
@@ -108,10 +108,10 @@ class CorpusIndex:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CorpusIndex:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            SinkscopeError: the file is missing or is no index; the message names the option that makes one.
+            SinkscopeError: The file is missing or is not an index; the message names the option that creates one.
         """
         name = Path(path).name
         try:
@@ -131,20 +131,20 @@ class CorpusIndex:
 def open_corpus(
     corpus: str | os.PathLike[str] | None, index: str | os.PathLike[str] | None = None, progress: Progress | None = None
 ) -> CorpusIndex | None:
-    """The index of a corpus, which is made once and then reused.
+    """Open the index of a corpus, which is built once and then reused.
 
     Args:
-        corpus: a folder of text files, or "stdlib": the Python library of the running interpreter without the files
-            set apart for validation, on which the model in the package was trained. None: read `index`.
-        index: file that keeps the index. None: a file beside the folder or, for the library, in the user's cache
-            folder; its name changes with the text.
-        progress: called while the index is sorted.
+        corpus: A folder of text files, or "stdlib": the running interpreter's Python library minus the validation
+            files, which is the text that the bundled model was trained on. None reads `index`.
+        index: File that stores the index. None uses a file next to the folder or, for the library, in the user's cache
+            folder; its name depends on the text.
+        progress: Called while the index is sorted.
 
     Returns:
         None if neither is given.
 
     Raises:
-        SinkscopeError: no such folder, no text in it, or neither corpus nor a file of an index.
+        SinkscopeError: The folder is missing or has no text, or neither a corpus nor an index file was given.
     """
     if corpus is None:
         return None if index is None else CorpusIndex.load(index)
@@ -168,15 +168,15 @@ def open_corpus(
 
 
 def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | None = None) -> CorpusIndex:
-    """Sort every place of the files by the text that follows it.
+    """Sort every position of the files by the text that follows it.
 
     Args:
-        files: name and content of each file.
-        name: name of the corpus.
-        progress: called after each doubling of the sorted length.
+        files: Name and content of each file.
+        name: Name of the corpus.
+        progress: Called after each doubling of the sorted length.
 
     Raises:
-        SinkscopeError: more than 2 GB.
+        SinkscopeError: The files exceed 2 GB.
     """
     joined = b"".join(text + b"\0" for _, text in files)
     size = len(joined)
@@ -218,7 +218,7 @@ def build_index(files: list[tuple[str, bytes]], name: str, progress: Progress | 
 
 
 def library_texts(root: Path | None = None) -> list[tuple[str, bytes]]:
-    """The Python files that the model in the package was trained on: (name, content), in their order."""
+    """The Python files that the bundled model was trained on: (name, content), in order."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     kept = [

@@ -1,1 +1,1 @@
-"""Dialogues of several turns: LoopServe's benchmark, and one that the recall model can answer."""
+"""Dialogues of several turns: LoopServe's benchmark, and one for the recall model."""

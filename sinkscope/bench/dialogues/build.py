@@ -1,7 +1,7 @@
-"""Dialogues from benchmarks' files: as published, and by LoopServe's Algorithms 1 to 3, as printed and repaired.
+"""Dialogues from benchmark files: as published, and by LoopServe's Algorithms 1 to 3, as printed and as repaired.
 
-As published, each row becomes a dialogue, and each of its questions a turn. The algorithms (appendix A.4.4) make
-dialogues of LongBench; `docs/dialogues.md` lists what the paper leaves open and how each form decides it.
+As published, each row becomes a dialogue and each of its questions a turn. The algorithms (appendix A.4.4) build
+dialogues from LongBench; `docs/dialogues.md` lists what the paper leaves open and how each form settles it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from sinkscope.records import refuse_twins
 
 
 def published_file(task: str) -> str:
-    """What a set is made from, for errors.
+    """Description of the file that a set is built from, for error messages.
 
     Raises:
-        SinkscopeError: no such set, or one that has no file.
+        SinkscopeError: There is no such set, or it is not built from a file.
     """
     if (form := FORMS.get(set_of(task).form)) is None:
         raise SinkscopeError(f"task {task!r} is read from no file: leave out --source")
@@ -69,21 +69,22 @@ def build_published(
     tokenizer: Any = None,
     revision: str | None = None,
 ) -> BuiltSet[Dialogue]:
-    """Dialogues of one set as its benchmark publishes it.
+    """Build the dialogues of one set as its benchmark publishes it.
 
-    The first turn holds the context and the first question, in three orders; the next turns hold only questions. "end"
-    is the benchmark's own order, except for scbench_mf, where it is "begin".
+    The first turn holds the context and the first question, in three orders; later turns hold only questions. "end" is
+    the benchmark's own order, except for scbench_mf, whose own order is "begin".
 
     Args:
-        task: a name in `SETS`.
-        source: the benchmark's file (`.jsonl`, `.json`, `.parquet`), a folder that holds it, or "hub".
-        turns: largest number of turns of a dialogue.
-        count: number of dialogues, from the front of the file.
-        tokenizer: counts tokens; calling it gives `input_ids`.
-        revision: branch, tag or commit of the dataset, for "hub".
+        task: A name in `SETS`.
+        source: The benchmark's file (`.jsonl`, `.json`, `.parquet`), a folder that contains it, or "hub".
+        turns: Maximum number of turns per dialogue.
+        count: Number of dialogues, from the beginning of the file.
+        tokenizer: Counts tokens; calling it gives `input_ids`.
+        revision: Branch, tag or commit of the dataset, for "hub".
 
     Raises:
-        SinkscopeError: unknown task, nothing there, or a row of another form (which, and its line).
+        SinkscopeError: The task is unknown, no file was found, or a row has an unexpected format (names the row and
+            line).
     """
     known, expected = set_of(task), published_file(task)
     check_whole(turns=turns, count=count)
@@ -168,7 +169,7 @@ def _turns(task: str, row: Record, where: str, expected: str) -> tuple[DialogueT
                 "end": (row.context, whole),
             }
             prompts = {p: known.between.join(part for part in (known.head, *parts[p]) if part) for p in POSITIONS}
-        # Where the answer to a question about a context stands in it, the benchmarks do not say.
+        # The benchmarks do not say where in a context the answer to a question stands.
         depends = (0,) if row.context else tuple(range(i + 1))
         metric = known.measures.get(asked.measure, "")
         made.append(DialogueTurn(prompts, answers or ("",), depends, None, metric))
@@ -189,15 +190,15 @@ PAPER_WORDS_PER_TURN, PAPER_TURNS = 9321.49, 2.61
 
 @dataclass(frozen=True)
 class Task:
-    """One set of LongBench that the paper's algorithms make dialogues of.
+    """A LongBench set from which the paper's algorithms build dialogues.
 
     Attributes:
-        name: its file in LongBench.
-        title: its name in the paper.
-        family: which of Algorithms 1 to 3 builds it.
-        turns: turns of a dialogue, in the paper.
-        dialogues: number of dialogues, in the paper.
-        tokens: "Avg Token" of Table 6; the paper does not say for which tokenizer, nor whether for a turn.
+        name: Name of its file in LongBench.
+        title: Name in the paper.
+        family: Which of Algorithms 1 to 3 builds it.
+        turns: Turns per dialogue in the paper.
+        dialogues: Number of dialogues in the paper.
+        tokens: "Avg Token" of Table 6; the paper names neither the tokenizer nor whether the count is per turn.
     """
 
     name: str
@@ -248,22 +249,23 @@ def build_dialogues(
     force: bool = False,
     seed: Count = 0,
 ) -> None:
-    """Make dialogues from a benchmark's files as published, or for the recall model, with a manifest beside them.
+    """Build dialogues from published benchmark files, or for the recall model, and write a manifest next to them.
 
     Args:
         task: A set of LongBench (qasper), SCBench (scbench_kv), LongEval (longeval_topics), RULER (ruler_vt), MT-bench
             (mt_bench), or recall. An unknown name lists all.
-        out: Where the dialogues are written, as JSON lines.
+        out: File for the dialogues, as JSON lines.
         source: The task's file, its folder, LongBench's data.zip, or hub.
         form: Follow the paper's algorithms as printed (faithful) or repaired.
-        turns: Turns of a dialogue. By default the paper's 2 or 3; recall has 3, sets with turns of their own all.
-        count: Number of dialogues. By default the paper's 500 or 199; recall has 100, other sets all.
+        turns: Turns per dialogue. By default the paper's 2 or 3; 3 for recall, and all for sets with turns of their
+            own.
+        count: Number of dialogues. By default the paper's 500 or 199; 100 for recall, and all for other sets.
         model: Count tokens with the tokenizer of this model.
         revision: Branch, tag or commit on the hub.
         tokenizer: Count tokens with this tokenizer, instead of --model.
-        total_tokens: For recall: tokens of all turns, which have unequal lengths. By default 768.
-        hops: For recall: facts that an answer runs through. By default 2.
-        force: Replace --out if it is there.
+        total_tokens: For recall: total tokens of all turns, whose lengths vary. By default 768.
+        hops: For recall: number of facts in the chain of an answer. By default 2.
+        force: Replace --out if it exists.
         seed: Seed of every random choice.
 
     Example:
@@ -317,19 +319,19 @@ def build(
     seed: int = 0,
     tokenizer: Any = None,
 ) -> BuiltSet[Dialogue]:
-    """Dialogues of one task.
+    """Build the dialogues of one task.
 
     Args:
-        task: a name in `TASKS`.
-        source: its records, from `read_longbench`.
-        form: "faithful" follows the paper as printed, "repaired" mends it.
-        turns: turns of a dialogue; None: the paper's.
-        count: number of dialogues; None: the paper's. Few-shot sets have at most one for each record.
-        seed: seed of every random choice.
-        tokenizer: counts tokens of the variants with the question at the end; calling it gives `input_ids`.
+        task: A name in `TASKS`.
+        source: Its records, from `read_longbench`.
+        form: "faithful" follows the paper as printed; "repaired" corrects it.
+        turns: Turns per dialogue; None uses the paper's number.
+        count: Number of dialogues; None uses the paper's number. Few-shot sets have at most one per record.
+        seed: Seed of every random choice.
+        tokenizer: Counts tokens of the variants with the question at the end; calling it gives `input_ids`.
 
     Raises:
-        SinkscopeError: unknown task or form, a number out of range, or too few records.
+        SinkscopeError: The task or form is unknown, a number is out of range, or there are too few records.
     """
     if task not in TASKS:
         raise SinkscopeError(f"task {task!r} is not of the paper: expected one of {', '.join(TASKS)}")
@@ -392,10 +394,10 @@ def _question_answering(
 def _summaries(
     task: Task, records: Sequence[LongBenchRecord], turns: int, number: int, repaired: bool, rng: random.Random
 ) -> list[Dialogue]:
-    """Algorithm 2. As printed each turn is an item of the set by itself, and a document may have parts in later turns.
+    """Algorithm 2. As printed, each turn is a separate item of the set, and a document may continue in later turns.
 
-    Repaired: the turns are one dialogue, a document ends by the turn that asks for its summary, each part is said once,
-    and irrelevant contexts are not documents of the dialogue.
+    Repaired, the turns form one dialogue, a document ends by the turn that asks for its summary, each part appears
+    once, and irrelevant contexts are not documents of the dialogue.
     """
     chosen = rng.sample(range(len(records)), turns)
     others = [i for i in range(len(records)) if i not in set(chosen)] if repaired else range(len(records))
@@ -431,7 +433,7 @@ def _summaries(
 
 
 def fragments(document: str) -> list[str]:
-    """The paragraphs of a document: its lines that are not empty."""
+    """The paragraphs of a document: its non-empty lines."""
     return [line for line in document.split("\n") if line.strip()]
 
 

@@ -1,4 +1,4 @@
-"""What a dialogue is, in every set of this package, and its file: one dialogue per line."""
+"""The definition of a dialogue for every set of this package, and its file format: one dialogue per line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ NOT_COUNTED = "not counted: give a tokenizer"
 
 @dataclass(frozen=True)
 class DialogueTurn:
-    """What the user says in a turn, in three variants, and the right answers.
+    """The user's message in a turn, in three variants, and the correct answers.
 
     Attributes:
-        prompts: the text by position of the question in it.
-        answers: right answers, a single empty one if none is known; a history of right answers holds the first.
-        depends: turns (0-based, this one included) whose context the answer needs; for LongBench's questions,
-            turns whose context was put into this turn.
-        answerable: whether everything that the answer needs was said in this turn or before; None if that is unknown.
-        metric: how the answer is scored; empty: as all answers of the set are.
+        prompts: The text, by position of the question in it.
+        answers: Correct answers, or a single empty one if none is known; a history of correct answers uses the first.
+        depends: Turns (0-based, including this one) whose context the answer needs; for LongBench's questions, turns
+            whose context was put into this turn.
+        answerable: Whether this turn or an earlier one contains everything that the answer needs; None if unknown.
+        metric: Metric that scores the answer; empty to use the metric of the set.
 
     Raises:
-        SinkscopeError: a variant is missing or empty, or there is no answer.
+        SinkscopeError: A variant is missing or empty, or there is no answer.
     """
 
     prompts: dict[Position, str]
@@ -50,16 +50,16 @@ class DialogueTurn:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Some turns that belong together.
+    """A sequence of turns that belong together.
 
     Attributes:
-        id: unique in its set.
-        task: name of the set: "recall", or one in `sinkscope.published.SETS`.
-        turns: in order.
-        classes: for classification, the names that an answer may be; for functions, those of the same repository.
+        id: Unique in its set.
+        task: Name of the set: "recall", or one in `sinkscope.published.SETS`.
+        turns: The turns in order.
+        classes: For classification, the possible class names; for functions, those of the same repository.
 
     Raises:
-        SinkscopeError: there are no turns, or one of them depends on a later one.
+        SinkscopeError: There are no turns, or one of them depends on a later one.
     """
 
     id: str
@@ -78,30 +78,31 @@ class Dialogue:
 
 
 def write_dialogues(dialogues: Sequence[Dialogue], path: str | os.PathLike[str]) -> Path:
-    """Write JSON lines, whole or not at all.
+    """Write JSON lines; the file is written completely or not at all.
 
     Raises:
-        SinkscopeError: the file cannot be written.
+        SinkscopeError: The file cannot be written.
     """
     return write_atomic(path, "".join(f"{line}\n" for line in map(dialogue_line, dialogues)))
 
 
 def dialogue_line(dialogue: Dialogue) -> str:
-    """A line of such a file, without its end."""
+    """One line of such a file, without the line end."""
     return json.dumps(asdict(dialogue), ensure_ascii=False)
 
 
 def read_dialogues(path: str | os.PathLike[str]) -> tuple[Dialogue, ...]:
-    """The dialogues of a file.
+    """Read the dialogues of a file.
 
     Raises:
-        SinkscopeError: no such file, or a line is no dialogue, has no turns or a damaged one (with the line).
+        SinkscopeError: The file is missing, or a line is not a dialogue, has no turns or has a damaged one (names the
+            line).
     """
     return tuple(read_records(path, Dialogue, "a file that `sinkscope dialogues build` wrote", key="id"))
 
 
 def split_at_middle(text: str) -> tuple[str, str]:
-    """Two halves, divided at the line break nearest to the middle or, if none is near, at the nearest space."""
+    """Split a text in two at the line break nearest to the middle or, if none is near, at the nearest space."""
     middle, reach = len(text) // 2, max(len(text) // 10, 1)
     for gap, far in (("\n", reach), (" ", len(text))):
         found = [i for i in (text.rfind(gap, 0, middle), text.find(gap, middle)) if i >= 0 and abs(i - middle) <= far]
@@ -112,7 +113,7 @@ def split_at_middle(text: str) -> tuple[str, str]:
 
 
 def sizes(made: Sequence[Dialogue], tokenizer: Any) -> dict[str, Any]:
-    """How many dialogues, turns and questions there are, and the mean words and tokens of a turn and of a dialogue."""
+    """The number of dialogues, turns and questions, and the mean words and tokens of a turn and of a dialogue."""
     texts = [turn.prompts["end"] for dialogue in made for turn in dialogue.turns]
     words = [len(text.split()) for text in texts]
     tokens = None if tokenizer is None else [len(tokenizer(text)["input_ids"]) for text in texts]

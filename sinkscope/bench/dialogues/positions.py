@@ -1,7 +1,7 @@
-"""Where questions stand in the messages of a chat log: LoopServe's Table 5, counted from messages that have a label.
+"""Positions of questions in the messages of a chat log: LoopServe's Table 5, counted from labelled messages.
 
-Who gives the labels is left open: a person, a model, or rules. `experiments/loopserve/positions.py` has rules for
-English, and writes the labels of a chat log.
+The labels can come from a person, a model, or rules. `experiments/loopserve/positions.py` contains rules for English
+and writes the labels of a chat log.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ _SHOWN = 300  # characters of an example
 
 @dataclass(frozen=True)
 class LabelledMessage:
-    """A message of a user, and where its question stands.
+    """A user's message and the position of its question.
 
     Attributes:
-        conversation: what it belongs to, such as "chat.jsonl line 3"; messages of one follow each other.
-        place: of the question; "single": it is one sentence, "none": nothing is asked, "foreign": not in English.
-        asked: the sentences that ask, word for word.
-        text: the message.
+        conversation: Name of its conversation, such as "chat.jsonl line 3"; messages of one conversation are
+            consecutive.
+        place: Position of the question; "single": one sentence only, "none": nothing is asked, "foreign": not in
+            English.
+        asked: The sentences that ask, word for word.
+        text: Text of the message.
     """
 
     conversation: str
@@ -50,15 +52,15 @@ class LabelledMessage:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How often rules give the label that was given by hand.
+    """How often rules agree with labels given by hand.
 
     Attributes:
-        messages: of this part of the sample.
-        right: of them.
+        messages: Number of messages in this part of the sample.
+        right: Number of messages that the rules label correctly.
         share: right / messages.
-        low: lower end of its 95 % interval (Wilson).
-        high: its upper end.
-        confusion: by label and by what the rules say.
+        low: Lower end of its 95 % interval (Wilson).
+        high: Upper end of that interval.
+        confusion: Counts by label and by what the rules say.
     """
 
     messages: int
@@ -71,16 +73,16 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Share:
-    """The messages with the question at one place.
+    """The messages with the question at one position.
 
     Attributes:
-        position: "front", "middle", "end", or both of the first.
-        count: number of messages with the question there.
-        share: share of the messages that have a question and more than a sentence; None: there are none.
-        low: lower end of the 95 % interval (Wilson) of the share.
-        high: upper end of that interval.
-        paper_count: number of messages in LoopServe's Table 5.
-        paper_share: share of the messages in that table.
+        position: "front", "middle", "end", or the first two together.
+        count: Number of messages with the question there.
+        share: Share of the messages that contain a question and more than one sentence; None if there are none.
+        low: Lower end of the 95 % interval (Wilson) of the share.
+        high: Upper end of that interval.
+        paper_count: Number of messages in LoopServe's Table 5.
+        paper_share: Share of the messages in that table.
     """
 
     position: str
@@ -94,13 +96,13 @@ class Share:
 
 @dataclass(frozen=True)
 class Example:
-    """A message.
+    """An example message.
 
     Attributes:
-        position: place of its question.
-        where: line or row of the file, and which message of the user.
-        asked: sentences that were taken for the question.
-        text: its beginning.
+        position: Position of its question.
+        where: Line or row of the file, and number of the user's message.
+        asked: Sentences that were identified as the question.
+        text: Beginning of the message.
     """
 
     position: str
@@ -111,17 +113,17 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Positions(Result):
-    """Where questions stand in a chat log.
+    """Positions of questions in a chat log.
 
     Attributes:
-        places: the three classes of Table 5, and the first two together.
-        conversations: that were counted.
-        messages: of users in them; those below are left out of `places`.
-        single: of one sentence.
-        no_question: in which nothing is asked.
-        foreign: in another language than English, by the log's own field or by their letters.
-        accuracy: of the rules that gave the labels, on a sample labelled by hand; None: not known.
-        examples: of messages, by place.
+        places: The three classes of Table 5, and the first two together.
+        conversations: Number of conversations that were counted.
+        messages: Number of user messages in them; the three groups below are left out of `places`.
+        single: Messages of one sentence.
+        no_question: Messages in which nothing is asked.
+        foreign: Messages in languages other than English, by the log's own field or by their letters.
+        accuracy: Accuracy of the rules that gave the labels, on a sample labelled by hand; None if unknown.
+        examples: Example messages by position.
     """
 
     page: ClassVar[str] = "dialogues"
@@ -139,7 +141,7 @@ class Positions(Result):
     examples: tuple[Example, ...]
 
     def conclusion(self) -> str:
-        """How often the question does not come last, beside the paper's log."""
+        """How often the question does not come last, compared with the paper's log."""
         found = self.places[-1]
         if found.share is None:
             return f"No message of {self.model.name} has a question and more than a sentence."
@@ -149,7 +151,7 @@ class Positions(Result):
         )
 
     def details(self) -> list[str]:
-        """What was counted, how good the rules are, and the examples."""
+        """What was counted, how accurate the rules are, and the examples."""
         a, counted = self.accuracy, sum(share.count for share in self.places[:3])
         lines = [
             f"{self.model.name}: {counted} of {_many(self.messages, 'message')} in "
@@ -177,17 +179,17 @@ def question_positions(
     examples: int = 0,
     seed: Count = 0,
 ) -> Positions:
-    """Count where questions stand in the labelled messages of a chat log. Loads no model.
+    """Count the positions of questions in the labelled messages of a chat log. Loads no model.
 
     Args:
-        file: A JSON object a line with conversation and place, as experiments/loopserve/positions.py writes them.
-        min_turns: Leave out conversations with fewer messages of the user; the paper takes 2.
-        count: Draw this many conversations; the paper takes 10000. By default all.
-        examples: Messages to show of each class.
+        file: JSON lines with conversation and place, as experiments/loopserve/positions.py writes them.
+        min_turns: Skip conversations with fewer user messages; the paper uses 2.
+        count: Number of conversations to draw; the paper uses 10000. By default all.
+        examples: Number of messages to show per class.
         seed: Seed of the draw.
 
     Raises:
-        SinkscopeError: no such file, nothing in it, or a line of another form (with its number).
+        SinkscopeError: The file is missing or empty, or a line has an unexpected format (names the line).
 
     Example:
         sinkscope dialogues positions labels.jsonl --examples 3
@@ -206,19 +208,19 @@ def count_positions(
     seed: int = 0,
     accuracy: Accuracy | None = None,
 ) -> Positions:
-    """Count where questions stand in messages; the numbers are those of `question_positions`.
+    """Count the positions of questions in messages; the numbers are those of `question_positions`.
 
     Args:
-        messages: of users, with their labels.
-        name: of the log.
-        min_turns: of a conversation that counts.
-        count: conversations to draw; None: all.
-        examples: of each class.
-        seed: of the draw.
-        accuracy: of what gave the labels.
+        messages: User messages with their labels.
+        name: Name of the log.
+        min_turns: Minimum number of user messages per conversation.
+        count: Number of conversations to draw; None uses all.
+        examples: Number of examples per class.
+        seed: Seed of the draw.
+        accuracy: Accuracy of the labels' source.
 
     Raises:
-        SinkscopeError: bad numbers, or there are fewer conversations.
+        SinkscopeError: A number is invalid, or there are fewer conversations than requested.
     """
     started = time.perf_counter()
     check_whole(min_turns=min_turns, count=count)

@@ -1,8 +1,9 @@
-"""Dialogues for the recall model: turns state facts and each asks a question; answers are right by construction.
+"""Dialogues for the recall model: each turn states facts and asks a question; answers are correct by construction.
 
-A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn is
-`turnN`, filler words with facts among them and a question `ask KEY what was said` at its begin, middle or end, and
-`answer`. The right answer is what follows the key along its chain, `VALUE VALUE LINK` a hop, up to and with the `.`.
+A fact reads `fact KEY VALUE VALUE LINK`: the link is the key of the next fact of a chain, or `.` at its end. A turn
+consists of `turnN`, filler words with facts among them, a question `ask KEY what was said` at the beginning, middle or
+end, and `answer`. The correct answer follows the chain from the key: `VALUE VALUE LINK` per hop, up to and including
+`.`.
 """
 
 from __future__ import annotations
@@ -57,19 +58,20 @@ def recall_dialogue(
     distractors: int | None = None,
     stated: bool = True,
 ) -> Dialogue:
-    """A dialogue, the same for the same arguments; its three variants differ only in where the questions stand.
+    """Build a dialogue; the same arguments give the same one. Its three variants differ only in the question's
+    position.
 
     Args:
-        seed: seed of every random choice.
-        turns: number of turns, 1 to 16.
-        tokens: tokens of a turn's prompt (words, for this tokenizer; answers and BOS not counted), or one number for
+        seed: Seed of every random choice.
+        turns: Number of turns, 1 to 16.
+        tokens: Tokens of a turn's prompt (words, for this tokenizer; answers and BOS not counted), or one number for
             each turn.
-        hops: number of facts in the chain of an answer, which has 3 * hops tokens.
-        distractors: number of facts that no question asks about; None: as many as keys and places allow.
-        stated: if False, the last question is about a key that was never stated, and its answer is `unknown .`.
+        hops: Number of facts in the chain of an answer, which has 3 * hops tokens.
+        distractors: Number of facts that no question asks about; None adds as many as keys and places allow.
+        stated: If False, the last question asks about a key that was never stated, and its answer is `unknown .`.
 
     Raises:
-        SinkscopeError: the facts do not fit, or a number is out of range.
+        SinkscopeError: The facts do not fit, or a number is out of range.
     """
     lengths = _lengths(turns, tokens)
     rng = random.Random(f"recall {seed}")
@@ -116,17 +118,17 @@ def recall_dialogue(
 def recall_dialogues(
     count: int, *, turns: int = 3, total: int = 768, hops: int = 2, seed: int = 0
 ) -> tuple[Dialogue, ...]:
-    """Several dialogues with turns of unequal length, as the commands make them.
+    """Build several dialogues with turns of unequal length, as the commands do.
 
     Args:
-        count: number of dialogues; their seeds count up from `seed`.
-        turns: turns of each dialogue.
-        total: tokens of all turns of a dialogue.
-        hops: number of facts in the chain of an answer.
-        seed: seed of the first dialogue.
+        count: Number of dialogues; their seeds count up from `seed`.
+        turns: Turns of each dialogue.
+        total: Total tokens of all turns of a dialogue.
+        hops: Number of facts in the chain of an answer.
+        seed: Seed of the first dialogue.
 
     Raises:
-        SinkscopeError: the facts do not fit, or a number is out of range.
+        SinkscopeError: The facts do not fit, or a number is out of range.
     """
     return tuple(
         recall_dialogue(i, turns=turns, tokens=uneven(total, turns, i), hops=hops) for i in range(seed, seed + count)
@@ -134,7 +136,7 @@ def recall_dialogues(
 
 
 def uneven(total: int, turns: int, seed: int = 0, least: int = 48) -> tuple[int, ...]:
-    """Random lengths of turns that add up to `total`, none below `least`.
+    """Random lengths of turns that add up to `total`, each at least `least`.
 
     Raises:
         SinkscopeError: `total` is less than `turns` times `least`.

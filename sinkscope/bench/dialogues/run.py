@@ -1,18 +1,18 @@
-"""Method x position x dialogue x turn: greedy, batched, and resumed after a kill with the same table.
+"""Method x position x dialogue x turn: greedy, batched, and resumable after a kill with the same table.
 
-Every turn is a prompt of its own: the whole conversation so far is read anew. With right answers as the history,
-methods are compared on the same texts and a method's loss in one turn is not carried into the next; with the method's
-own answers, the conversation goes on from what it said. Or one cache grows over the turns of a dialogue, and what a
-method threw away in one turn is missing in the next.
+Every turn is a separate prompt that contains the whole conversation so far. With correct answers as the history,
+methods are compared on the same texts, and a method's errors in one turn do not affect the next; with the method's own
+answers, the conversation continues from what it said. Alternatively, one cache grows over the turns of a dialogue, and
+what a method evicted in one turn is missing in the next.
 
-`run_fidelity` says how near a method stays to full attention along one text: every method reads the same prompt and is
-then given the same answer token by token, whatever it would have said itself.
+`run_fidelity` measures how close a method stays to full attention along one text: every method reads the same prompt
+and is then fed the same answer token by token, whatever it would have generated itself.
 
 - *KL*: sum of p (log p - log q) over the vocabulary, in nats; p of full attention, q of the method, at every token of
-  the answer. The first one comes from the prompt alone: 0 where a method leaves prompts as they are.
-- *agreement*: both have the same likeliest token there.
+  the answer. The first one depends on the prompt alone: it is 0 if a method does not change prompts.
+- *agreement*: both have the same top prediction at that token.
 - *mass kept*: of the attention that a decoding step pays with the full cache along the same text, the share that lies
-  on positions which the method can read at this step, per layer and head. Methods that make only prompts sparse keep 1.
+  on positions that the method can read at this step, per layer and head. Methods that change only prompts keep 1.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ VERSION = 2  # of the records; a change of what they hold is another setting
 
 @dataclass(frozen=True)
 class AskedTurn:
-    """A turn with everything that was said before it, as tokens."""
+    """A turn with all preceding turns and answers, as tokens."""
 
     dialogue: str
     position: Position
@@ -81,11 +81,11 @@ class AskedTurn:
 
     @property
     def id(self) -> str:
-        """What it is called in a folder: dialogue, position and turn."""
+        """Name in a folder: dialogue, position and turn."""
         return f"{self.dialogue} {self.position} {self.turn}"
 
     def heads(self, to: Asked, method: Method) -> dict[str, Any]:
-        """What a record of it says first."""
+        """The fields at the beginning of its record."""
         return {
             "model": to.fingerprint,
             "method": method.spec,
@@ -122,33 +122,33 @@ def dialogues_run(
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     progress: Hidden = None,
 ) -> Dialogues:
-    """Answer every turn by every method; after a kill the same command goes on where it was.
+    """Answer every turn with every method. After an interruption, the same command resumes.
 
     Args:
-        out: Where answers are kept. If the folder holds a part of this run, the run continues.
-        model: A short name, hub id or folder; recall is the recall model in the package.
+        out: Folder for the answers. If it holds part of this run, the run continues.
+        model: A short name, hub id or folder; recall is the bundled recall model.
         revision: Branch, tag or commit on the hub.
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        dialogues: A file that `dialogues build` wrote; a benchmark's file after its task, such as
-            longeval_topics:5_topics.jsonl; or recall, which are made for the recall model.
-        count: Number of dialogues. By default 10 of recall, all of a file.
-        methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
+        dialogues: A file that `dialogues build` wrote; a benchmark's file preceded by its task, such as
+            longeval_topics:5_topics.jsonl; or recall, which generates dialogues for the recall model.
+        count: Number of dialogues. By default 10 for recall, and all of a file.
+        methods: Names separated by commas, each with optional settings (snapkv:window=32:kernel=7), or
             package.module:Class. An unknown name lists all. By default full,streaming,h2o,snapkv,tova; with --settings
             those of the paper.
-        settings: paper takes LoopServe's Table 7; equal gives every method the same fraction of the context, --budget.
+        settings: paper uses LoopServe's Table 7; equal gives every method the same fraction of the context, --budget.
             By default each method has its own.
-        positions: Places of the question, with commas between.
+        positions: Positions of the question, separated by commas.
         budget: Cached tokens, or a fraction of the conversation such as 0.125. By default 256; 0.125 with --settings
             equal.
-        history: Turns follow right answers (gold), or the method's own (model).
-        cache: Every turn reads everything anew (fresh), or one cache grows over the turns (grow).
-        max_new_tokens: Longest answer. By default the benchmark's for each task; 64 for recall.
-        batch_size: Turns that run together.
+        history: Turns follow correct answers (gold), or the method's own (model).
+        cache: Each turn rereads the whole conversation (fresh), or one cache grows over the turns (grow).
+        max_new_tokens: Maximum length of an answer. By default the benchmark's for each task; 64 for recall.
+        batch_size: Number of turns that run together.
         chat: Wrap turns in the tokenizer's chat template.
         seed: Seed of every random choice.
-        workers: Processes that share the work; more than one run over Ray.
+        workers: Number of processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
 
@@ -195,38 +195,38 @@ def run_dialogues(
     ray: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Answer every turn by every method; what is in `out` already is not done again.
+    """Answer every turn with every method; records already in `out` are not computed again.
 
-    Turns are cut into batches in the order they come in (with the model's history: dialogues, turn after turn), and a
-    batch that was not finished is run again whole, so the records are the same whatever was killed.
+    Turns are grouped into batches in their given order (with the model's history: dialogues, turn after turn). An
+    unfinished batch is rerun as a whole, so the records do not depend on interruptions.
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `NamedModel`.
-        dialogues: see `read_dialogues` and `recall_dialogues`.
-        methods: names in `METHODS`, with settings if wanted ("loopserve:alpha=0.98:first=0"), or
-            "package.module:Class"; see `at_settings` for those of a comparison.
-        out: folder; settings, dialogues and records are kept there.
-        positions: of the question: "begin", "middle", "end".
-        tokenizer: where the model carries none.
-        budget: of cached tokens, a whole number, or a share of the conversation so far; for methods that have none of
+        dialogues: See `read_dialogues` and `recall_dialogues`.
+        methods: Names in `METHODS`, with optional settings ("loopserve:alpha=0.98:first=0"), or "package.module:Class";
+            see `at_settings` for those of a comparison.
+        out: Folder in which settings, dialogues and records are kept.
+        positions: Positions of the question: "begin", "middle", "end".
+        tokenizer: Tokenizer for a model that carries none.
+        budget: Cached tokens as a whole number, or a share of the conversation so far; for methods without a budget of
             their own.
-        max_new_tokens: cap of an answer; None: the benchmark's for each task (the largest, if there are several).
-        batch_size: turns that run together.
-        chat: wrap turns in the tokenizer's chat template, instead of empty lines between them.
-        history: "gold": turns come after right answers (the first of each turn). "model": after the method's own.
-        cache: "fresh": every turn reads the conversation so far anew. "grow": one cache over the turns of a dialogue
-            (`Conversation`), one dialogue at a time; a dialogue that was not finished is run again whole. With gold
-            history an answer is given twice in every turn: the method's own, and from the same cache the right one.
-        workers: processes; more than one run over Ray.
-        ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
-        progress: called as `progress("answers", done, total)`.
+        max_new_tokens: Maximum length of an answer; None uses the benchmark's for each task (the largest, if several).
+        batch_size: Number of turns that run together.
+        chat: Wrap turns in the tokenizer's chat template instead of separating them by empty lines.
+        history: "gold": turns follow correct answers (the first of each turn). "model": turns follow the method's own.
+        cache: "fresh": every turn rereads the conversation so far. "grow": one cache over the turns of a dialogue
+            (`Conversation`), one dialogue at a time; an unfinished dialogue is rerun as a whole. With gold history each
+            turn is answered twice from the same cache: with the method's own answer, and with the correct one.
+        workers: Number of processes; more than one run over Ray.
+        ray: Address of a Ray cluster; None uses the address in `RAY_ADDRESS`, or this machine.
+        progress: Called as `progress("answers", done, total)`.
 
     Returns:
         `out`.
 
     Raises:
-        SinkscopeError: an unknown method, setting or position, a turn that exceeds the context, bad numbers, a folder
-            that was begun with other settings or is being written.
+        SinkscopeError: A method, setting or position is unknown, a turn exceeds the context, a number is invalid, or
+            the folder was begun with other settings or is being written.
     """
     tasks = sorted({dialogue.task for dialogue in dialogues})
     check_scores(dialogues)
@@ -260,10 +260,10 @@ def run_dialogues(
 
 
 def check_scores(dialogues: Sequence[Dialogue]) -> None:
-    """Refuse what could not be scored.
+    """Reject dialogues that could not be scored.
 
     Raises:
-        SinkscopeError: no such set, a library is not there, or a set has no right answer.
+        SinkscopeError: The set is unknown, a library is not installed, or a set has no correct answer.
     """
     asked = [(each.task, turn) for each in dialogues for turn in each.turns]
     for task, metric in sorted({(task, turn.metric or set_of(task).metric) for task, turn in asked}):
@@ -281,10 +281,10 @@ _Row = tuple[AskedTurn, Dialogue]
 def _questions(
     to: Asked, dialogues: Sequence[Dialogue], place: Position, history: History, chat: bool
 ) -> Iterator[_Row]:
-    """Every question as it will be, or, where it depends on what is said, with empty answers before it.
+    """Every question as it will be asked; if it depends on generated answers, with empty answers before it.
 
     Raises:
-        SinkscopeError: it exceeds the context, or might after the longest answers.
+        SinkscopeError: A question exceeds the context, or could do so after answers of maximum length.
     """
     for dialogue in dialogues:
         answers = [turn.answers[0] if history == "gold" else "" for turn in dialogue.turns]
@@ -320,7 +320,7 @@ def _told(to: Asked, kept: Folder[Said], chat: bool, method: str, row: _Row) -> 
 
 
 def answer_anew(to: Asked, batch: Batch) -> list[Said]:
-    """Answers to some questions, each of which is read anew."""
+    """Answer questions, each with the whole conversation read from the start."""
     (method,), started, count = batch.methods, time.perf_counter(), reads()
     made, events = to.generate([each.ids for each, _ in batch.rows], method.make(to.budget) | count)
     seconds = round(time.perf_counter() - started, 3)
@@ -349,7 +349,7 @@ def _converse(to: Asked, batch: Batch, *, chat: bool, history: History) -> list[
     for (each, _), turn in zip(batch.rows, dialogue.turns, strict=True):
         started, prompt = time.perf_counter(), turn.prompts[each.position]
         prompt = prompt if chat or each.turn == 0 else f"\n\n{prompt}"
-        asked_one = copy.copy(talk)  # turns replace what a conversation holds, so the one that was copied stays
+        asked_one = copy.copy(talk)  # turns replace the conversation's contents, so the copied one is unchanged
         made = asked_one.ask(prompt, max_new_tokens=to.new)
         tokens, ended = to.cut(list(made.ids))
         records.append(
@@ -373,10 +373,10 @@ def _converse(to: Asked, batch: Batch, *, chat: bool, history: History) -> list[
 def question(
     to: Asked, dialogue: Dialogue, place: Position, number: int, answers: Sequence[str], chat: bool
 ) -> AskedTurn:
-    """A turn after the turns before it and their answers.
+    """A turn preceded by the earlier turns and their answers.
 
     Raises:
-        SinkscopeError: with an answer it exceeds the context.
+        SinkscopeError: With an answer, it exceeds the context.
     """
     said = [
         text for turn, answer in zip(dialogue.turns, answers, strict=False) for text in (turn.prompts[place], answer)
@@ -387,10 +387,10 @@ def question(
 
 
 def check_length(to: Asked, made: AskedTurn, tokens: int) -> None:
-    """Refuse what will not fit.
+    """Reject a turn that does not fit.
 
     Raises:
-        SinkscopeError: so many tokens and an answer exceed the context.
+        SinkscopeError: This number of tokens and an answer exceed the context.
     """
     limit = to.target.max_positions
     if limit is not None and tokens + to.new > limit:
@@ -401,7 +401,7 @@ def check_length(to: Asked, made: AskedTurn, tokens: int) -> None:
 
 
 def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:
-    """A conversation that the model is to answer, prompts and answers in turn."""
+    """Encode a conversation of alternating prompts and answers that ends with a prompt."""
     tokenizer = to.target.tokenizer
     if not chat:
         return [int(i) for i in tokenizer("\n\n".join(said), verbose=False)["input_ids"]]
@@ -411,20 +411,20 @@ def encode(to: Asked, said: Sequence[str], chat: bool) -> list[int]:
 
 
 def reads() -> PerCall:
-    """Counts, after every call and per row, the tokens that it could attend to: mean over layers and kv heads."""
+    """Counts the readable tokens after every call, per row: mean over layers and kv heads."""
     return PerCall(
         lambda layers: torch.stack([each.readable.sum(-1).float().mean(1).cpu() for each in layers]).mean(0), own=True
     )
 
 
 def read_of(counts: Sequence[Tensor], row: int, tokens: int) -> float | None:
-    """Cached tokens that decoding steps of an answer attended to, mean; None: it is one token, of the prompt's call."""
+    """Mean number of cached tokens that an answer's decoding steps attended to; None for an answer of one token."""
     steps = [float(count[row]) for count in counts[1:tokens]]  # the last token goes through no call
     return round(fmean(steps), 3) if steps else None
 
 
 def cells_of(events: Sequence[Event], row: int) -> float | None:
-    """Share of a prompt's causal cells that attention covered, mean over layers and heads; None: all, by the model."""
+    """Share of a prompt's causal cells that were covered, mean over layers and heads; None if prompts are unchanged."""
     data = [event.data for event in events if event.kind == "prefill" and event.row == row]
     return round(fmean(float(each.get("attended", 1.0)) for each in data), 4) if data else None
 
@@ -432,10 +432,11 @@ def cells_of(events: Sequence[Event], row: int) -> float | None:
 def check_given(
     dialogues: Sequence[Dialogue], methods: Sequence[str], positions: Sequence[str], budget: Budget, **sizes: Any
 ) -> tuple[tuple[Method, ...], tuple[Position, ...]]:
-    """The methods and positions, each once.
+    """The methods and positions without duplicates.
 
     Raises:
-        SinkscopeError: none of one of them, an unknown one, a size below 1, or a method that cannot have its settings.
+        SinkscopeError: A list is empty or has an unknown name, a size is below 1, or a method does not accept its
+            settings.
     """
     chosen, places = check_methods(methods, ["cache"]), check_positions(positions)
     if not dialogues:
@@ -447,10 +448,10 @@ def check_given(
 
 
 def check_positions(positions: Sequence[str]) -> tuple[Position, ...]:
-    """The positions, each once, in the order begin, middle, end.
+    """The positions without duplicates, in the order begin, middle, end.
 
     Raises:
-        SinkscopeError: none, or an unknown one.
+        SinkscopeError: The list is empty, or has an unknown position.
     """
     for given in positions:
         if given not in POSITIONS:
@@ -467,17 +468,17 @@ NEAR_VERSION = 1  # of the records of fidelity
 def text_dialogues(
     tokenizer: Any, count: int = 8, *, prompt_tokens: int = 512, answer_tokens: int = 64, text: str | None = None
 ) -> tuple[Dialogue, ...]:
-    """Consecutive pieces of a text as dialogues of one turn: the right answer is how the text goes on.
+    """Consecutive pieces of a text as dialogues of one turn; the correct answer is the continuation of the text.
 
     Args:
-        tokenizer: measures the pieces.
-        count: of them.
-        prompt_tokens: of each.
-        answer_tokens: that follow.
-        text: None: the text in the package, which the model in the package was not trained on.
+        tokenizer: Measures the pieces.
+        count: Number of pieces.
+        prompt_tokens: Tokens per prompt.
+        answer_tokens: Tokens of the answer that follows.
+        text: The text. None uses the bundled text, which the bundled model was not trained on.
 
     Raises:
-        SinkscopeError: the text is too short.
+        SinkscopeError: The text is too short.
     """
     whole = typical_text() if text is None else text
     ids = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
@@ -524,30 +525,30 @@ def dialogues_fidelity(
     """Compare methods with full attention along the same text: KL, top-1 agreement, and the attention mass kept.
 
     Args:
-        out: Where numbers are kept. If the folder holds a part of this run, the run continues.
-        model: A short name, hub id or folder. By default the recall model in the package; for text the bundled model.
+        out: Folder for the numbers. If it holds part of this run, the run continues.
+        model: A short name, hub id or folder. By default the bundled recall model; for text the bundled model.
         revision: Branch, tag or commit on the hub.
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
-        dialogues: A file that `dialogues build` wrote; a benchmark's file after its task, such as
-            longeval_topics:5_topics.jsonl; recall; or text, pieces of the text in the package.
-        count: Number of dialogues. By default 10 of recall, 8 of text, all of a file.
-        along: Answers of the full cache (full) or right ones (gold). By default full; for text gold.
-        methods: Names with commas between, each with settings if wanted (snapkv:window=32:kernel=7), or
+        dialogues: A file that `dialogues build` wrote; a benchmark's file preceded by its task, such as
+            longeval_topics:5_topics.jsonl; recall; or text, which uses pieces of the bundled text.
+        count: Number of dialogues. By default 10 for recall, 8 for text, and all of a file.
+        along: Compare along the full cache's answers (full) or the correct ones (gold). By default full; gold for text.
+        methods: Names separated by commas, each with optional settings (snapkv:window=32:kernel=7), or
             package.module:Class. An unknown name lists all. By default full,streaming,h2o,snapkv,tova; with --settings
             those of the paper.
-        settings: paper takes LoopServe's Table 7; equal gives every method the same fraction of the context, --budget.
+        settings: paper uses LoopServe's Table 7; equal gives every method the same fraction of the context, --budget.
             By default each method has its own.
-        positions: Places of the question, with commas between. By default end.
+        positions: Positions of the question, separated by commas. By default end.
         budget: Cached tokens, or a fraction of the conversation such as 0.125. By default 256; 0.125 with --settings
             equal.
-        prompt_tokens: For text, tokens of a prompt; 512 by default.
-        answer_tokens: Longer answers are cut there.
-        batch_size: Turns that run together.
+        prompt_tokens: For text: tokens per prompt. By default 512.
+        answer_tokens: Longer answers are cut to this length.
+        batch_size: Number of turns that run together.
         chat: Wrap turns in the tokenizer's chat template.
         seed: Seed of every random choice.
-        workers: Processes that share the work; more than one run over Ray.
+        workers: Number of processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
 
@@ -631,32 +632,32 @@ def run_fidelity(
     ray: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Compare methods with full attention, token by token; what is in `out` already is not done again.
+    """Compare methods with full attention, token by token; records already in `out` are not computed again.
 
-    Full attention reads every prompt twice: to be compared with, and to weigh what each method left readable. That is
-    kept as a bit per method, step, layer, kv head and token.
+    Full attention reads every prompt twice: as the reference, and to weigh the positions that each method left
+    readable. These positions are stored as one bit per method, step, layer, kv head and token.
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `NamedModel`.
-        dialogues: see `read_dialogues`, `recall_dialogues` and `text_dialogues`; right answers are the history.
-        methods: as for `run_dialogues`.
-        out: folder; settings, dialogues and records are kept there.
-        along: "full": the answer that the full cache gives, greedily. "gold": the (first) right one.
-        positions: of the question: "begin", "middle", "end".
-        tokenizer: where the model carries none.
-        budget: as for `run_dialogues`.
-        max_new_tokens: longer answers are cut there.
-        batch_size: turns that run together.
-        chat: wrap turns in the tokenizer's chat template.
-        workers: processes; more than one run over Ray.
-        ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
-        progress: called as `progress("answers", done, total)`.
+        dialogues: See `read_dialogues`, `recall_dialogues` and `text_dialogues`; correct answers are the history.
+        methods: As for `run_dialogues`.
+        out: Folder in which settings, dialogues and records are kept.
+        along: "full": the greedy answer of the full cache. "gold": the (first) correct one.
+        positions: Positions of the question: "begin", "middle", "end".
+        tokenizer: Tokenizer for a model that carries none.
+        budget: As for `run_dialogues`.
+        max_new_tokens: Longer answers are cut to this length.
+        batch_size: Number of turns that run together.
+        chat: Wrap turns in the tokenizer's chat template.
+        workers: Number of processes; more than one run over Ray.
+        ray: Address of a Ray cluster; None uses the address in `RAY_ADDRESS`, or this machine.
+        progress: Called as `progress("answers", done, total)`.
 
     Returns:
         `out`.
 
     Raises:
-        SinkscopeError: as for `run_dialogues`, and for a right answer without a token.
+        SinkscopeError: As for `run_dialogues`, and if a correct answer has no token.
     """
     sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     chosen, places = check_given(dialogues, methods, positions, budget, **sizes)
@@ -695,11 +696,11 @@ def _gold(to: Asked, each: AskedTurn, answer: str) -> list[int]:
 
 
 def answer_along(to: Asked, batch: Batch) -> list[Near]:
-    """Full attention, every method, and full attention again to weigh what they left.
+    """Run full attention, every method, and full attention again to weigh the positions they left readable.
 
     Args:
-        to: the model, whole.
-        batch: its rows are pairs of an `AskedTurn` and the ids of its answer; None: what full attention says.
+        to: The model, whole in memory.
+        batch: Its rows pair an `AskedTurn` with the ids of its answer; None uses the answer of full attention.
     """
     rows = [each.ids for each, _ in batch.rows]
     answers = None if batch.rows[0][1] is None else [answer for _, answer in batch.rows]
@@ -761,7 +762,7 @@ class _Logits:
 
 
 def divergence(full: Float[Tensor, "batch vocab"], other: Float[Tensor, "batch vocab"]) -> Float[Tensor, " batch"]:
-    """KL(full || other) of two rows of logits, nats."""
+    """KL(full || other) between two rows of logits, in nats."""
     p, q = full.double().log_softmax(-1), other.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
@@ -788,14 +789,14 @@ class _Weigh(Intervention):
         self._calls = self._layers = 0
 
     def enter(self, run: Run, key: int) -> None:
-        """Watch the newest query of every layer."""
+        """Observe the newest query of every layer."""
         session = Session.of(run)
         session.own_cache()
         session.watch(self._add, last=1)
         session.after_call(lambda moment: self._next(len(moment.layers)))
 
     def kept(self) -> list[list[list[float]]]:
-        """Of each, per step and row: mean over layers and heads."""
+        """For each method, per step and row: mean over layers and heads."""
         return [[(total / self._layers).tolist() for total in sums] for sums in self._sums]
 
     def _next(self, layers: int) -> None:

@@ -1,4 +1,4 @@
-"""Tables of dialogues: scores by method and position of the question, and how near methods stay to full attention."""
+"""Tables of dialogues: scores by method and position of the question, and fidelity to full attention."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class OfTurn(Finished):
-    """What every line of a run on dialogues says first; `prompt` names dialogue, position and turn.
+    """Fields at the beginning of every line of a run on dialogues; `prompt` names dialogue, position and turn.
 
     Attributes:
-        dialogue: its id.
-        position: of the question in the turns' prompts.
-        turn: 0-based.
-        prompt_tokens: of the conversation up to the answer, BOS included.
-        read: cached tokens that a decoding step attends to, its own included, mean over the answer's tokens after the
-            first, layers and kv heads; None: the answer is one token, which the whole prompt gives.
-        cells: share of the prompt's causal cells that attention covers (of a turn's own queries where the cache
-            grows), mean over layers and heads; None: the method leaves prompts to the model.
-        seconds: wall clock of the batch it ran in.
+        dialogue: Id of the dialogue.
+        position: Position of the question in the turns' prompts.
+        turn: Number of the turn, 0-based.
+        prompt_tokens: Length of the conversation up to the answer, including BOS.
+        read: Cached tokens that a decoding step attends to, including its own, mean over the answer's tokens after the
+            first, layers and kv heads. None if the answer is one token, which is computed from the whole prompt.
+        cells: Share of the prompt's causal cells that attention covers (only the turn's own queries if the cache
+            grows), mean over layers and heads; None if the method does not change prompts.
+        seconds: Wall-clock time of the batch it ran in.
     """
 
     dialogue: str
@@ -57,12 +57,12 @@ C = TypeVar("C", bound="Comparison")
 
 @dataclass(frozen=True)
 class Said(OfTurn):
-    """What one method said in one turn.
+    """One method's answer in one turn.
 
     Attributes:
-        tokens: ids of the answer, up to and with the end of sequence if it came.
-        text: the same decoded.
-        ended: by the end of sequence, or at the cap of new tokens.
+        tokens: Ids of the answer, up to and including the end of sequence if it occurred.
+        text: The decoded answer.
+        ended: Why it ended: by the end of sequence, or at the maximum of new tokens.
     """
 
     tokens: tuple[int, ...]
@@ -75,16 +75,16 @@ class Compared:
     """One method on the dialogues of one task, with the question at one position.
 
     Attributes:
-        task: name of the set, or "text".
-        model: name of the model.
-        budget: number of cached tokens, or the share of the context; 1.0 for methods that have none.
-        method: its name, with the settings that were given.
-        position: where the question stands; over several places, "all".
-        questions: number of turns whose right answer is known.
-        prompt_tokens: mean length of the conversation when the answer begins.
-        read: cached tokens that a decoding step attends to, mean over questions; None: all answers were one token.
-        cells: share of a prompt's causal cells that attention covers, mean over questions; None: the method leaves
-            prompts to the model.
+        task: Name of the set, or "text".
+        model: Name of the model.
+        budget: Number of cached tokens, or the share of the context; 1.0 for methods without a budget.
+        method: Name of the method, with the settings that were given.
+        position: Position of the question; "all" for several positions together.
+        questions: Number of turns whose correct answer is known.
+        prompt_tokens: Mean length of the conversation when the answer begins.
+        read: Cached tokens that a decoding step attends to, mean over questions; None if all answers were one token.
+        cells: Share of a prompt's causal cells that attention covers, mean over questions; None if the method does not
+            change prompts.
     """
 
     task: str
@@ -99,7 +99,7 @@ class Compared:
 
     @property
     def sized(self) -> bool:
-        """It has a budget."""
+        """Whether it has a budget."""
         kind = METHODS.get(name_of(self.method))
         return kind is None or kind.sized or self.budget != 1.0
 
@@ -111,18 +111,18 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered(Compared):
-    """The turns of one task with the question at one position, by one method.
+    """All turns of one task with the question at one position, answered by one method.
 
     Attributes:
-        history: "gold": turns come after right answers; "model": after the method's own.
-        cache: "fresh": every turn reads everything anew; "grow": one cache over the turns.
-        dialogues: how many.
-        unanswerable: number of questions whose answer was nowhere said.
-        score: mean score by the task's metric, 0 to 1; of the recall model the share of exact answers.
-        low: lower end of the 95 % interval (Wilson) of the score, as if questions were independent.
-        high: upper end of that interval.
-        same: share of answers that equal those of "full" token for token; None: "full" was not run.
-        length: mean tokens of an answer.
+        history: "gold": turns follow correct answers; "model": turns follow the method's own.
+        cache: "fresh": every turn rereads the conversation; "grow": one cache over the turns.
+        dialogues: Number of dialogues.
+        unanswerable: Number of questions whose answer was never stated.
+        score: Mean score by the task's metric, 0 to 1; for the recall model, the share of exact answers.
+        low: Lower end of the 95 % interval (Wilson) of the score, treating questions as independent.
+        high: Upper end of that interval.
+        same: Share of answers that equal those of "full" token for token; None if "full" was not run.
+        length: Mean answer length in tokens.
     """
 
     history: str
@@ -137,7 +137,7 @@ class Answered(Compared):
 
     @property
     def head(self) -> tuple[str, ...]:
-        """What groups have to share to be compared."""
+        """What groups must have in common to be compared."""
         return self.task, self.model, self.history, self.cache
 
     @property
@@ -148,7 +148,7 @@ class Answered(Compared):
 
     @property
     def loss(self) -> float:
-        """Less is better."""
+        """A value to minimize."""
         return -self.score
 
     @property
@@ -158,18 +158,18 @@ class Answered(Compared):
 
     @property
     def short(self) -> str:
-        """The same in a list."""
+        """The label and score, for a list."""
         return f"{self.label} {self.score:.1%}"
 
 
 @dataclass(frozen=True)
 class Near(OfTurn):
-    """One method along one answer.
+    """One method compared with full attention along one answer.
 
     Attributes:
-        kl: per token of the answer, nats.
-        agree: per token of the answer.
-        kept: per token of the answer after the first: mean over layers and heads.
+        kl: Divergence in nats, per token of the answer.
+        agree: Whether the top predictions agree, per token of the answer.
+        kept: Attention mass kept, per token of the answer after the first: mean over layers and heads.
     """
 
     kl: tuple[float, ...]
@@ -182,13 +182,13 @@ class Kept(Compared):
     """One method along the answers of one task, with the question at one position.
 
     Attributes:
-        along: "full": answers of the full cache; "gold": right ones.
-        tokens: number of tokens of these answers.
+        along: "full": answers of the full cache; "gold": the correct answers.
+        tokens: Number of tokens in these answers.
         kl: KL(full || method) in nats, mean over tokens.
-        kl_error: standard error of the mean over questions, each weighed by its tokens; None: a single one.
-        kl_first: mean over the first tokens, which prompts alone give.
-        agree: share of tokens at which both have the same likeliest one.
-        kept: attention mass kept, mean over decoding steps; None: all answers are one token.
+        kl_error: Standard error of the mean over questions, weighted by their tokens; None for a single question.
+        kl_first: Mean over the first tokens, which depend on the prompts alone.
+        agree: Share of tokens for which both have the same top prediction.
+        kept: Attention mass kept, mean over decoding steps; None if all answers are one token.
     """
 
     along: str
@@ -201,7 +201,7 @@ class Kept(Compared):
 
     @property
     def head(self) -> tuple[str, ...]:
-        """What groups have to share to be compared."""
+        """What groups must have in common to be compared."""
         return self.task, self.model, self.along
 
     @property
@@ -212,7 +212,7 @@ class Kept(Compared):
 
     @property
     def loss(self) -> float:
-        """Less is better."""
+        """A value to minimize."""
         return self.kl
 
     @property
@@ -222,14 +222,14 @@ class Kept(Compared):
 
     @property
     def short(self) -> str:
-        """The same in a list, with the mass kept."""
+        """Label, divergence, agreement and mass kept, for a list."""
         kept = "" if self.kept is None else f", {self.kept:.1%} kept"
         return f"{self.label} KL {self.kl:.3g}, {self.agree:.1%} agree{kept}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Result):
-    """Several methods on the same dialogues; `full`, the whole cache, is the control."""
+    """Several methods on the same dialogues; `full`, the full cache, is the control."""
 
     columns: ClassVar[tuple[str, ...]] = (
         *("method", "budget", "position", "score", "low", "high", "kl", "kl_error", "agree"),
@@ -240,7 +240,7 @@ class Comparison(Result):
     groups: tuple[Any, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per group; a method without a budget has none."""
+        """One row per group; the budget is empty for a method without one."""
         return [
             {"method": g.method, "budget": None, **vars(g), **({} if g.sized else {"budget": None})}
             for g in self.groups
@@ -251,7 +251,7 @@ class Comparison(Result):
         return [[g for g in self.groups if g.head == head] for head in dict.fromkeys(g.head for g in self.groups)]
 
     def conclusion(self) -> str:
-        """The best and the worst method over all positions, beside the whole cache."""
+        """The best and the worst method over all positions, compared with the full cache."""
         for mine in map(overall, self.parts()):
             full = next((g for g in mine if g.method == "full"), None)
             control = f"the full cache {full.found}" if full else "the full cache, which is the control, was not run"
@@ -263,7 +263,7 @@ class Comparison(Result):
         return "Nothing was answered."
 
     def details(self) -> list[str]:
-        """A line per comparison: each method over all positions."""
+        """One line per comparison: each method over all positions."""
         return [f"{mine[0].title}: " + ", ".join(g.short for g in overall(mine)) for mine in self.parts()]
 
 
@@ -272,7 +272,7 @@ class Dialogues(Comparison):
     """Dialogues answered by several methods.
 
     Attributes:
-        groups: by task, model, history, method, budget and position.
+        groups: Results by task, model, history, method, budget and position.
     """
 
     kind: ClassVar[str] = "dialogues"
@@ -284,10 +284,10 @@ class Dialogues(Comparison):
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity(Comparison):
-    """Methods beside full attention along the same texts.
+    """Methods compared with full attention along the same texts.
 
     Attributes:
-        groups: by task, model, answers, method, budget and position.
+        groups: Results by task, model, answers, method, budget and position.
     """
 
     kind: ClassVar[str] = "dialogues-fidelity"
@@ -298,14 +298,14 @@ class Fidelity(Comparison):
 
 
 def written(method: str, usual: Budget) -> tuple[str, Budget]:
-    """Of a method in a record: its text without the budget, and the budget, the run's where it has none of its own."""
+    """Split a record's method into text and budget; without a budget of its own, the run's budget applies."""
     text, own = split_spec(method)
     kind = METHODS.get(name_of(method))
     return text, own if own is not None else usual if kind is None or kind.sized else 1.0
 
 
 def overall(groups: Sequence[Any]) -> list[Any]:
-    """Of groups with the same head: each method over all positions or, where it has only one, at that."""
+    """For each method, the group over all positions or, if it has only one position, the group at that position."""
     several = {g.label for g in groups if g.position == ALL}
     return [g for g in groups if g.position == ALL or g.label not in several]
 
@@ -317,14 +317,14 @@ def dialogues_table(
     """Show scores by method and position of the question, with intervals and tokens read; or fidelity.
 
     Args:
-        folders: Folders of runs, or of fidelity.
+        folders: Folders of runs, or of fidelity runs.
 
     Example:
         sinkscope dialogues table runs --json table.json
     """
     try:
         settings = parse_json((folders[0] / "settings.json").read_bytes())
-    except (OSError, ValueError):  # what is wrong with it, the reader of the folder says
+    except (OSError, ValueError):  # the reader of the folder reports what is wrong
         settings = None
     fidelity = isinstance(settings, dict) and settings.get("command") == FIDELITY
     return tabulate_fidelity(folders) if fidelity else tabulate_dialogues(folders)
@@ -334,22 +334,22 @@ def tabulate_dialogues(folders: Sequence[str | os.PathLike[str]]) -> Dialogues:
     """Score what `run_dialogues` wrote.
 
     Args:
-        folders: of runs, at least one; with other budgets or models, say.
+        folders: Folders of runs, at least one; for example with different budgets or models.
 
     Raises:
-        SinkscopeError: a folder is not of a run or has no answer yet, two hold the same, or Rouge-L has no library.
+        SinkscopeError: A folder is not of a run or has no answer yet, two hold the same, or Rouge-L has no library.
     """
     return _gathered(Dialogues, folders, Said, COMMAND, _answered)
 
 
 def tabulate_fidelity(folders: Sequence[str | os.PathLike[str]]) -> Fidelity:
-    """Sum up what `run_fidelity` wrote.
+    """Summarize what `run_fidelity` wrote.
 
     Args:
-        folders: of runs, at least one; with other budgets or models, say.
+        folders: Folders of runs, at least one; for example with different budgets or models.
 
     Raises:
-        SinkscopeError: a folder is not of such a run or has no answer yet, or two hold the same.
+        SinkscopeError: A folder is not of such a run or has no answer yet, or two hold the same.
     """
     return _gathered(Fidelity, folders, Near, FIDELITY, _kept)
 
@@ -361,14 +361,14 @@ def _gathered(
     command: str,
     group: Callable[[Contents[R], str, list[R], dict[str, Any]], Any],
 ) -> C:
-    """Folders of runs, and their records in groups: by task, method and position, and over the positions.
+    """Read folders of runs and group their records by task, method and position, and over the positions.
 
     Args:
-        made: class of the result.
-        folders: at least one.
-        kind: class of their records.
-        command: that wrote them, see `read_folder`.
-        group: of (folder, task, records, fields that all groups have).
+        made: Class of the result.
+        folders: Folders, at least one.
+        kind: Class of their records.
+        command: Command that wrote them, see `read_folder`.
+        group: Builds a group from (folder, task, records, fields that all groups have).
     """
     started = time.perf_counter()
     if not folders:
@@ -456,7 +456,7 @@ def _answered(run: Contents[Said], task: str, records: list[Said], shared: dict[
 def _kept(run: Contents[Near], task: str, records: list[Near], shared: dict[str, Any]) -> Kept:
     kl, kept, agree = ([v for record in records for v in getattr(record, n)] for n in ("kl", "kept", "agree"))
     mean = fmean(kl)
-    # The mean over tokens is a ratio of sums over questions: its error is that of what each question adds to it.
+    # The mean over tokens is a ratio of sums over questions; its error comes from each question's contribution.
     parts = [sum(record.kl) - mean * len(record.kl) for record in records]
     return Kept(
         **shared,

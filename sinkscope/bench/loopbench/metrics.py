@@ -1,4 +1,4 @@
-"""What is made of records: numbers per run, per method, and how well a monitor alone would have seen it coming."""
+"""Numbers computed from records: per run, per method, and how early a monitor alone would have detected the loop."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ class Continued(Finished):
     """One prompt continued by one method.
 
     Attributes:
-        bench: the set that the prompt is of.
-        temperature: of sampling; 0 is greedy.
-        seed: of sampling.
-        prompt_tokens: its length, BOS included.
-        tokens: ids of the new tokens, up to and with the end of sequence if it came.
-        text: the same decoded.
-        ended: by the end of sequence, by a stopper, or at the cap of new tokens.
-        top1: for each of them the probability that the model gave its likeliest token there.
-        signals: "step" and, in lists as long, what was measured over the last window of tokens there.
-        detected: step at which each variant of the monitor would have fired first, looking on; for outputs that nobody
-            interfered with (method "full") and for texts that were read.
-        events: what the method did: step, position, kind and data. Step s came after s new tokens.
-        cut: step of a guard's first intervention; where there is none, the step at which the monitor, as it is by
-            default, would have fired first; None: it would not have fired.
-        nll: how surprising the tokens after the cut are, in nats a token, for the same model with a clean cache: it
-            reads the prompt and these tokens alone. None: there are none.
-        fresh: share of the whole sentences after the cut that stand nowhere before; None: there are none.
-        cached_mean: tokens in the cache, mean over steps, layers and kv heads.
-        cached_peak: the same at the step with most.
-        seconds: wall clock of the batch it ran in.
-        batch_size: rows of that batch.
+        bench: Set that the prompt belongs to.
+        temperature: Sampling temperature; 0 is greedy.
+        seed: Seed of the sampling.
+        prompt_tokens: Length of the prompt, including BOS.
+        tokens: Ids of the new tokens, up to and including the end of sequence if it occurred.
+        text: The decoded new tokens.
+        ended: Why it ended: by the end of sequence, by a stopper, or at the maximum of new tokens.
+        top1: Probability of the model's top prediction, for each new token.
+        signals: "step" and, in lists of the same length, the signals over the last window of tokens at each step.
+        detected: Step at which each variant of the monitor would first have fired as an observer; for outputs without
+            intervention (method "full") and for texts that were only read.
+        events: Actions of the method: step, position, kind and data. Step s follows s new tokens.
+        cut: Step of a guard's first intervention; without one, the step at which the default monitor would first have
+            fired. None if it would not have fired.
+        nll: Mean surprise of the tokens after the cut, in nats per token, for the same model with a clean cache, which
+            reads only the prompt and these tokens. None if there are none.
+        fresh: Share of the complete sentences after the cut that occur nowhere before; None if there are none.
+        cached_mean: Tokens in the cache, mean over steps, layers and kv heads.
+        cached_peak: The same at the step with the most tokens.
+        seconds: Wall-clock time of the batch it ran in.
+        batch_size: Number of rows in that batch.
     """
 
     identity: ClassVar[tuple[str, ...]] = (*Finished.identity, "temperature", "seed")
@@ -86,27 +86,27 @@ class Continued(Finished):
 
     @property
     def label(self) -> str:
-        """The method, and how it was sampled."""
+        """The method and its sampling settings."""
         return f"{self.method} at {self.temperature:g}, seed {self.seed}" if self.temperature else self.method
 
 
 def read_run(folder: str | os.PathLike[str]) -> Contents[Continued]:
-    """What a folder of `loopbench run` holds so far; see `read_folder`."""
+    """Read the current contents of a folder of `loopbench run`; see `read_folder`."""
     return read_folder(folder, Continued, "loopbench")
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How diverse one run was, and how it ended.
+    """The diversity of one run, and how it ended.
 
     Attributes:
-        length: new tokens.
-        ttr: type-token ratio of all new tokens (Eq. 5).
-        cr: compression ratio of all new tokens (Eq. 6).
-        loop: the loop rule (Eq. 7), see `is_loop`.
-        tail_loop: the rule without the length, on the last window of tokens.
-        collapse: step from which the window's type-token ratio stays below 0.2; None: it does not.
-        interventions: steps of a guard's interventions.
+        length: Number of new tokens.
+        ttr: Type-token ratio of all new tokens (Eq. 5).
+        cr: Compression ratio of all new tokens (Eq. 6).
+        loop: Result of the loop rule (Eq. 7), see `is_loop`.
+        tail_loop: Result of the rule without the length, on the last window of tokens.
+        collapse: Step from which the window's type-token ratio stays below 0.2; None if it does not.
+        interventions: Steps of a guard's interventions.
     """
 
     length: int
@@ -119,12 +119,12 @@ class Ending:
 
 
 def ending(record: Continued, cap: int, window: int) -> Ending:
-    """Metrics of one run, from its tokens and events alone.
+    """Metrics of one run, computed only from its tokens and events.
 
     Args:
-        record: the run.
-        cap: new tokens it was allowed.
-        window: of the signals.
+        record: The run.
+        cap: Maximum number of new tokens it was allowed.
+        window: Window of the signals in tokens.
     """
     ids = record.tokens
     return Ending(
@@ -140,40 +140,40 @@ def ending(record: Continued, cap: int, window: int) -> Ending:
 
 @dataclass(frozen=True)
 class Group:
-    """All runs of one method on one set by one model; means unless said otherwise.
+    """All runs of one method on one set by one model; values are means unless stated otherwise.
 
     Attributes:
-        bench: the set.
-        model: name of the model.
-        method: name of the method.
-        temperature: of sampling; runs of several seeds are counted together.
-        runs: how many.
-        prompt_tokens: length of the prompts.
-        cr: compression ratio.
-        ttr: type-token ratio.
-        length: new tokens.
-        loop: share that the loop rule flags, `loop_low` to `loop_high` its 95 % interval (Wilson).
-        tail_loop: share that the rule without the length flags on the last window.
-        eos: share that ended by the end of sequence.
-        stopped: share that a stopper ended.
-        cap: share that reached the cap.
-        seq_rep_4: share of repeated 4-grams.
-        distinct_2: share of different 2-grams.
-        collapsed: share that collapsed for good.
-        collapse_point: median step of those; None: none did.
-        steps: where survival is read.
-        survival: share not collapsed by each of them.
-        cached_mean: tokens in the cache per layer and kv head, mean over steps.
-        cached_peak: the most there were, mean over runs.
-        interventions: a guard's interventions per run; None: no guard.
-        early: share of them before 400 of 2,500 tokens; None: there were none.
-        alarmed: runs that were cut, or that the monitor would have cut, and that went on.
-        alarm: median step of that.
-        perplexity: of the tokens after it, for the same model with a clean cache: exp of the mean over runs of `nll`.
-        fresh: share of new sentences after it, mean over runs.
-        reached: share of these runs that ended by the end of sequence.
-        counts: interventions of each run.
-        positions: steps of all interventions.
+        bench: Name of the set.
+        model: Name of the model.
+        method: Name of the method.
+        temperature: Sampling temperature; runs with different seeds are counted together.
+        runs: Number of runs.
+        prompt_tokens: Length of the prompts.
+        cr: Compression ratio.
+        ttr: Type-token ratio.
+        length: Number of new tokens.
+        loop: Share that the loop rule flags; `loop_low` to `loop_high` is its 95 % interval (Wilson).
+        tail_loop: Share that the rule without the length flags on the last window.
+        eos: Share that ended by the end of sequence.
+        stopped: Share that a stopper ended.
+        cap: Share that reached the maximum of new tokens.
+        seq_rep_4: Share of repeated 4-grams.
+        distinct_2: Share of distinct 2-grams.
+        collapsed: Share that collapsed permanently.
+        collapse_point: Median step of these collapses; None if no run collapsed.
+        steps: Steps at which survival is measured.
+        survival: Share not collapsed by each of these steps.
+        cached_mean: Tokens in the cache per layer and kv head, mean over steps.
+        cached_peak: Largest number of cached tokens, mean over runs.
+        interventions: A guard's interventions per run; None if there is no guard.
+        early: Share of interventions before 400 of 2,500 tokens; None if there were none.
+        alarmed: Number of runs that were cut, or that the monitor would have cut, and that continued.
+        alarm: Median step of the cut.
+        perplexity: Perplexity after the cut, for the same model with a clean cache: exp of the mean over runs of `nll`.
+        fresh: Share of new sentences after the cut, mean over runs.
+        reached: Share of these runs that ended by the end of sequence.
+        counts: Number of interventions in each run.
+        positions: Steps of all interventions.
     """
 
     bench: str
@@ -216,15 +216,15 @@ _WORD = re.compile(r"\w+")
 
 
 def fresh_sentences(before: str, after: str, *, whole: bool) -> float | None:
-    """Share of the sentences of a text that stand neither before it nor earlier in it; None: it has no whole sentence.
+    """Share of a text's sentences that occur neither before it nor earlier in it; None without a complete sentence.
 
-    A sentence ends at a full stop, a question mark, an exclamation mark or a line end. Two with the same words are the
-    same. The text begins in the middle of a sentence, which is not counted.
+    A sentence ends at a full stop, a question mark, an exclamation mark or a line end. Two sentences with the same
+    words are equal. The text begins in the middle of a sentence, which is not counted.
 
     Args:
-        before: what came before.
-        after: the text.
-        whole: it ended by itself, so that its last sentence is whole.
+        before: The preceding text.
+        after: The text.
+        whole: Whether the text ended by itself, so that its last sentence is complete.
     """
     known = {tuple(_WORD.findall(each.lower())) for each in _END.split(before)}
     fresh: list[bool] = []
@@ -238,22 +238,22 @@ def fresh_sentences(before: str, after: str, *, whole: bool) -> float | None:
 
 @dataclass(frozen=True)
 class Planted:
-    """The loop organism by one method: where its prompts say whether and where it loops.
+    """The loop organism with one method: its prompts state whether and where it loops.
 
-    A run loops if it reaches the cap and its last tokens are three copies of a cycle.
+    A run counts as a loop if it reaches the maximum of new tokens and its last tokens are three copies of a cycle.
 
     Attributes:
-        model: name of the model.
-        method: name of the method.
-        runs: prompts that loop with the full cache.
-        loop: share of them that loop, `loop_low` to `loop_high` its 95 % interval (Wilson).
-        eos: share of them that ended by the end of sequence.
-        period_2_16: looping runs of all runs whose cycle has so many tokens; further ones alike.
-        onset_0: the same, by new tokens before the cycle; further ones alike.
-        older: the same where older copies of the cycle stand at the beginning of the prompt.
-        honest: prompts that repeat honestly.
-        honest_cut: share of them that a guard cut or a stopper stopped.
-        honest_same: share of them whose output is that of the full cache; None: "full" was not run.
+        model: Name of the model.
+        method: Name of the method.
+        runs: Number of prompts that loop with the full cache.
+        loop: Share of these prompts that loop; `loop_low` to `loop_high` is its 95 % interval (Wilson).
+        eos: Share of these prompts that ended by the end of sequence.
+        period_2_16: Loops out of all runs whose cycle has 2 to 16 tokens; the following fields likewise.
+        onset_0: Loops out of all runs whose cycle begins after 0 new tokens; the following fields likewise.
+        older: The same for prompts that begin with older copies of the cycle.
+        honest: Number of prompts that repeat legitimately.
+        honest_cut: Share of these prompts that a guard cut or a stopper stopped.
+        honest_same: Share of these prompts whose output equals that of the full cache; None if "full" was not run.
     """
 
     model: str
@@ -283,14 +283,14 @@ def planted(
     prompts: Mapping[str, Mapping[str, Any]],
     full: Mapping[str, Sequence[int]],
 ) -> Planted:
-    """What one method made of the prompts of the loop organism.
+    """Results of one method on the prompts of the loop organism.
 
     Args:
-        model: name of the model.
-        method: name of the method.
-        records: its runs.
-        prompts: by id, with their truth.
-        full: tokens of the full cache by prompt.
+        model: Name of the model.
+        method: Name of the method.
+        records: Runs of the method.
+        prompts: Prompts by id, with their true loops.
+        full: Tokens of the full cache by prompt.
     """
     pairs = [(prompts[record.prompt], record) for record in records]
     looping = [(p, r.ended == "cap" and tail_period(r.tokens) is not None) for p, r in pairs if p.get("period")]
@@ -319,23 +319,23 @@ def planted(
 
 
 def survival_steps(cap: int) -> tuple[int, ...]:
-    """Steps at which survival is read."""
+    """Steps at which survival is measured."""
     return tuple(sorted({cap * i // SURVIVAL_POINTS for i in range(1, SURVIVAL_POINTS + 1)} - {0}))
 
 
 def group(
     bench: str, model: str, method: str, records: Sequence[Continued], *, cap: int, window: int, guarded: bool
 ) -> Group:
-    """The runs of one method on one set, added up.
+    """Summarize the runs of one method on one set.
 
     Args:
-        bench: the set.
-        model: name of the model.
-        method: name of the method.
-        records: its runs, at least one.
-        cap: new tokens they were allowed.
-        window: of the signals.
-        guarded: the method has a guard, so that no event means no intervention.
+        bench: Name of the set.
+        model: Name of the model.
+        method: Name of the method.
+        records: Runs of the method, at least one.
+        cap: Maximum number of new tokens they were allowed.
+        window: Window of the signals in tokens.
+        guarded: Whether the method has a guard, so that no event means no intervention.
     """
     runs = [ending(record, cap, window) for record in records]
     rate = wilson(sum(run.loop for run in runs), len(runs))
@@ -393,24 +393,24 @@ def _median(values: Sequence[int]) -> float | None:
 
 @dataclass(frozen=True)
 class Detection:
-    """A monitor alone, on outputs that nobody interfered with (method "full") and on honest texts.
+    """A monitor alone, on outputs without intervention (method "full") and on texts that repeat legitimately.
 
-    A run loops if the loop rule without the length flags its last window; the loop is established at its collapse
-    point, from which on the window's type-token ratio stays below 0.2 to the end. The lead is that step minus the step
-    of the first trigger: positive where the monitor is ahead.
+    A run loops if the loop rule without the length flags its last window. The loop is established at its collapse
+    point, from which the window's type-token ratio stays below 0.2 to the end. The lead is that step minus the step of
+    the first trigger; it is positive if the monitor is earlier.
 
     Attributes:
-        model: name of the model.
-        detector: variant of the monitor.
-        loops: runs that loop.
-        detected: share of them with a trigger.
-        step: median step of the first trigger; None: there was none.
-        lead: median lead, over runs that loop, collapse and are detected; None: there are none.
-        healthy: runs that neither loop nor collapse.
-        healthy_alarms: share of them with a trigger.
-        texts: honest texts.
-        text_alarms: share of them with a trigger.
-        alarmed: the honest texts with a trigger.
+        model: Name of the model.
+        detector: Variant of the monitor.
+        loops: Number of runs that loop.
+        detected: Share of these runs with a trigger.
+        step: Median step of the first trigger; None if there was none.
+        lead: Median lead, over runs that loop, collapse and are detected; None if there are none.
+        healthy: Number of runs that neither loop nor collapse.
+        healthy_alarms: Share of these runs with a trigger.
+        texts: Number of texts that repeat legitimately.
+        text_alarms: Share of these texts with a trigger.
+        alarmed: The texts with a trigger.
     """
 
     model: str
@@ -429,14 +429,14 @@ class Detection:
 def detection(
     model: str, detector: str, runs: Sequence[Continued], texts: Sequence[Continued], *, window: int
 ) -> Detection:
-    """How one variant of the monitor does.
+    """Evaluate one variant of the monitor.
 
     Args:
-        model: name of the model.
-        detector: the variant.
-        runs: outputs of method "full".
-        texts: honest texts, read by the model.
-        window: of the signals.
+        model: Name of the model.
+        detector: Variant of the monitor.
+        runs: Outputs of method "full".
+        texts: Texts that repeat legitimately, read by the model.
+        window: Window of the signals in tokens.
     """
     looping: list[tuple[int | None, int | None]] = []  # (first trigger, collapse point)
     healthy: list[int | None] = []

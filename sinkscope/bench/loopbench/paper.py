@@ -1,4 +1,4 @@
-"""The numbers of the paper's tables (Xu et al. 2026), to stand beside ours."""
+"""The numbers of the paper's tables (Xu et al. 2026), shown next to ours."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ TABLE3: dict[str, tuple[float, float, float | None]] = {  # loop rate, intervent
 
 
 def published_model(name: str) -> str | None:
-    """The paper's name of a model; None: it has no numbers of it."""
+    """The paper's name for a model; None if the paper has no numbers for it."""
     plain = "".join(c for c in name.lower() if c.isalnum())
     return next((m for m in MODELS if "".join(c for c in m.lower() if c.isalnum()) == plain), None)

@@ -1,9 +1,10 @@
-"""Prompts of LoopBench-DC, LoopBench-RI and 2WikiMultihopQA, texts that repeat honestly, the files of both, and how
-prompts are built from LongBench's files.
+"""Prompts of LoopBench-DC, LoopBench-RI and 2WikiMultihopQA, texts that repeat legitimately, the files of both, and
+building prompts from LongBench's files.
 
-Xu et al. 2026 (section 4.1, appendix C) give sources, sizes and mean lengths: 300 prompts of MultiNews with 3,853
-tokens and 200 of NarrativeQA with 5,376. They give neither the rule of truncation nor the tokenizer, and MultiNews has
-200 records in LongBench. Our rule is in `docs/loopbench/building.md`; the mean it reaches is reported beside theirs.
+Xu et al. 2026 (section 4.1, appendix C) give sources, sizes and mean lengths: 300 prompts from MultiNews with 3,853
+tokens and 200 from NarrativeQA with 5,376. They state neither the truncation rule nor the tokenizer, and MultiNews has
+200 records in LongBench. Our rule is in `docs/loopbench/building.md`; the mean length it reaches is reported next to
+theirs.
 """
 
 from __future__ import annotations
@@ -62,19 +63,19 @@ class BenchPrompt:
     """One prompt of a benchmark.
 
     Attributes:
-        id: unique in its set, such as "dc-0007".
-        bench: the set; "dc" is LoopBench-DC, "ri" is LoopBench-RI.
-        prompt: the whole text.
-        tokens: its length for the tokenizer it was built with, special tokens included.
-        source_id: `_id` of the record that it was made from.
-        seed: seed of its random choices; a record that is used again has the next one.
-        truncated: whether the record's text was cut to length.
-        answers: right answers ("2wiki" only).
-        period: tokens of the cycle that the full cache falls into ("organism" only); None: it falls into none.
-        onset: new tokens before that cycle ("organism" only).
+        id: Unique in its set, for example "dc-0007".
+        bench: Name of the set; "dc" is LoopBench-DC, "ri" is LoopBench-RI.
+        prompt: The complete text.
+        tokens: Length in tokens of the tokenizer it was built with, including special tokens.
+        source_id: `_id` of the record it was built from.
+        seed: Seed of its random choices; a record that is reused has the next seed.
+        truncated: Whether the record's text was cut to length.
+        answers: Correct answers ("2wiki" only).
+        period: Tokens of the cycle that the full cache falls into ("organism" only); None if there is no cycle.
+        onset: Number of new tokens before that cycle ("organism" only).
 
     Raises:
-        SinkscopeError: the prompt is empty, or one of "2wiki" has no answer.
+        SinkscopeError: The prompt is empty, or one of "2wiki" has no answer.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -97,20 +98,20 @@ class BenchPrompt:
             raise SinkscopeError("answers is missing or empty, expected at least one, or nothing can be scored")
 
     def to_json(self) -> str:
-        """One line of a file of prompts."""
+        """One line of a prompt file."""
         fields = {name: value for name, value in asdict(self).items() if value is not None and value != ()}
         return json.dumps(fields, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class Honest:
-    """A text that repeats honestly; the monitor reads it token by token and must stay silent.
+    """A text that repeats legitimately; the monitor reads it token by token and must not fire.
 
     Attributes:
-        id: its name, such as "table-csv".
-        kind: "table", "data", "code", "refrain", "list" or "log".
-        prompt: the text.
-        bench: what distinguishes it from a prompt.
+        id: Name of the text, such as "table-csv".
+        kind: Kind of text: "table", "data", "code", "refrain", "list" or "log".
+        prompt: The text.
+        bench: Marker that distinguishes it from a prompt.
     """
 
     id: str
@@ -120,9 +121,9 @@ class Honest:
 
 
 def honest_texts() -> list[Honest]:
-    """Texts in which form repeats and content does not: tables, data, code, refrains, lists and logs.
+    """Texts whose form repeats but whose content does not: tables, data, code, refrains, lists and logs.
 
-    A guard that fires on one of them is wrong. In order of their names, each of a few hundred words.
+    A guard must not fire on any of them. The texts are sorted by name; each has a few hundred words.
     """
     return read_records(DATA / "honest.jsonl", Honest, "the file that ships", key="id")
 
@@ -131,11 +132,11 @@ def load_prompts(name_or_path: str | os.PathLike[str] = "small") -> list[BenchPr
     """Read a set of prompts.
 
     Args:
-        name_or_path: a set that ships ("small", of which "small-dc" and "small-ri" are the halves, "stories", or
-            "organism", for the model of that name), or a file that `sinkscope loopbench build` wrote.
+        name_or_path: A bundled set ("small", which consists of "small-dc" and "small-ri"; "stories"; or "organism", for
+            the model of that name), or a file that `sinkscope loopbench build` wrote.
 
     Raises:
-        SinkscopeError: no such file, or a damaged one; the message has the line.
+        SinkscopeError: The file is missing or damaged; the message names the line.
     """
     names = SHIPPED.get(os.fspath(name_or_path))
     paths = [DATA / name for name in names] if names else [Path(name_or_path)]
@@ -210,7 +211,7 @@ _NAME = re.compile(r"(?<![.!?…\"“”'’:\n]\s)(?<!^)\b[A-Z][a-z]{2,}\b")
 
 
 def dc_prompt(context: str) -> str:
-    """Instruction, schema and type set, then the dirty context."""
+    """Instruction, schema and type set, followed by the noisy context."""
     return f"{DC_HEAD}{context}{DC_TAIL}"
 
 
@@ -225,12 +226,12 @@ def wiki2_prompt(passages: str, question: str) -> str:
 
 
 def dirty(text: str, rng: random.Random, share: float = 0.5) -> str:
-    """One paragraph with repeated spans: copies of one to four sentences appear later in the text.
+    """One paragraph with repeated spans: copies of one to four sentences reappear later in the text.
 
     Args:
-        text: any text.
-        rng: chooses what is repeated and where.
-        share: repeated words as a fraction of the words of the text.
+        text: Any text.
+        rng: Chooses what is repeated and where.
+        share: Number of repeated words as a fraction of the words of the text.
     """
     runs = [part.split() for part in _SENTENCE.split(text)]
     sentences = [" ".join(run[i : i + _LONGEST]) for run in runs for i in range(0, len(run), _LONGEST)]
@@ -248,7 +249,7 @@ def dirty(text: str, rng: random.Random, share: float = 0.5) -> str:
 
 
 def seed_history(narrative: str, rng: random.Random) -> str:
-    """One or two completed iterations (draft and self-correction), then the header of the next draft."""
+    """One or two completed iterations (draft and self-correction), followed by the header of the next draft."""
     counts = Counter(name for name in _NAME.findall(narrative) if name not in _NO_NAMES)
     names = [name for name, n in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if n > 1][:6]
     who, other = rng.sample(names, 2) if len(names) > 1 else (*names, "the narrator", "the other one")[:2]
@@ -297,22 +298,22 @@ def build_prompts(
     seed: Count = 0,
     progress: Hidden = None,
 ) -> None:
-    """Make prompts of LoopBench from LongBench's files, with the mean length reached beside the paper's.
+    """Build LoopBench prompts from LongBench's files and report the mean length next to the paper's.
 
     Args:
         bench: LoopBench-DC, LoopBench-RI or 2WikiMultihopQA.
         source: LongBench's .jsonl file, its folder or data.zip, or hub.
-        out: Where the prompts are written, as JSON lines.
+        out: File for the prompts, as JSON lines.
         model: Count tokens with the tokenizer of this model.
         revision: Branch, tag or commit on the hub.
         tokenizer: Count tokens with this tokenizer, instead of --model.
         count: Number of prompts. By default the paper's: 300 of dc, 200 of ri.
-        target_tokens: Mean length; for 2wiki the longest. By default the paper's: 3853 for dc, 5376 for ri.
-        repo: Dataset, with --source hub. By default zai-org/LongBench.
-        file: File in it. By default data.zip.
-        force: Replace --out if it is there.
+        target_tokens: Mean length; for 2wiki the maximum length. By default the paper's: 3853 for dc, 5376 for ri.
+        repo: Dataset for --source hub. By default zai-org/LongBench.
+        file: File in that dataset. By default data.zip.
+        force: Replace --out if it exists.
         seed: Seed of every random choice.
-        progress: Called with a stage, what is done and how much there is.
+        progress: Called with a stage, the amount done and the total.
 
     Example:
         sinkscope loopbench build --bench dc --source hub --out dc.jsonl
@@ -346,22 +347,22 @@ def build(
     target_tokens: int | None = None,
     progress: Progress | None = None,
 ) -> BuiltSet[BenchPrompt]:
-    """Make the prompts of a benchmark; the same arguments give the same prompts.
+    """Build the prompts of a benchmark; the same arguments give the same prompts.
 
     Args:
         bench: "dc", "ri" or "2wiki".
-        source: records, see `read_longbench`.
-        tokenizer: counts lengths as it encodes by default, with BOS if it adds one.
-        tokenizer_name: for the manifest.
-        count: number of prompts; by default the paper's (300, 200), for "2wiki" one for each record. When the records
-            run out, another pass begins in a new order with the next seed.
-        seed: seed of the record order, the repeated spans and the seed history.
-        target_tokens: mean length to reach by cutting the longest prompts; by default the paper's. For "2wiki" it is
-            the largest length, and passages are cut in their middle as LongBench does; by default none is cut.
-        progress: called with a stage, what is done and how much there is.
+        source: Records, see `read_longbench`.
+        tokenizer: Measures lengths with its default encoding, including BOS if it adds one.
+        tokenizer_name: Name of the tokenizer for the manifest.
+        count: Number of prompts; by default the paper's (300, 200), for "2wiki" one per record. When the records run
+            out, another pass begins in a new order with the next seed.
+        seed: Seed of the record order, the repeated spans and the seed history.
+        target_tokens: Mean length to reach by cutting the longest prompts; by default the paper's. For "2wiki" it is
+            the maximum length, and passages are cut in the middle as in LongBench; by default none is cut.
+        progress: Called with a stage, the amount done and the total.
 
     Raises:
-        SinkscopeError: the count or the length is impossible, or "2wiki" has fewer records than prompts.
+        SinkscopeError: The count or the length is impossible, or "2wiki" has fewer records than prompts.
     """
     wanted = count if count is not None else PAPER_COUNTS.get(bench, len(source.records))
     check_whole(count=wanted)

@@ -1,4 +1,4 @@
-"""Model x method x prompt x temperature: batched, and resumed after a kill at any point with the same table."""
+"""Model x method x prompt x temperature: batched, and resumable after a kill at any point with the same table."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ class _Sampled(Batch):
 
     @property
     def size(self) -> int:
-        """New tokens."""
+        """Number of new tokens."""
         return len(self.rows) * self.new
 
     @property
     def keys(self) -> tuple[tuple[Any, ...], ...]:
-        """Keys of the records that it makes."""
+        """Keys of the records that the batch produces."""
         return tuple((*key, self.temperature, self.seed) for key in super().keys)
 
 
@@ -95,26 +95,26 @@ def loopbench_run(
     ray: Annotated[str | None, Option(metavar="ADDRESS")] = None,
     progress: Hidden = None,
 ) -> LoopBench:
-    """Continue every prompt by every method; after a kill the same command goes on where it was.
+    """Continue every prompt with every method. After an interruption, the same command resumes.
 
     Args:
-        out: Where the runs are kept. If the folder holds a part of this run, the run continues.
-        model: A short name, hub id, folder or .gguf file. By default the model in the package.
+        out: Folder for the runs. If it holds part of this run, the run continues.
+        model: A short name, hub id, folder or .gguf file. By default the bundled model.
         revision: Branch, tag or commit on the hub.
         backend: Load the model as this kind of object.
         device: cpu, cuda, cuda:1 or mps. By default the first CUDA device, else the CPU.
         dtype: float32, bfloat16 or float16. By default the checkpoint's.
         bench: small, stories, honest, organism (with the model of that name), or a file of prompts.
-        methods: Names with commas between, each with settings if wanted (snapkv:window=32), or package.module:Class.
-            An unknown name lists all.
-        max_new_tokens: Longest answer. By default 2500; 1400 for organism, 32 for 2wiki.
+        methods: Names separated by commas, each with optional settings (snapkv:window=32), or package.module:Class. An
+            unknown name lists all.
+        max_new_tokens: Maximum length of an answer. By default 2500; 1400 for organism, 32 for 2wiki.
         budget: Cached tokens, or a fraction of the prompt such as 0.5.
-        window: Tokens W over which signals are taken.
-        batch_size: Prompts that run together.
+        window: Number of tokens W over which signals are computed.
+        batch_size: Number of prompts that run together.
         temperature: Sampling temperature; 0 is greedy.
         seed: Seed of every random choice.
-        seeds: Samples of each prompt at each temperature above 0, with this many seeds from --seed on.
-        workers: Processes that share the work; more than one run over Ray.
+        seeds: Number of samples per prompt at each temperature above 0, with consecutive seeds from --seed on.
+        workers: Number of processes that share the work; more than one run over Ray.
         ray: Address of a Ray cluster, for several machines. By default workers run on this machine.
         progress: Called as `progress(what, done, total)`.
 
@@ -171,37 +171,38 @@ def run_loopbench(
     ray: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Continue every prompt by every method; what is in `out` already is not done again.
+    """Continue every prompt with every method; records already in `out` are not computed again.
 
-    Prompts are cut into batches in the order they come in, padded on the left, and a batch that was not finished is
-    run again whole: whatever was killed, each prompt meets the same neighbours, and the records are the same. With
-    another batch size they are the same but for rounding: matrices of another shape are summed in another order, which
-    may turn a tie between two tokens (float32: of about 1e-6 of a logit, in bfloat16 ties are common).
+    Prompts are grouped into batches in their given order and padded on the left. An unfinished batch is rerun as a
+    whole, so after an interruption each prompt has the same neighbours and the same records. Other batch sizes give the
+    same records up to rounding: matrices of another shape are summed in another order, which may break a tie between
+    two tokens differently (float32: within about 1e-6 of a logit; in bfloat16 ties are common).
 
     Args:
         model: Hugging Face, TransformerBridge, nnsight (dispatched) or `Target`, whole in memory; or `NamedModel`.
-        prompts: see `load_prompts`; and `honest_texts`, which are read instead of continued, once, by no method.
-        methods: names, see `METHODS`, with settings if wanted ("snapkv:window=32"); or "package.module:Class".
-        out: folder; settings, prompts and records are kept there.
-        tokenizer: where the model carries none.
-        max_new_tokens: cap; by default 2,500, and 32 where all prompts are of 2WikiMultihopQA.
-        budget: of cached tokens, a whole number, or a share of the prompt.
-        batch_size: prompts that run together.
-        window: tokens W over which signals are taken.
-        every: new tokens between two entries of the recorded signals.
-        temperatures: of sampling; 0 is greedy.
-        seed: of sampling; each prompt has random numbers of its own, which are the same for all methods.
-        seeds: samples of each prompt at each temperature above 0, with this seed and the next ones.
-        workers: processes; more than one run over Ray.
-        ray: address of a Ray cluster; None: this machine, or what `RAY_ADDRESS` names.
-        progress: called as `progress("new tokens", done, total)`; a row that ends early counts as done to the cap.
+        prompts: See `load_prompts`; also `honest_texts`, which are read once without a method instead of being
+            continued.
+        methods: Names in `METHODS`, with optional settings ("snapkv:window=32"), or "package.module:Class".
+        out: Folder in which settings, prompts and records are kept.
+        tokenizer: Tokenizer for a model that carries none.
+        max_new_tokens: Maximum number of new tokens; by default 2,500, and 32 if all prompts are of 2WikiMultihopQA.
+        budget: Cached tokens as a whole number, or a share of the prompt.
+        batch_size: Number of prompts that run together.
+        window: Number of tokens W over which signals are computed.
+        every: New tokens between two entries of the recorded signals.
+        temperatures: Sampling temperatures; 0 is greedy.
+        seed: Seed of the sampling; each prompt has its own random numbers, which are the same for all methods.
+        seeds: Number of samples per prompt at each temperature above 0, with consecutive seeds.
+        workers: Number of processes; more than one run over Ray.
+        ray: Address of a Ray cluster; None uses the address in `RAY_ADDRESS`, or this machine.
+        progress: Called as `progress("new tokens", done, total)`; a row that ends early counts as fully done.
 
     Returns:
         `out`.
 
     Raises:
-        SinkscopeError: an unknown method, a window above the cap, a prompt that does not fit, bad numbers, a folder
-            that was begun with other settings or is being written.
+        SinkscopeError: A method is unknown, the window exceeds the maximum of new tokens, a prompt does not fit, a
+            number is invalid, or the folder was begun with other settings or is being written.
     """
     check_workers(workers, ray)
     chosen = check_methods(methods)
@@ -244,10 +245,10 @@ def run_loopbench(
 
 
 def check_window(window: int, new: int, named: str, cap: str) -> None:
-    """Refuse a window that would never be full.
+    """Reject a window that would never be full.
 
     Raises:
-        SinkscopeError: it is above the cap.
+        SinkscopeError: The window exceeds the maximum of new tokens.
     """
     if window > new:
         raise SinkscopeError(
@@ -379,12 +380,12 @@ def _signals(new: list[int], top1: list[float], plan: _Plan) -> dict[str, list[A
 
 
 def detected(new: Sequence[int], top1: Sequence[float], window: int) -> dict[str, int | None]:
-    """Step at which each variant of the monitor fires first on an output.
+    """Step at which each variant of the monitor first fires on an output.
 
     Args:
-        new: its tokens.
-        top1: for each of them the probability of the likeliest token there.
-        window: W.
+        new: Tokens of the output.
+        top1: Probability of the top prediction, for each token.
+        window: Window W in tokens.
     """
     return {name: _fires(name, new, top1, window) for name in DETECTORS}
 

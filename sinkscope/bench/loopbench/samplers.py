@@ -1,7 +1,7 @@
-"""What a practitioner would try against loops at the sampler, row by row, so that padding and neighbours play no part.
+"""Common remedies for loops in the sampler, applied row by row so that padding and other rows have no influence.
 
-The stock processors of transformers also see the padding on the left of a short row, and its sampling draws one random
-number for all rows: both make what a prompt becomes depend on the batch it is in.
+The stock processors of transformers also see the left padding of a short row, and its sampling draws one random number
+for all rows: in both cases a prompt's output depends on the batch it is in.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BREAKERS = ("\n", ":", '"', "*")  # where DRY takes up its matching anew; the pu
 
 @dataclass(frozen=True)
 class WatchedRows:
-    """What a stopper may know of the rows it watches: columns of the prompts, ids that end a row, and W."""
+    """What a stopper may read: the width of the prompts, the ids that end a row, and W."""
 
     width: int
     ends: tuple[int, ...]
@@ -56,7 +56,7 @@ PATTERNS: dict[str, dict[str, int]] = {
 
 
 def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
-    """Logits processors that look on, and what stops rows: at a pattern, or where `LoopGuard()` would prune."""
+    """Observing logits processors, and the criterion that stops rows: a pattern, or where `LoopGuard()` would prune."""
     if name in PATTERNS:
         return [], PatternStop(rows.width, **PATTERNS[name])
     settings = MonitorSettings(window=rows.window, relapse=rows.window)
@@ -65,12 +65,12 @@ def stopper(name: str, rows: WatchedRows) -> tuple[list[Any], StoppingCriteria]:
 
 
 class PerRow(LogitsProcessor):
-    """Each row through its own processor, without its padding.
+    """Applies a separate processor to each row, without its padding.
 
     Args:
-        rows: a processor per row.
-        prompts: prompt tokens per row, padding not counted.
-        width: columns of the padded prompts.
+        rows: One processor per row.
+        prompts: Number of prompt tokens per row, not counting padding.
+        width: Width of the padded prompts.
     """
 
     def __init__(self, rows: Sequence[RowProcessor], prompts: Sequence[int], width: int) -> None:
@@ -89,10 +89,10 @@ class PerRow(LogitsProcessor):
 
 
 class StopRows(StoppingCriteria):
-    """A stopping criterion, and when it stopped which row.
+    """A stopping criterion that records when it stopped each row.
 
     Attributes:
-        at: per row the number of new tokens at which it was stopped first; None: it was not.
+        at: Number of new tokens at which each row was first stopped; None if it was not stopped.
     """
 
     def __init__(self, inner: StoppingCriteria, rows: int, width: int) -> None:
@@ -109,7 +109,7 @@ class StopRows(StoppingCriteria):
 
 
 class PatternStop(StoppingCriteria):
-    """Stops rows whose new tokens end in a pattern that came several times (see `repeats_pattern`)."""
+    """Stops rows whose new tokens end in a repeated pattern (see `repeats_pattern`)."""
 
     def __init__(self, width: int, **pattern: int) -> None:
         self._width, self._pattern = width, pattern
@@ -121,12 +121,12 @@ class PatternStop(StoppingCriteria):
 
 
 def stock(processor: LogitsProcessor) -> RowProcessor:
-    """A processor of transformers for one row."""
+    """A transformers processor for one row."""
     return lambda ids, scores, _: processor(ids[None].long(), scores[None])[0]  # pyright: ignore[reportArgumentType]
 
 
 def presence(penalty: float) -> RowProcessor:
-    """Take `penalty` from the logit of every token that was generated already, however often (OpenAI's API; vLLM)."""
+    """Subtract `penalty` from the logit of every token generated so far, regardless of count (OpenAI's API; vLLM)."""
 
     def process(ids: Tensor, scores: Tensor, prompt: int) -> Tensor:
         scores = scores.clone()
@@ -139,10 +139,10 @@ def presence(penalty: float) -> RowProcessor:
 def dry(multiplier: float, base: float, allowed: int, breakers: Sequence[int] = (), longest: int = 50) -> RowProcessor:
     """DRY ("don't repeat yourself"), as published for text-generation-webui.
 
-    A token that would prolong a repetition of n >= `allowed` tokens loses `multiplier * base ** (n - allowed)`: n is
-    the length of the longest end of the text that is somewhere before followed by that token. Prompt and answer both
-    count. `breakers` are token ids that no match reaches over and that are never penalised; matches longer than
-    `longest` count as that long.
+    A token that would extend a repetition of n >= `allowed` tokens loses `multiplier * base ** (n - allowed)`, where n
+    is the length of the longest suffix of the text that occurred earlier followed by that token. Prompt and answer both
+    count. `breakers` are token ids that no match spans and that are never penalised; matches longer than `longest`
+    count as `longest`.
     """
     stop = torch.tensor(list(breakers), dtype=torch.long)
 
@@ -176,15 +176,15 @@ def _suffix_matches(ids: Int[Tensor, " pos"], barrier: Bool[Tensor, " pos"], lon
 
 
 def dry_breakers(tokenizer: Any, breakers: Sequence[str] = BREAKERS) -> list[int]:
-    """Ids of the strings that break DRY's matches: the last token of "a" followed by each, as published."""
+    """Ids of the strings that break DRY's matches: the last token of "a" followed by each string, as published."""
     return sorted({int(tokenizer(f"a{text}", add_special_tokens=False)["input_ids"][-1]) for text in breakers})
 
 
 def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
-    """Sampling at a temperature, its random numbers drawn from `seed` and the prompt's id alone.
+    """Sampling at a temperature, with random numbers that depend only on `seed` and the prompt's id.
 
-    Logits over the temperature get Gumbel noise, and the likeliest token of that is a sample of the softmax, so that
-    greedy decoding of what this returns samples; only where the noise is, is no logit touched by another row.
+    Gumbel noise is added to logits divided by the temperature, and the argmax of the sum is a sample from the softmax.
+    Greedy decoding of the returned logits therefore samples, and no row's logits depend on another row.
     """
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{prompt}".encode()).digest()[:7]))
 
@@ -198,7 +198,7 @@ def sampled(temperature: float, seed: int, prompt: str) -> RowProcessor:
 def repeats_pattern(
     new: Sequence[int], *, shortest: int = 1, longest: int = 64, times: int = 4, tokens: int = 64
 ) -> bool:
-    """Whether the text ends in a pattern of `shortest` to `longest` tokens, `times` times and with so many `tokens`."""
+    """Whether the text ends in at least `times` copies of a pattern (`shortest` to `longest`) and `tokens` tokens."""
     for period in range(shortest, longest + 1):
         span = max(times * period, tokens)
         if span > len(new):

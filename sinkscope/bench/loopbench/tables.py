@@ -1,4 +1,4 @@
-"""The paper's Tables 1 to 3 with its numbers beside ours, and what the paper has no table of."""
+"""The paper's Tables 1 to 3 with its numbers next to ours, and tables that the paper does not have."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ NOT_RUN = "not run"
 
 @dataclass(frozen=True)
 class Answers:
-    """2WikiMultihopQA by one method.
+    """2WikiMultihopQA answered by one method.
 
     Attributes:
-        model: name of the model.
-        method: name of the method.
-        questions: how many.
-        f1: mean F1 in per cent, as LongBench scores it.
-        same: share of answers that equal those of "full" token for token; None: "full" was not run.
-        cached_mean: tokens in the cache, mean over steps, layers and kv heads.
-        length: new tokens.
+        model: Name of the model.
+        method: Name of the method.
+        questions: Number of questions.
+        f1: Mean F1 in per cent, as LongBench scores it.
+        same: Share of answers that equal those of "full" token for token; None if "full" was not run.
+        cached_mean: Tokens in the cache, mean over steps, layers and kv heads.
+        length: Number of new tokens.
     """
 
     model: str
@@ -65,13 +65,13 @@ class Answers:
 
     @property
     def runs(self) -> int:
-        """The same as of a group."""
+        """Number of questions, under the name that groups use."""
         return self.questions
 
 
 @dataclass(frozen=True)
 class PrintedTable:
-    """A table as it is printed; in `rows` every row has the same keys."""
+    """A printed table; all rows in `rows` have the same keys."""
 
     title: str
     note: str
@@ -80,15 +80,15 @@ class PrintedTable:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopBench(Result):
-    """Runs of LoopBench, added up.
+    """Summarized runs of LoopBench.
 
     Attributes:
-        tables: as printed, the paper's numbers beside ours.
-        groups: per set, model, method and temperature.
-        ablation: greedy runs with both of the paper's sets joined.
-        planted: the loop organism.
-        answers: 2WikiMultihopQA.
-        detections: monitors alone.
+        tables: Printed tables with the paper's numbers next to ours.
+        groups: Results per set, model, method and temperature.
+        ablation: Greedy runs with both of the paper's sets combined.
+        planted: Results for the loop organism.
+        answers: Results for 2WikiMultihopQA.
+        detections: Results for monitors alone.
     """
 
     kind: ClassVar[str] = "loopbench"
@@ -116,7 +116,7 @@ class LoopBench(Result):
     detections: tuple[Detection, ...]
 
     def conclusion(self) -> str:
-        """What the best method did, beside the full cache."""
+        """The result of the best method, compared with the full cache."""
         runs = self.ablation or [g for g in self.groups if not g.temperature] or self.groups
         runs = [g for g in runs if (g.bench, g.temperature) == (runs[0].bench, runs[0].temperature)]
         names = dict.fromkeys(g.bench for g in self.groups for one in runs[:1] if g.bench in one.bench.split("+"))
@@ -155,7 +155,7 @@ class LoopBench(Result):
         return "Nothing was run, so the tables hold the paper's numbers alone."
 
     def details(self) -> list[str]:
-        """Loop rates in a line per set and model, F1 per model, and false alarms of the whole monitor."""
+        """Loop rates, one line per set and model; F1 per model; and false alarms of the complete monitor."""
         lines = [
             f"{TITLES[bench]}, {model}: loop rate "
             + ", ".join(
@@ -183,18 +183,18 @@ class LoopBench(Result):
         ]
 
     def grids(self) -> list[Grid]:
-        """One table each, as printed."""
+        """One grid per printed table."""
         shown = [(table, *strings(table.rows, self.percent)) for table in self.tables]
         return [Grid(head, cells, table.title, table.note, self.columns) for table, head, cells in shown]
 
 
 def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callable[[Any], str]) -> str:
-    """The best method of one model, beside the full cache.
+    """Compare the best method of one model with the full cache.
 
     Args:
-        found: of one set, by model and method; at least one.
-        loss: of a method; less is better.
-        said: what it did, as the end of a sentence.
+        found: Results on one set, by model and method; at least one.
+        loss: Value of a method to minimize.
+        said: Describes a method's result, as the end of a sentence.
     """
     mine = [one for one in found if one.model == found[0].model]
     full = next((one for one in mine if one.method == "full"), None)
@@ -205,7 +205,7 @@ def _beside_full(found: Sequence[Any], loss: Callable[[Any], Any], said: Callabl
 
 
 def title(bench: str) -> str:
-    """How a set is called."""
+    """Display name of a set."""
     return next((name for key, name in TITLES.items() if key == bench), bench)
 
 
@@ -215,13 +215,13 @@ _Parts = dict[tuple[str, str, str, float], tuple[Contents[Continued], list[Conti
 
 @command(group="Loops", command="loopbench table")
 def tabulate(folders: Annotated[Sequence[str | Path], Option(argument=True, metavar="DIR...")] = ()) -> LoopBench:
-    """Show the paper's Tables 1 to 3 with our numbers beside its own, and further tables that the paper lacks.
+    """Show the paper's Tables 1 to 3 with our numbers next to its own, and additional tables.
 
     Args:
         folders: Folders of runs.
 
     Raises:
-        SinkscopeError: a folder is not of a run, or two hold the same method on the same set by the same model.
+        SinkscopeError: A folder is not of a run, or two hold the same method on the same set by the same model.
 
     Example:
         sinkscope loopbench table runs --html table.html
@@ -447,14 +447,14 @@ SHOWN = 1200  # characters of an output in a terminal: its first and last half
 
 @dataclass(frozen=True)
 class Written(Ending):
-    """What one method wrote.
+    """The output of one method.
 
     Attributes:
-        method: name of the method, with temperature and seed where it was sampled.
-        text: what was written.
-        ended: by the end of sequence, a stopper, or the cap.
-        steps: where `window_ttr` was taken.
-        window_ttr: type-token ratio of the last window.
+        method: Name of the method, with temperature and seed if it was sampled.
+        text: The generated text.
+        ended: Why it ended: by the end of sequence, a stopper, or the maximum of new tokens.
+        steps: Steps at which `window_ttr` was measured.
+        window_ttr: Type-token ratio of the last window.
     """
 
     method: str
@@ -469,10 +469,10 @@ class Shown(Result):
     """One prompt of a run.
 
     Attributes:
-        prompt: its id.
-        bench: its set.
-        prompt_text: the prompt.
-        outputs: of each method.
+        prompt: Id of the prompt.
+        bench: Name of its set.
+        prompt_text: Text of the prompt.
+        outputs: Output of each method.
     """
 
     page: ClassVar[str] = "loopbench/running"
@@ -485,12 +485,12 @@ class Shown(Result):
     outputs: tuple[Written, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row per method, without the texts."""
+        """One row per method, without the texts."""
         names = ("method", "ended", "length", "ttr", "cr", "loop", "tail_loop", "collapse")
         return [{n: getattr(o, n) for n in names} | {"interventions": len(o.interventions)} for o in self.outputs]
 
     def conclusion(self) -> str:
-        """Which outputs loop, beside that of the full cache."""
+        """Which outputs loop, compared with that of the full cache."""
         ends = {
             o.method: "loops" if o.loop else "ends in a loop" if o.tail_loop else "does not loop" for o in self.outputs
         }
@@ -505,7 +505,7 @@ class Shown(Result):
         return [f"The prompt ends {''.join(last)[-100:]!r}."]
 
     def text(self, width: int | None = WIDTH) -> str:
-        """The outputs below each other, and the numbers."""
+        """The outputs one below the other, and the numbers."""
         parts = [f"--- {o.method} ({_ending(o)})\n{_middle_out(visible(o.text))}" for o in self.outputs]
         return "\n\n".join([super().text(width), *parts])
 
@@ -522,7 +522,7 @@ class Shown(Result):
         return Group(super().table(), grid)
 
     def to_html(self) -> str:
-        """Prompt and outputs whole, side by side, everything escaped."""
+        """The complete prompt and outputs side by side, with everything escaped."""
         columns = "".join(
             f'<td style="vertical-align:top;text-align:left;min-width:22em"><b>{html.escape(o.method)}</b> '
             f"({html.escape(_ending(o))})<pre>{html.escape(visible(o.text))}</pre></td>"
@@ -555,15 +555,15 @@ def show(
     *,
     methods: Annotated[Sequence[str] | None, Option("--methods", reads="commas")] = None,
 ) -> Shown:
-    """Show what each method made of one prompt, side by side; the HTML holds the whole texts.
+    """Show the outputs of all methods for one prompt side by side; the HTML holds the complete texts.
 
     Args:
         run: Folder of a run.
-        prompt: Which prompt; numbers begin at 0.
-        methods: Names with commas between. By default all that were run.
+        prompt: Id or number of the prompt; numbers begin at 0.
+        methods: Names separated by commas. By default all that were run.
 
     Raises:
-        SinkscopeError: no such prompt, a method that is unknown or was not run.
+        SinkscopeError: The prompt does not exist, or a method is unknown or was not run.
 
     Example:
         sinkscope loopbench show runs --prompt story-1 --methods full,loopguard
