@@ -48,8 +48,8 @@ class Event:
 class Run:
     """Interventions active on one model, from entry to exit. All state lives here, none on the intervention objects.
 
-    A run acts on forward calls of the thread that entered it, and on those of threads that have not entered a run on the
-    same model themselves. Generating in a worker thread, as for streaming, therefore works unchanged, and two threads
+    A run acts on forward calls of the thread that entered it, and of threads that have not entered a run on the same
+    model themselves. Generating in a worker thread, as for streaming, therefore works unchanged, and two threads
     with one run each do not disturb each other.
     """
 
@@ -69,7 +69,7 @@ class Run:
         self.session: Any = None  # of the cache, once a policy or an observer of attention is entered (kv.session)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be copied or pickled: a copied model would stay edited by this run, and a pickled one be unreadable."""
+        """Refuse copying and pickling: a copied model would stay edited by this run, a pickled one be unreadable."""
         raise SinkscopeError(
             "a model cannot be copied or pickled while interventions act on it: leave the `with` first, or copy before"
         )
@@ -92,8 +92,8 @@ class Run:
     def events(self) -> list[Event]:
         """Events so far, in order. Reading them waits for the device once.
 
-        An edit is logged if it moves a neuron by more than a tenth of that neuron's value at the row's first token. Rows
-        of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
+        An edit is logged if it moves a neuron by more than a tenth of that neuron's value at the row's first token. 
+        Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
         """
         with self._lock:
             self._drain()
@@ -244,7 +244,7 @@ class Intervention(ABC):
         )
 
     def prepared(self, target: Target) -> Intervention:
-        """What is entered on this model: the intervention itself, or a copy completed by measurements on the unedited model."""
+        """What is entered on this model: itself, or a copy completed by measurements on the unedited model."""
         return self
 
     def told(self, run: Run) -> str:
@@ -280,7 +280,7 @@ class Intervention(ABC):
 
         Raises:
             SinkscopeError: The model has no such layer or neuron.
-            UnsupportedError: The model cannot be edited this way (compiled, or no such site); the message says what can.
+            UnsupportedError: The model cannot be edited this way (compiled; no such site); the message says what can.
         """
         return self._entered(Target.of(model))
 
@@ -303,7 +303,7 @@ class Intervention(ABC):
         new prompt.
 
         Raises:
-            UnsupportedError: The model is not a bridge, or has no hook point for this edit (experts); `.on(bridge)` works.
+            UnsupportedError: This is no bridge, or has no hook point for this edit (experts); `.on(bridge)` works.
         """
         target = Target.of(bridge)
         if target.kind != "bridge":

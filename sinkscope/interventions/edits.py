@@ -228,7 +228,7 @@ class NeuronEdit(Intervention):
         return hooks
 
     def _editor(self, run: Run, key: int, group: NeuronGroup) -> Edit:
-        """Function from values of any shape (..., neuron) to new ones; it returns None if the run does not act on this call."""
+        """Function from values `[... neuron]` to new ones; it returns None if the run does not act on this call."""
 
         def edit(flat: Tensor) -> Tensor | None:
             call = run.call

@@ -452,7 +452,7 @@ class LoopServe(Intervention):
     Every prompt logs an event of kind "prefill" per row and layer. Its `data` has "keys", "queries" and either "dense"
     (the reason why the model's own attention read it) or "cells" and "computed" (shares of the causal cells, mean over
     heads), "attended" (like "cells", but counting dense heads as 1), "dense_heads" (number of heads for which computing
-    everything is faster) and "kernel" (what computed the others). It also reports what was lost: "recovered", the share of
+    everything is faster) and "kernel" (what computed the others). It also has what was lost: "recovered", the share of
     the attention weight that each head's lines hold for 16 queries that were not sampled (1 for dense heads), and
     "last_error", the error of the layer's attention output at the last query, as a share of its norm (0 with
     `dense_rows`). If the mean of "recovered" over a run is below alpha, a warning says so at the end.
@@ -489,7 +489,7 @@ class LoopServe(Intervention):
             (`select_lines`). 0 in the paper: the key that one mid-prompt query searches for is then lost.
 
     Raises:
-        SinkscopeError: alpha is outside (0, 1], an interval or sample is below 1, or a setting of the policy is invalid.
+        SinkscopeError: alpha is outside (0, 1], an interval or sample is below 1, or a policy setting is wrong.
         UnsupportedError: Prompts are sparse and the model is a TransformerBridge, which computes attention itself.
 
     Example:
