@@ -21,9 +21,9 @@ from sinkscope.interventions.positions import Call, Memory
 class SinkDetector(NeuronEdit):
     """Raises an alarm at repeated tokens and cluster attacks; it changes nothing in the model.
 
-    A position's score is the value of the sink neurons divided by `levels`, averaged over the neurons: 1 at a sink, near
-    0 at ordinary tokens. The rule holds at a position other than 0 if at least `hits` of the last `window` positions
-    score `threshold` or more. Each time it begins to hold, `run.events` gets an event of kind "alarm" with the position
+    A position's score is the value of each sink neuron divided by its level, averaged over the neurons: 1 at a sink,
+    near 0 at ordinary tokens. The rule holds at a position other than 0 if at least `hits` of the last `window`
+    positions score `threshold` or more. Each time it begins to hold, `run.events` gets an event of kind "alarm" with the position
     and the score. Only the last `window` answers of a row are stored, however long it grows.
 
     Attributes:

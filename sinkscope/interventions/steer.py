@@ -109,7 +109,7 @@ class Add(Intervention):
         return found
 
     def _editor(self, run: Run, site: Site) -> Callable[[Tensor], Tensor | None]:
-        """Function from hidden states `[... d_model]` to new ones; it returns None if the run does not act on this call."""
+        """Function from hidden states to new ones; it returns None if the run does not act on this call."""
         added = self.scale * self.vector
 
         def edit(hidden: Tensor) -> Tensor | None:

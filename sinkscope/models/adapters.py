@@ -13,7 +13,7 @@ from sinkscope.errors import SinkscopeError, UnsupportedError
 
 @dataclass(frozen=True)
 class Adapter:
-    """Module paths of one architecture; those marked (layer) are relative to a decoder layer, and "" is the layer itself."""
+    """Module paths of one architecture; those marked (layer) are relative to a decoder layer ("": the layer)."""
 
     model_type: str
     base: str = "model"  # the module that maps ids to the last hidden state
