@@ -38,7 +38,7 @@ class Generated:
         prompt: The prompt as given, or its text if ids were given.
         text: The new text, without the prompt.
         tokens: Ids of the new tokens, including the end-of-sequence token if the model produced it.
-        prompt_tokens: length of the prompt, BOS included.
+        prompt_tokens: Length of the prompt, BOS included.
         events: What the interventions did in this row (`row` is the index of the prompt).
         held: Tokens in the cache after a call, averaged over calls, layers and kv heads. None without a cache policy.
         read: Cached tokens that a decoding step attends to. None if it attends to all that are held.

@@ -27,9 +27,9 @@ class Event:
     """Something that an intervention did.
 
     Attributes:
-        row: row of the batch.
-        step: forward call of the run, from 0.
-        position: true position in the row: 0 is the first token that is not padding.
+        row: Row of the batch.
+        step: Forward call of the run, from 0.
+        position: True position in the row: 0 is the first token that is not padding.
         layer: Decoder layer; None if it does not belong to one.
         head: Query head; None if it does not belong to one.
         kind: "patched", "fallback", "sink-like", "ablated", "written", "added", "alarm", "guard", "prefill".
@@ -92,7 +92,7 @@ class Run:
     def events(self) -> list[Event]:
         """Events so far, in order. Reading them waits for the device once.
 
-        An edit is logged if it moves a neuron by more than a tenth of that neuron's value at the row's first token. 
+        An edit is logged if it moves a neuron by more than a tenth of that neuron's value at the row's first token.
         Rows of a batch that have ended continue as padding, which `generate` treats as real, so they have events too.
         """
         with self._lock:

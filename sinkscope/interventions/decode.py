@@ -36,7 +36,7 @@ def decoding(target: Target, **ours: Any) -> dict[str, Any]:
     Only the special tokens of the checkpoint's settings are used; a `SinkscopeWarning` lists the ignored settings.
 
     Args:
-        target: the model.
+        target: The model.
         ours: Settings to use, such as `do_sample=False`; all others take transformers' neutral defaults.
 
     Returns:
@@ -79,8 +79,8 @@ class Told(LogitsProcessor):
     """Forbids every token except the next one of a given answer, so that `generate` returns this answer.
 
     Args:
-        answers: token ids of each row's answer.
-        start: number of tokens before the answers, padding included.
+        answers: Token ids of each row's answer.
+        start: Number of tokens before the answers, padding included.
         pad: Token for rows whose answer has ended.
     """
 
@@ -159,10 +159,10 @@ def repeat_probabilities(
     The pass runs in chunks with a cache, so that only one chunk's logits are in memory at a time.
 
     Args:
-        target: the model.
+        target: The model.
         head: Token ids before the repetition.
         word: The repeated token id.
-        most: largest number of repetitions.
+        most: Largest number of repetitions.
         edit: Intervention to apply.
     """
     from transformers import DynamicCache

@@ -340,7 +340,7 @@ class Write(NeuronEdit):
     """Write a value into neurons at chosen positions, for instance to test whether that alone creates a sink there.
 
     Args:
-        value: the number to write.
+        value: The number to write.
         position: Positions to edit, counted from each row's first real token: a number, several, "first" or a slice.
 
     Example:

@@ -40,7 +40,7 @@ class Sequence:
     """A batch of token sequences that grows over several calls.
 
     Attributes:
-        columns: true position of every token read so far; -1 at padding.
+        columns: True position of every token read so far; -1 at padding.
         length: Number of real tokens in each row.
         bos: Whether the row begins with the model's BOS token; True if embeddings were given instead of ids.
         partial: Whether the first tokens were read before the run was entered.
@@ -99,10 +99,10 @@ class Call:
     """One forward call of the model.
 
     Attributes:
-        step: number of the call within the run, from 0.
+        step: Number of the call within the run, from 0.
         past: Number of tokens (with padding) in the cache before the call.
-        index: true position of each new token among the real tokens of its row; -1 at padding.
-        columns: the same for every token so far, the new ones last.
+        index: True position of each new token among the real tokens of its row; -1 at padding.
+        columns: The same for every token so far, the new ones last.
         before: Number of real tokens in each row before the call.
         sequence: What is known about these rows from earlier calls.
     """
@@ -144,11 +144,11 @@ class Tracker:
         """Begin a forward call.
 
         Args:
-            ids: token ids, or None with `embeds`.
-            embeds: input embeddings.
-            mask: attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
+            ids: Token ids, or None with `embeds`.
+            embeds: Input embeddings.
+            mask: Attention mask as transformers passes it: 2-D (1 = real), 4-D (bool or additive), a dict of these by
                 layer type, or None. Tokens read in an earlier call keep the mask of that call.
-            cache: the cache that the call continues, if any.
+            cache: The cache that the call continues, if any.
             past: Number of tokens in the cache before the call. By default `cache` is asked.
         """
         tokens = ids if ids is not None else embeds

@@ -23,11 +23,11 @@ class SinkDetector(NeuronEdit):
 
     A position's score is the value of each sink neuron divided by its level, averaged over the neurons: 1 at a sink,
     near 0 at ordinary tokens. The rule holds at a position other than 0 if at least `hits` of the last `window`
-    positions score `threshold` or more. Each time it begins to hold, `run.events` gets an event of kind "alarm" with the position
-    and the score. Only the last `window` answers of a row are stored, however long it grows.
+    positions score `threshold` or more. Each time it begins to hold, `run.events` gets an event of kind "alarm" with
+    the position and the score. Only the last `window` answers of a row are stored, however long it grows.
 
     Attributes:
-        sites: sink neurons of one MLP (or of one expert).
+        sites: Sink neurons of one MLP (or of one expert).
         levels: Value of each neuron at a sink, e.g. at BOS; `detect_attack` measures these.
         threshold: Lowest score that counts as a hit.
         hits: Number of hits within the window that raise an alarm.

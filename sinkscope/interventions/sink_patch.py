@@ -64,7 +64,7 @@ class SinkPatch(NeuronEdit):
             taken from the call that reads it and kept for all later chunks, turns and generated tokens. "listing" is
             the same without any calibrated value, which reproduces the listing bit for bit. "calibrated" is the number
             in `calibrated`. A number is used directly.
-        calibrated: neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
+        calibrated: Neutral value of each site, as `find_sinks` measures it (the median over ordinary text).
         model: The model for which the patch was made; stored in the file.
 
     With value="second", `calibrated` is used instead (and an event of kind "fallback" gives the reason) if the second
@@ -289,7 +289,7 @@ def neutral_values(target: Target, sites: Sequence[NeuronSite], where: Where) ->
 
     Args:
         target: The model, without any edits.
-        sites: the neurons.
+        sites: The neurons.
         where: "post" or "up".
 
     Returns:

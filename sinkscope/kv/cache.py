@@ -187,7 +187,7 @@ class CacheLayer(DynamicLayer):
         """Free every slot that is not kept. Rows and heads may keep different numbers; shorter ones get holes.
 
         Args:
-            keep: the slots that stay; holes and padding never stay.
+            keep: The slots that stay; holes and padding never stay.
             exact: Number of slots that every row and head keeps, if known. The call then does not wait for the device.
         """
         pos = self.pos
@@ -222,7 +222,7 @@ class CacheLayer(DynamicLayer):
         """Attend only to the slots in `show` and to new ones, until the next call; None shows all. Frees no slot.
 
         Args:
-            show: one choice for each kv head, or one for each query head.
+            show: One choice for each kv head, or one for each query head.
         """
         self._side.pop("hidden", None)
         self._groups = 0
@@ -282,7 +282,7 @@ class CacheLayer(DynamicLayer):
         """Turn this layer into a copy of the one that returned this `state`.
 
         Raises:
-            ValueError: the tensors do not fit each other.
+            ValueError: The tensors do not fit each other.
         """
         keys, values, columns = (tensors[name] for name in ("keys", "values", "columns"))
         per_slot = {name: held for name, held in tensors.items() if name not in ("keys", "values", "columns")}
@@ -407,10 +407,10 @@ def adopt(cache: Any, n_layers: int, n_kv_heads: int, name: str, columns: Int[Te
     """Replace the layers of a stock cache by ours in place, so that the caller's object works over several turns.
 
     Args:
-        cache: an empty or filled `DynamicCache`.
-        n_layers: number of layers of the model.
-        n_kv_heads: number of kv heads of the model.
-        name: name of the model, for errors.
+        cache: An empty or filled `DynamicCache`.
+        n_layers: Number of layers of the model.
+        n_kv_heads: Number of kv heads of the model.
+        name: Name of the model, for errors.
         columns: True positions of the tokens already in the cache; -1 at padding.
 
     Raises:

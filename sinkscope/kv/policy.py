@@ -85,7 +85,7 @@ class Policy(Intervention):
         budget: Tokens kept per row, layer and kv head: a number, or a fraction of the row's prompt, fixed at the end
             of prefill.
         first: Number of first positions that are always kept.
-        last: number of latest positions that are always kept.
+        last: Number of latest positions that are always kept.
         every: Number of generated tokens between two choices. "prefill" chooses only once, after a prompt is read.
         mode: "evict" frees the tokens that are not chosen; "select" keeps the cache whole and attends to the chosen
             tokens.

@@ -31,14 +31,14 @@ class Rows:
     """Attention rows of one layer in one call, for a chunk of queries.
 
     Attributes:
-        layer: decoder layer.
+        layer: Decoder layer.
         first: Index of the first query among the call's new tokens.
         probs: `[batch head query slot]`, float32, after softmax.
         pos: `[batch kv_head slot]`: true position of each slot, -1 if it holds no token.
         query_pos: `[batch query]`: true position of each query, -1 at padding.
         query: `[batch head query d_head]`, after rotary; None if the model does not expose it.
         kv: The layer's cache; None if it is not a sinkscope cache.
-        call: the forward call.
+        call: The forward call.
     """
 
     layer: int
@@ -58,7 +58,7 @@ class State:
     Attributes:
         prefilling: Whether the last call read a prompt or part of one.
         prompt: Number of real tokens in each row at the end of the last prefill.
-        decoded: number of single-token calls since then.
+        decoded: Number of single-token calls since then.
         dropped: Number of positions by which later tokens of each row are shifted towards the start
             (`positions="rebased"`).
         memory: What each policy remembers, by the policy's key.
@@ -80,10 +80,10 @@ class Moment:
     """The moment before or after a forward call.
 
     Attributes:
-        layers: the cache, layer by layer.
-        call: the forward call.
-        state: what is known about this cache.
-        prefill_ended: whether this is the first single-token call after a prompt.
+        layers: The cache, layer by layer.
+        call: The forward call.
+        state: What is known about this cache.
+        prefill_ended: Whether this is the first single-token call after a prompt.
     """
 
     layers: list[CacheLayer]
@@ -117,11 +117,11 @@ class _Now(threading.local):
     """What the current thread is doing.
 
     Attributes:
-        call: the current forward call.
-        cache: the cache of that call.
-        own_masks: whether our masks replace the stock mask, because some layer does not hold all tokens so far.
-        attended: layers whose attention went through the tap; on a TransformerBridge some architectures do so.
-        prompting: whether `generate` is reading a prompt, so that even a single-token call is a part of it.
+        call: The current forward call.
+        cache: The cache of that call.
+        own_masks: Whether our masks replace the stock mask, because some layer does not hold all tokens so far.
+        attended: Layers whose attention went through the tap; on a TransformerBridge some architectures do so.
+        prompting: Whether `generate` is reading a prompt, so that even a single-token call is a part of it.
     """
 
     call: Call | None = None
@@ -139,7 +139,7 @@ class Session:
     """Shared by all policies and observers of a run; created by the first that asks for it (`Session.of(run)`).
 
     Attributes:
-        now: what the current thread is doing.
+        now: What the current thread is doing.
         owns_cache: Whether the layers of the caches in use were replaced by `CacheLayer`.
         one_by_one: Whether a guard acts on generated tokens, which must then arrive one by one.
         anchors: Number of first positions that policies and guards in the same run keep.

@@ -58,11 +58,11 @@ class AShape(Shape):
 
     Attributes:
         first: Number of first tokens that all queries see.
-        local: number of latest tokens that a query sees, including itself.
+        local: Number of latest tokens that a query sees, including itself.
 
     Raises:
         SinkscopeError: `first` is negative, or `local` is below 1.
-        UnsupportedError: the model is a TransformerBridge.
+        UnsupportedError: The model is a TransformerBridge.
 
     Example:
         >>> AShape().first, AShape().local
@@ -109,13 +109,13 @@ class MInference(Shape):
     compared.
 
     Attributes:
-        vertical: number of vertical lines.
-        slash: number of slash lines.
+        vertical: Number of vertical lines.
+        slash: Number of slash lines.
         last: Number of last queries that vote.
 
     Raises:
         SinkscopeError: A number is below 1.
-        UnsupportedError: the model is a TransformerBridge.
+        UnsupportedError: The model is a TransformerBridge.
 
     Example:
         >>> MInference().vertical
@@ -210,8 +210,8 @@ def share_lines(
     """Like `minference_lines`, with both numbers of lines scaled so that their cells take up the given share.
 
     Args:
-        query: as for `select_lines`.
-        key: as for `select_lines`.
+        query: As for `select_lines`.
+        key: As for `select_lines`.
         share: Share of the causal cells; each head gets the largest number of lines that does not exceed it.
         last: Number of last queries that vote.
         first: How many of 1,000 vertical lines are always the first positions.

@@ -16,7 +16,7 @@ class Usage:
     """What one cache held, over all counted calls.
 
     Attributes:
-        calls: number of forward calls.
+        calls: Number of forward calls.
         mean_tokens: For each row, number of cached tokens after a call, averaged over calls, layers and kv heads.
         peak_tokens: For each row, largest number of cached tokens after a call, averaged over layers and kv heads.
         logical_bytes: Peak number of bytes in keys and values of cached tokens, summed over rows and layers.
@@ -40,10 +40,10 @@ class _Span:
     Attributes:
         counts: Number of slots without a token, as counted by the layers; empty if there are no holes.
         lost: Number of empty slots of each row, summed over the layers.
-        widths: bytes per slot of each layer, all kv heads together.
-        calls: number of calls.
-        slots: number of slots of all layers, summed over the calls.
-        most: largest number of slots in one call.
+        widths: Bytes per slot of each layer, all kv heads together.
+        calls: Number of calls.
+        slots: Number of slots of all layers, summed over the calls.
+        most: Largest number of slots in one call.
     """
 
     counts: list[Tensor]

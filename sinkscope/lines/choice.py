@@ -101,7 +101,7 @@ class HeadLines:
         return (self.vertical[..., None, :] | self.slash[..., offset.clamp(min=0)]) & (offset >= 0)
 
     def random(self, generator: torch.Generator, *, cells: bool) -> HeadLines:
-        """Draw random lines instead of these, for each kind separately: equally many, or with `cells` of the same length."""
+        """Draw random lines in place of these, per kind: the same number, or with `cells` the same lengths."""
         return HeadLines(_drawn(self.vertical, generator, cells), _drawn(self.slash, generator, cells), self.queries)
 
 
@@ -231,8 +231,8 @@ def minference_lines(
     Args:
         query: As for `select_lines`.
         key: As for `select_lines`.
-        vertical: number of vertical lines to keep.
-        slash: number of slash lines to keep.
+        vertical: Number of vertical lines to keep.
+        slash: Number of slash lines to keep.
         last: Number of last queries that vote.
         first: Number of first positions that are always kept; they count towards `vertical`.
         local: Number of offsets from 0 that are always kept; they count towards `slash`.
@@ -310,17 +310,17 @@ def select_lines(
 
     Args:
         query: Queries of the new tokens, after rotary; they are at the last positions.
-        key: keys of all positions, after rotary; query heads share them in groups.
+        key: Keys of all positions, after rotary; query heads share them in groups.
         alpha: Minimum share of the sampled attention weight that the lines hold.
-        sample: number of queries in the sample.
+        sample: Number of queries in the sample.
         recent: How many sampled queries are the last ones; the others are drawn from those before.
         variant: "exact" or "faithful"; see the module's docstring.
         scaling: Factor on the scores. None means 1 / sqrt(d_head).
-        seed: seed of the sample.
-        dense_above: share of cells above which the exact variant makes a head dense: it gets all lines.
+        seed: Seed of the sample.
+        dense_above: Share of cells above which the exact variant makes a head dense: it gets all lines.
         begin: Number of first positions that are always kept.
         local: Number of offsets from 0 that are always kept.
-        sharp: the exact variant also takes lines whose cells hold on average at least this share of their rows'
+        sharp: The exact variant also takes lines whose cells hold on average at least this share of their rows'
             attention, even if alpha is reached. They take few cells, and without them rows may lose everything, because
             alpha is a share of the sum over rows. None adds no such lines.
         checked: Number of queries outside the sample that are checked for a single sought key. These are the queries

@@ -41,7 +41,7 @@ class Blocks:
 
     Attributes:
         columns: Vertical lines in ascending order, padded with the number of keys.
-        some: blocks with visible cells.
+        some: Blocks with visible cells.
         full: Blocks in which every cell is visible.
     """
 

@@ -126,12 +126,12 @@ def sparse_attention(
     """Causal attention on the lines of every head; the queries are at the last positions.
 
     Args:
-        query: queries of the new tokens, after rotary.
-        key: keys of all positions, after rotary; query heads share them in groups.
-        value: values of all positions.
-        lines: chosen lines of every query head. The main diagonal must be among them.
-        scaling: factor on the scores; None: one over the root of `d_head`.
-        dense_above: share of computed cells above which a head is computed densely, with all its cells. None:
+        query: Queries of the new tokens, after rotary.
+        key: Keys of all positions, after rotary; query heads share them in groups.
+        value: Values of all positions.
+        lines: Chosen lines of every query head. The main diagonal must be among them.
+        scaling: Factor on the scores; None: one over the root of `d_head`.
+        dense_above: Share of computed cells above which a head is computed densely, with all its cells. None:
             `dense_limit`, which is 0.65 in blocks, less for narrow heads, and 0.5 with Triton and FlexAttention.
         kernel: "blocks": a loop over blocks of queries; "triton": a kernel for CUDA that computes columns, blocks and
             single offsets; "flex": FlexAttention in blocks of 128 by 128, compiled in the first call (10 to 20 s);
@@ -165,14 +165,14 @@ def sparse_attention(
 
 
 def dense_in_all(query: Tensor, value: Tensor, lines: HeadLines, limit: float, kernel: Kernel) -> Sparsity | None:
-    """What `sparse_attention` would report if these lines make every head dense; None if any head is sparse.
+    """What `sparse_attention` would report if all lines are chosen, so that every head is dense; otherwise None.
 
     Args:
         query: As for `sparse_attention`.
         value: As for `sparse_attention`.
         lines: Lines of every head.
         limit: Share of computed cells above which a head is dense.
-        kernel: as for `sparse_attention`.
+        kernel: As for `sparse_attention`.
     """
     if limit >= 1 or not bool(lines.vertical.all()):
         return None
@@ -440,7 +440,7 @@ def _head_in_blocks(
 
 
 def _band(slash: Tensor, low: int, high: int, block: int) -> tuple[Tensor, Tensor]:
-    """Cells that are on no slash line of the band or in the future: `[row column]`, for keys from `high` before the block."""
+    """Cells on no slash line of the band, or in the future: `[row column]`, for keys from `high` before the block."""
     index = torch.arange(block, device=slash.device)[:, None] + high
     index = index - torch.arange(high - low + block, device=slash.device)
     inside = (index >= low) & (index <= high)

@@ -31,7 +31,7 @@ class Scores:
     Attributes:
         query: Queries after rotary; the last one sees every key.
         key: Keys after rotary; query heads share them in groups.
-        scaling: factor on the scores.
+        scaling: Factor on the scores.
         window: Keys this far back and further are not seen. None means all are seen.
         softcap: `cap * tanh(score / cap)` (Gemma 2).
         sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
@@ -55,9 +55,9 @@ def scores_of(target: Target, observer: Callable[[int, Scores], None], layers: l
     """Context manager: every forward pass of one sequence shows the parts of its scores to `observer`.
 
     Args:
-        target: the model; plain or nnsight.
-        observer: called as `observer(layer, scores)`.
-        layers: the layers to watch.
+        target: The model; plain or nnsight.
+        observer: Called as `observer(layer, scores)`.
+        layers: The layers to watch.
 
     Raises:
         UnsupportedError: The model is a TransformerBridge, which has its own attention, or outside transformers'
@@ -107,7 +107,7 @@ class _Chunk:
 
     Attributes:
         probs: `pad` columns of zeros, then keys `begin` to `stop`.
-        begin: first key in `probs`.
+        begin: First key in `probs`.
         stop: One past the last key that the last of these queries sees.
     """
 
@@ -128,8 +128,8 @@ def line_sums(
     """Sum the attention weight of every vertical and every slash line over the queries.
 
     Args:
-        scores: the scores of one layer.
-        since: keys before this one are left out of the sums but take part in the softmax.
+        scores: The scores of one layer.
+        since: Keys before this one are left out of the sums but take part in the softmax.
         chunk: Number of queries at a time. None takes as many as fit into `CHUNK_BYTES`.
 
     Returns:

@@ -55,14 +55,14 @@ class Index:
 
     Attributes:
         size: Number of queries in a block.
-        starts: position of the first query of each block.
+        starts: Position of the first query of each block.
         blocks: Blocks of keys, nearest first, as the number of keys from a block's first key to the first query.
         whole: Whether all offsets in such a block are chosen, so that only columns need a mask.
-        block_count: how many of `blocks` a block of queries meets.
+        block_count: How many of `blocks` a block of queries meets.
         column_index: Keys of vertical lines, ascending.
-        column_count: how many of these are not in the future of the whole block.
+        column_count: How many of these are not in the future of the whole block.
         lone_offset: Lone offsets, ascending.
-        lone_count: how many of these reach a key.
+        lone_count: How many of these reach a key.
         banded: Offsets computed in blocks.
     """
 

@@ -223,12 +223,12 @@ def hub_file(
     Args:
         repo: Hub id, org/name.
         name: Name of the file.
-        revision: branch, tag or commit.
+        revision: Branch, tag or commit.
         kind: What kind of repo it is.
         absent: Error to raise if the repo has no such file. None raises a FileNotFoundError.
 
     Raises:
-        FileNotFoundError: the repo has no such file.
+        FileNotFoundError: The repo has no such file.
         SinkscopeError: The repo or revision does not exist, access or connection is missing, or the transfer failed.
     """
     from huggingface_hub import constants, hf_hub_download
@@ -291,8 +291,8 @@ def hub_folder(repo: str, revision: str | None, optional: Iterable[str] = ()) ->
 
     Args:
         repo: Hub id, org/name.
-        revision: branch, tag or commit.
-        optional: names of the other files.
+        revision: Branch, tag or commit.
+        optional: Names of the other files.
 
     Returns:
         Their folder in the cache. It is named after the commit, so all its files belong to one revision.
@@ -317,7 +317,7 @@ class ModelSource:
         kind: "folder", "gguf" (one file) or "hub".
         where: Path of the folder or file, or hub id.
         name: Name used in reports: a short name, hub id, or base name.
-        revision: branch, tag or commit of a hub id.
+        revision: Branch, tag or commit of a hub id.
         planted: File in the folder whose numbers replace weights after loading; "" for none.
     """
 
@@ -445,7 +445,7 @@ def optional_file(repo: str, name: str, commit: str) -> Path | None:
     """Download a file of a hub repo; None if the repo has no file of that name.
 
     Raises:
-        SinkscopeError: the file cannot be downloaded.
+        SinkscopeError: The file cannot be downloaded.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -510,13 +510,13 @@ class SafetensorsSource:
     is first needed.
 
     Attributes:
-        name: hub id, or base name of the folder.
-        folder: the folder with config.json; for a hub repo, its snapshot in the cache.
-        commit: the hub's commit; None for a folder.
-        read: names of the tensors that have been read so far.
+        name: Hub id, or base name of the folder.
+        folder: The folder with config.json; for a hub repo, its snapshot in the cache.
+        commit: The hub's commit; None for a folder.
+        read: Names of the tensors that have been read so far.
 
     Raises:
-        SinkscopeError: the folder is not a whole checkpoint, or the repo cannot be downloaded.
+        SinkscopeError: The folder is not a whole checkpoint, or the repo cannot be downloaded.
         UnsupportedError: The weights are not safetensors, or the repo holds another kind of model.
     """
 

@@ -148,7 +148,7 @@ def read_config(
         folder: Folder that holds config.json or the GGUF file.
         gguf: Name of the GGUF file.
         layers: Number of decoder layers to which to cut it.
-        trust_remote_code: run code that comes with the checkpoint.
+        trust_remote_code: Run code that comes with the checkpoint.
 
     Raises:
         SinkscopeError: It is not a configuration, or has no layers or fewer than requested.

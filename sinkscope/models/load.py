@@ -64,15 +64,15 @@ def load(
             returned unchanged.
         backend: "bridge" (TransformerBridge, the default), "hf" (plain Hugging Face), or "nnsight". If given
             explicitly, a live Hugging Face model is copied and the copy wrapped, since wrapping changes it in place.
-        revision: branch, tag or commit of a hub id.
-        layers: load only the first `layers` decoder layers; tensors of the others are not read, and shards that hold
+        revision: Branch, tag or commit of a hub id.
+        layers: Load only the first `layers` decoder layers; tensors of the others are not read, and shards that hold
             nothing else are not downloaded.
         dtype: torch dtype or its name ("float32", "bf16", ...). None uses the checkpoint's.
         device: "cpu", "cuda", "cuda:1" or "mps". None uses the first cuda device if there is one, else the CPU.
         device_map: Passed on to transformers instead of `device`.
         quantization_config: Passed on to transformers.
         tokenizer: Tokenizer to use instead of the one stored with the weights.
-        trust_remote_code: run Python code that comes with the checkpoint.
+        trust_remote_code: Run Python code that comes with the checkpoint.
         probe: Check on a few tokens that edits reach the logits and that attention is recomputed correctly
             (`sinkscope.models.probe`). Live models are not probed.
 
@@ -147,7 +147,7 @@ def open_tokenizer(
     Args:
         model: Short name, hub id, folder, `.gguf` file, or "bundled".
         folder: Folder that holds only a tokenizer; instead of `model`.
-        revision: branch, tag or commit of a hub id.
+        revision: Branch, tag or commit of a hub id.
 
     Raises:
         SinkscopeError: Neither or both are given, or there is no tokenizer.

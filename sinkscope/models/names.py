@@ -24,10 +24,10 @@ class PublishedSink:
 
     Attributes:
         source: Where it was published.
-        layers: layers whose MLP builds the sink.
+        layers: Layers whose MLP builds the sink.
         neurons: (layer, neuron) pairs at the input of the down projection.
-        residual_dims: residual dimensions that carry the spike.
-        massive_layers: first and last layer after which the spike is in the residual stream.
+        residual_dims: Residual dimensions that carry the spike.
+        massive_layers: First and last layer after which the spike is in the residual stream.
         repeats: Number of repetitions of a token that create a sink (Yona et al. 2025, Table 1).
         secondary: Whether this comes from another paper's account and was not checked in the original.
         note: Where sources disagree.

@@ -229,11 +229,11 @@ def open_stream(
     Args:
         source: A folder (a Path), a hub id (a str), or an opened source, as in
             ``SafetensorsSource("org/name", revision="v2")``.
-        dtype: dtype of the weights in memory, whatever it is on disk.
-        device: device on which layers are computed.
-        resident: number of layers in memory at a time.
+        dtype: Dtype of the weights in memory, whatever it is on disk.
+        device: Device on which layers are computed.
+        resident: Number of layers in memory at a time.
         tokenizer: Tokenizer of the Target.
-        name: name of the Target; by default the name of the source.
+        name: Name of the Target; by default the name of the source.
 
     Raises:
         SinkscopeError: The checkpoint is incomplete.

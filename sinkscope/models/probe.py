@@ -34,7 +34,7 @@ class ProbeReport:
             position.
         logits_change: Largest change of a later logit; must not be 0.
         row_sum_error: Distance of the recomputed attention rows' sums from 1 (0 if learned sinks take a share).
-        attention_error: largest distance between recomputed attention and the model's own.
+        attention_error: Largest distance between recomputed attention and the model's own.
         silent: Adapter fields whose module never runs in this kind of model, so that hooks on it see nothing (a bridge
             splits fused projections and calls the parts).
         tolerance: Allowed difference between numbers in the model's dtype.

@@ -60,7 +60,7 @@ class Target:
     """A model as every measurement and intervention of sinkscope sees it. The model is not changed.
 
     Attributes:
-        model: the object the user gave.
+        model: The object the user gave.
         hf: The plain Hugging Face module inside. Hooks go here and fire for all three kinds of object.
         kind: Which of the three kinds `model` is.
         adapter: Where the model's parts are.

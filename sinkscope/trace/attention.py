@@ -40,8 +40,8 @@ class View:
     """Which keys the queries of a call see, by true positions.
 
     Attributes:
-        pos: position of each key; -1 where there is none.
-        query_pos: position of each query; -1 at padding.
+        pos: Position of each key; -1 where there is none.
+        query_pos: Position of each query; -1 at padding.
         window: Keys this far back and further are not seen. None means all are seen.
         hidden: Cached keys that are not attended to, by kv head or by query head. None means none.
     """
@@ -295,7 +295,7 @@ def attention_probs(
         query: Queries after rotary.
         key: Keys after rotary, one per kv head; query heads share them in groups.
         mask: True where a key may be seen. None means causal, with the last query seeing every key.
-        scaling: factor on the scores.
+        scaling: Factor on the scores.
         first_query: Number of keys that the first query may see, minus one (only used if `mask` is None).
         softcap: `cap * tanh(score / cap)` (Gemma 2).
         sinks: A learned logit per head that takes part in the softmax and is then dropped (gpt-oss).
@@ -437,7 +437,7 @@ def attention_rows(
     """Context manager: every forward pass in this context shows its attention rows to `observer`.
 
     Args:
-        target: the model.
+        target: The model.
         observer: Called as `observer(layer, first_query, rows)`; rows `[batch head query key]`, float32, after
             softmax. Learned sink logits take part, so that rows then sum to less than one. Keys are those in the
             cache: under a cache policy only the ones it keeps, so a key's index is not its position.

@@ -42,7 +42,7 @@ def following_generate(
     A chunked prompt may end with a chunk of one token, which looks like a generated token to the model.
 
     Args:
-        model: the causal language model.
+        model: The causal language model.
         prompting: Called with True before a prompt is read, and with False afterwards.
         check: Called with the name of the method in `FOLLOWED` and the arguments of the forward call; may raise.
     """

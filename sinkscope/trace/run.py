@@ -74,7 +74,7 @@ def resolve(target: Target, patterns: list[str]) -> list[Site]:
     """Sites matched by names or `fnmatch` patterns ("blocks.*.hook_resid_post"), in the order of the forward pass.
 
     Raises:
-        SinkscopeError: a pattern matches nothing; the message shows names that exist.
+        SinkscopeError: A pattern matches nothing; the message shows names that exist.
         UnsupportedError: This architecture has no such site.
     """
     known = site_names(target.n_layers)

@@ -27,7 +27,7 @@ class Found:
     """A trigger of one row.
 
     Attributes:
-        row: number of the row in the batch.
+        row: Number of the row in the batch.
         step: What the monitor reported; `step.step` is the number of the generated token, from 1.
     """
 
@@ -44,7 +44,7 @@ class RowMonitors:
     `poll` tokens.
 
     Attributes:
-        tokens: generated tokens of each row that its monitor has seen.
+        tokens: Generated tokens of each row that its monitor has seen.
     """
 
     def __init__(self, settings: MonitorSettings, rows: int, ends: Collection[int], poll: int) -> None:
@@ -215,8 +215,8 @@ class LoopReporter(LogitsProcessor):
         """Record the last token of every row.
 
         Args:
-            ids: prompt and generated tokens, as generation passes them at every step.
-            prompt: length of the prompt, used if this is the first step of a generation.
+            ids: Prompt and generated tokens, as generation passes them at every step.
+            prompt: Length of the prompt, used if this is the first step of a generation.
             p_max: Largest probability of the next token.
         """
         batch, length = ids.shape

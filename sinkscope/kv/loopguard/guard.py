@@ -46,9 +46,9 @@ class LoopGuard(Intervention):
     the guard's anchors, and the guard keeps their first tokens.
 
     Attributes:
-        budget: largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
-        anchors: number of first positions, which are never removed (N_anchor).
-        window: number of tokens that the monitor looks at (W).
+        budget: Largest number of tokens right after an intervention (B), or a fraction of the row's prompt.
+        anchors: Number of first positions, which are never removed (N_anchor).
+        window: Number of tokens that the monitor looks at (W).
         between: What happens between interventions. "full" removes nothing ("event-driven" in the paper), so the cache
             grows beyond the budget. "window" keeps anchors and latest tokens, so the cache always fits the budget.
         variant: When to intervene: "repeats" for any repetition, "full" for the paper's votes, or a variant of Table 3
@@ -57,7 +57,7 @@ class LoopGuard(Intervention):
         monitor: Further monitor settings, by name (`MonitorSettings`).
         recent: Length of the recent window (R). "window" uses the monitor's, as in the paper; None means no recent
             window. `Retention` explains this field and the next four.
-        recent_budget: number of recent tokens kept at level 0.
+        recent_budget: Number of recent tokens kept at level 0.
         recent_pick: Which recent tokens are kept.
         clean: Which tokens count as bad; "tail" is the paper's rule.
         max_level: Cap on the aggressiveness level; higher levels keep fewer recent tokens. 3 in the paper.
@@ -223,16 +223,16 @@ class _Followed:
     """State of the rows that share a cache, since their last prompt.
 
     Attributes:
-        monitors: monitors of the rows.
-        prompt: number of real tokens of each row before its first generated token.
+        monitors: Monitors of the rows.
+        prompt: Number of real tokens of each row before its first generated token.
         reorders: `CacheLayer.reorders` when the prompt ended.
-        seen: number of tokens in the cache after the last call.
-        several: whether the last call had several tokens and was not the first one.
-        calls: number of the call of each generated token.
-        ids: the latest columns of ids, of the prompt and generated.
+        seen: Number of tokens in the cache after the last call.
+        several: Whether the last call had several tokens and was not the first one.
+        calls: Number of the call of each generated token.
+        ids: The latest columns of ids, of the prompt and generated.
         bans: N-grams that each row may not write.
         drawn: For each row, the step up to which its tokens are drawn.
-        rewound: number of the generated token at which each loop was taken back.
+        rewound: Number of the generated token at which each loop was taken back.
     """
 
     monitors: RowMonitors
@@ -374,9 +374,9 @@ class _Guarding:
         Recent tokens may reach into the prompt, so a loop that began in the prompt is bad there too.
 
         Args:
-            known: position and id of the latest tokens.
+            known: Position and id of the latest tokens.
             begin: Position where the repetition found by the monitor begins; slightly different copies are bad too.
-            retention: what is kept.
+            retention: What is kept.
         """
         recent = known if retention.recent is None else known[-retention.recent :]
         tail = tail_period([i for _, i in recent], repeats=self._guard.copies)

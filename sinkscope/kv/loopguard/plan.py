@@ -21,8 +21,8 @@ class Retention:
     """How many tokens of each kind are kept. The paper specifies `budget` and `anchors` and leaves the rest open.
 
     Attributes:
-        budget: largest number of tokens right after an intervention (B).
-        anchors: number of first positions, which are always kept (N_anchor).
+        budget: Largest number of tokens right after an intervention (B).
+        anchors: Number of first positions, which are always kept (N_anchor).
         recent: Length of the recent window (R), as in the paper: recent tokens come from the last R tokens, so a loop
             that fills the window leaves no clean ones. None takes the latest clean tokens, wherever they are, and the
             clean tokens before them are the history.
@@ -93,9 +93,9 @@ class Plan:
 
     Attributes:
         keep: Kept positions, ascending.
-        anchors: how many of them are anchors.
+        anchors: How many of them are anchors.
         sparse: How many of them are sampled from the history.
-        recent: how many of them are recent.
+        recent: How many of them are recent.
     """
 
     keep: tuple[int, ...]
@@ -118,12 +118,12 @@ def plan(
     positions would contain few of those that the first one left.
 
     Args:
-        held: positions in the cache, ascending.
+        held: Positions in the cache, ascending.
         length: Number of tokens in the row so far; the recent window ends there.
         bad: Ranges [start, stop) of positions to remove; with `clean="tail"` and a recent window, only within the
             window.
-        retention: budgets.
-        level: aggressiveness, from 0; a level above `max_level` counts as `max_level`.
+        retention: Budgets.
+        level: Aggressiveness, from 0; a level above `max_level` counts as `max_level`.
 
     Returns:
         At most `retention.budget` positions; every anchor that the cache holds is among them, even if it is bad.

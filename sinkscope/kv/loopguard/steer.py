@@ -20,7 +20,7 @@ class Ban:
     """N-grams that a row may not write for some time.
 
     Attributes:
-        until: number of the generated token up to which the ban holds.
+        until: Number of the generated token up to which the ban holds.
         following: Tokens that complete a banned n-gram, keyed by the tokens before them.
     """
 
@@ -73,7 +73,7 @@ def generate_in_pieces(
 
     Args:
         run: The run that acts on the model, if any.
-        model: the Hugging Face model.
+        model: The Hugging Face model.
         ids: Token ids of the prompt; a single row under such a guard.
         max_new_tokens: Maximum number of new tokens.
         fixed: Whether the answer is given in advance, so that nothing may be removed.

@@ -58,12 +58,12 @@ class Noting(Intervention):
     """Owns the cache of a turn and records what happens; it is entered before the conversation's edit.
 
     Attributes:
-        before: the cache before the turn.
-        cache: the cache on which the turn runs.
+        before: The cache before the turn.
+        cache: The cache on which the turn runs.
         gaps: Close the gaps of padding before the new tokens, because a policy looks at neighbouring slots.
-        lines: chosen lines by layer and row.
-        reads: tokens that each decoding step attended to, row by row.
-        steps: number of the latest forward call.
+        lines: Chosen lines by layer and row.
+        reads: Tokens that each decoding step attended to, row by row.
+        steps: Number of the latest forward call.
         read: Layers of a transformers cache right after the prompt was read.
         prompted: State of the edits right after the prompt was read.
         answered: State of the edits at the end of the turn.
@@ -307,7 +307,7 @@ class Conversation:
         """Load a conversation that `save` wrote, and continue it as if it had never been interrupted.
 
         Args:
-            path: the folder.
+            path: The folder.
             model: The model it was held with.
             edit: The edit that acts from now on. The file holds no code, so the edit it was saved with must be given
                 again. Another one also works (`Full()` for none), but it knows nothing of earlier tokens.

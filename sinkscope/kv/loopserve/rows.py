@@ -132,7 +132,7 @@ class Ends(StoppingCriteria):
     """Takes each row out of the cache when its answer ends, before it continues as padding; never stops generation.
 
     Args:
-        ends: token ids that end an answer.
+        ends: Token ids that end an answer.
         take: Called with the indices of rows whose answers end at this token.
     """
 

@@ -42,7 +42,7 @@ class TurnRecord:
     """One turn of a conversation, without tensors.
 
     Attributes:
-        prompt: token ids of the prompt.
+        prompt: Token ids of the prompt.
         ids: Token ids of the answer, including the end-of-sequence token if it was generated.
         text: The answer as text, without special tokens. None without a tokenizer.
         prompt_tokens: Length of the whole conversation, in tokens, when the answer begins.
@@ -82,7 +82,7 @@ class Held:
 
     Attributes:
         layers: Layers of the cache, either `CacheLayer` or those of transformers; empty before the first turn.
-        sequence: its tokens.
+        sequence: Its tokens.
         kind: Kind of transformers cache. None means `CacheLayer`, whose tokens can be hidden and evicted.
     """
 

@@ -45,13 +45,13 @@ class SparsePrompts:
     """Reads prompts along lines, row by row, and logs an event of kind "prefill" for every row and layer.
 
     Attributes:
-        name: name of the intervention, for errors.
+        name: Name of the intervention, for errors.
         choose: Function that returns lines for `query [head query d_head]`, `key [kv_head key d_head]`, the factor on
             the scores and the layer.
         dense_above: Share of computed cells above which a head is dense. None uses the kernel's default.
         shortest: Prompts with fewer keys are read by the model's own attention.
-        dense_rows: number of queries at the end that attend to everything.
-        kernel: as for `sparse_attention`.
+        dense_rows: Number of queries at the end that attend to everything.
+        kernel: As for `sparse_attention`.
         in_blocks: Whether devices other than a CPU may use the loop over blocks. If not, prompts on devices without
             Triton and FlexAttention are read by the model's own attention.
         held_out: Function of the numbers of queries and keys and the layer; it returns the indices of queries on which
@@ -459,31 +459,31 @@ class LoopServe(Intervention):
     `tokens_read` is the counterpart of "cells" for decoding.
 
     Attributes:
-        alpha: share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
+        alpha: Share of the sampled attention weight that the lines hold (0.955 in the paper's main results, which finds
             0.99 to 1 best in its own sweep).
         budget: Tokens that each layer and kv head reads while decoding, besides those since the last selection.
         interval: Tokens between selections, and number of queries that vote (n_d).
-        sample: number of queries whose attention decides which lines are chosen.
+        sample: Number of queries whose attention decides which lines are chosen.
         recent: How many sampled queries are the last ones read along lines; the others are drawn at random.
-        dense_rows: number of queries at the end of the prompt that attend to everything. They are not sampled. With 0,
+        dense_rows: Number of queries at the end of the prompt that attend to everything. They are not sampled. With 0,
             as in the paper, keys to which only the end of the prompt attends may lie on no line, for instance the facts
             that a question is about.
         first: Number of initial decoding steps that read everything; 0 selects as soon as the prompt has been read.
         per_head: Whether every query head chooses its own tokens while decoding (`Progressive`).
         prefill: Read prompts sparsely. With `decode=False` this is the paper's "-P".
         decode: Select tokens progressively while decoding. With `prefill=False` this is the paper's "-D".
-        variant: variant of the choice of lines, "exact" or "faithful" (`select_lines`).
-        shortest: prompts that attend to fewer keys are read by the model's own attention, which is faster there.
+        variant: Variant of the choice of lines, "exact" or "faithful" (`select_lines`).
+        shortest: Prompts that attend to fewer keys are read by the model's own attention, which is faster there.
         dense_above: Share of computed cells above which a head is computed densely. None means 0.65, less for heads
             narrower than 48, and 0.5 on CUDA. Other devices then read densely, because a loop over blocks does not pay
             there.
         kernel: What computes the lines: "blocks", "flex", "triton" or "auto" (`sparse_attention`).
         seed: Seed for drawing queries. Draws also depend on the layer and on the lengths of prompt and context, so they
             differ between the turns of a conversation.
-        begin: number of first tokens that all queries see. 1 in the paper.
-        local: number of latest tokens that a query sees, including itself. 1 in the paper. With fewer, a head that
+        begin: Number of first tokens that all queries see. 1 in the paper.
+        local: Number of latest tokens that a query sees, including itself. 1 in the paper. With fewer, a head that
             mostly attends to the first token may lose its neighbours, because the first token alone holds alpha.
-        sharp: lines on which the attention is at least this dense are taken even if alpha is reached (`select_lines`).
+        sharp: Lines on which the attention is at least this dense are taken even if alpha is reached (`select_lines`).
             None in the paper: a row may then lose a key that holds all its attention.
         checked: Number of queries outside the sample that are checked for a single sought key, which is then kept
             (`select_lines`). 0 in the paper: the key that one mid-prompt query searches for is then lost.
